@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -125,11 +125,13 @@ class DataReport:
     Attributes:
         splits: by name.
         faults: all of them.
+        copies: names of good images that show the same, exactly or but for noise or compression.
         bit_depth: bits that the images seem to have, where these are fewer than their files'.
     """
 
     splits: dict[str, SplitSummary]
     faults: tuple[Fault, ...]
+    copies: tuple[tuple[str, ...], ...] = ()
     bit_depth: int | None = None
 
     def has(self, severity: Severity) -> bool:
@@ -194,14 +196,21 @@ def check(
     bits = None if reading.bit_depth is not None else _bits_used(images)
     faults = [fault for image in images for fault in image.faults]
     faults += [_fault("mask_unused", "test", None, strays([m])) for m in dataset.unused_masks]
-    faults += [*_missing_masks(images), *_repeated(images), *_nearly_repeated(images)]
+    looks = _good_looks(images)
+    shown = frames(looks)
+    faults += [*_missing_masks(images), *_repeated(images)]
+    faults += _nearly_repeated(images, looks, shown)
     faults += [*_too_few(images), *_bit_depth(bits)]
     if one_grid:
         faults += _other_aspects(images)
     order = list(Severity)
     faults.sort(key=lambda fault: order.index(fault.severity))
     splits = {name: _summary([s for s in images if s.split == name]) for name in dataset.splits}
-    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits)
+    together: dict[int, list[str]] = {}
+    for i, frame in shown.items():
+        together.setdefault(frame, []).append(images[i].sample.name)
+    copies = tuple(tuple(names) for names in together.values() if len(names) > 1)
+    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), copies, bits)
 
 
 def _check_all(
@@ -287,7 +296,7 @@ def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         if image.look is None or (other := first.setdefault(image.look.picture, image)) is image:
             continue
         if contrary := contradiction(other.sample, image.sample):
-            yield _fault("two_labels", image.split, image.sample, contrary)
+            yield _fault("two_labels", image.split, image.sample, str(contrary))
             continue
         detail = f"{image.sample.path} is the same picture as {other.sample.path}"
         if leaks := other.split != image.split:
@@ -295,14 +304,20 @@ def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         yield _fault("leak" if leaks else "duplicate", image.split, image.sample, detail)
 
 
-def _nearly_repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
-    """Near copies among good images; of a defect, a small mark may be all that tells it apart."""
-    samples = {i: image.sample for i, image in enumerate(images) if not image.sample.is_defect}
-    looks = {i: look for i in samples if (look := images[i].look) is not None}
+def _good_looks(images: Sequence[_CheckedImage]) -> dict[int, Look]:
+    """Of good images; of a defect, a small mark may be all that tells it from a good part."""
+    good = {i: image.look for i, image in enumerate(images) if not image.sample.is_defect}
+    return {i: look for i, look in good.items() if look is not None}
+
+
+def _nearly_repeated(
+    images: Sequence[_CheckedImage], looks: Mapping[int, Look], shown: Mapping[int, int]
+) -> Iterator[Fault]:
+    samples = {i: images[i].sample for i in looks}
     learned = {i: look for i, look in looks.items() if images[i].split == "train"}
     if detail := near_copies(samples, learned):
         yield _fault("near_copies", "train", None, detail)
-    shown, pictures = frames(looks), {look.picture for look in learned.values()}
+    pictures = {look.picture for look in learned.values()}
     in_training = {shown[i]: i for i in learned}
     others = {i: look for i, look in looks.items() if i not in learned}
     alike = [i for i, o in others.items() if shown[i] in in_training and o.picture not in pictures]
@@ -321,9 +336,9 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
     pictures = {image.look.picture for image in train if image.look and image.usable}
     if not pictures:
         refused = [image.faults[0].detail for image in train if image.faults]
-        yield _fault("too_few_images", "train", None, none_usable(refused))
+        yield _fault("too_few_images", "train", None, str(none_usable(refused)))
     elif len(pictures) < _LEAST_IMAGES:
-        yield _fault("too_few_images", "train", None, too_few_different(len(pictures)))
+        yield _fault("too_few_images", "train", None, str(too_few_different(len(pictures))))
     elif len(pictures) < _FEW_IMAGES:
         detail = (
             f"{len(pictures)} different training images are few: a single odd one among them sets "

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.datasets.samples import Sample
+from anomaly.errors import DataError
 from anomaly.imaging.looks import Look
 
 # Root mean square of the difference of two thumbnails, in levels of 255. JPEG of a quality of 40
@@ -16,17 +17,17 @@ _NEAR = 0.6
 _AT_ONCE = 1024
 
 
-def contradiction(one: Sample, other: Sample) -> str:
-    """That two samples of one picture can't both be right; empty where they can.
+def contradiction(one: Sample, other: Sample) -> DataError | None:
+    """The error that two samples of one picture can't both be right; None where they can.
 
     Args:
         one: of a picture.
         other: of the same picture.
     """
     if one.is_defect == other.is_defect:
-        return ""
+        return None
     good, defect = (other, one) if one.is_defect else (one, other)
-    return (
+    return DataError(
         f"{defect.path} is said to show a defect ({defect.defect_type}), but is the same picture "
         f"as {good.path}, which is said to be good; look at it and remove the wrong one"
     )
@@ -107,19 +108,19 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
     )
 
 
-def too_few_different(count: int) -> str:
-    """That so many different images, none or one, are too few to find thresholds with."""
-    return (
+def too_few_different(count: int) -> DataError:
+    """The error of so many different images, none or one: too few to find thresholds with."""
+    return DataError(
         f"calibration needs at least 2 different training images, not {count}; "
         "add some, or train with --no-calibrate (and without model.leave_out_suspects, if set)"
     )
 
 
-def none_usable(reasons: Sequence[str]) -> str:
-    """That no image can be used.
+def none_usable(reasons: Sequence[str]) -> DataError:
+    """The error of images none of which can be used.
 
     Args:
         reasons: of each, beginning with its path.
     """
     listed = "\n  ".join(reasons[:3])
-    return f"none of the {len(reasons)} images can be used:\n  {listed}"
+    return DataError(f"none of the {len(reasons)} images can be used:\n  {listed}")

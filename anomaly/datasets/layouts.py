@@ -23,7 +23,7 @@ from anomaly.errors import DataError, nearest
 from anomaly.files.outputs import own_outputs
 from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
-from anomaly.imaging.listing import is_folder
+from anomaly.imaging.listing import is_folder, other_files
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,10 @@ def _good_only(folder: Path) -> Dataset:
     train = listed(folder, folder)
     check_good((s.path for s in train), folder, lambda bad: _other_layout(bad, _plain(folder)))
     if not train:
-        raise DataError(f"no images in {folder}; data.root must hold good images to learn from")
+        raise DataError(
+            f"no images in {folder}{other_files(folder)}; data.root must hold good images to learn "
+            "from"
+        )
     return Dataset(folder, tuple(train), ())
 
 
@@ -199,7 +202,8 @@ def _good_and_defect(folder: Path) -> Dataset:
     for good in (*train, *test):
         if not good.is_defect:  # its mask, which marks nothing, isn't needed
             finder.of(good.path, masks / good.path.relative_to(folder).parent)
-    return Dataset(folder, tuple(train), tuple(test), (), finder.left_in(masks))
+    left = finder.left_in(masks)
+    return Dataset(folder, tuple(train), tuple(test), unused_masks=left, drawn=True)
 
 
 def open_test_images(
@@ -403,7 +407,7 @@ def open_list(file: Path) -> Dataset:
     learned, tested = set_apart(s for s in undecided if not s.is_defect and s.group not in parts)
     train += learned
     test += [*tested, *(s for s in undecided if s.is_defect)]
-    return _dataset(file, train, test, validation)
+    return replace(_dataset(file, train, test, validation), drawn=len(undecided) == len(samples))
 
 
 def open_visa(folder: Path) -> Dataset:

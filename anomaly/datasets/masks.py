@@ -84,7 +84,7 @@ class _Entry(NamedTuple):
 _USUAL, _SAME, _OTHER = range(3)
 _MASK_WORDS = "masks?|labels?|gt|ground_?truth|truth|seg|segm|segmentation|annotations?|anno"
 _MASK_NAME = re.compile(
-    rf"(?:{_MASK_WORDS})[-_. ](?P<behind>.+)|(?P<before>.+)[-_. ](?:{_MASK_WORDS})"
+    rf"(?:{_MASK_WORDS})[-_. ](?P<behind>.+)|(?P<before>.+?)[-_. ](?:{_MASK_WORDS})"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from anomaly.datasets.layouts import (
     says_not_good,
 )
 from anomaly.datasets.masks import Masks, strays
-from anomaly.datasets.samples import GOOD
+from anomaly.datasets.samples import GOOD, Dataset
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, like
-from anomaly.imaging.listing import is_folder, list_images
+from anomaly.imaging.listing import is_folder, list_images, other_files
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,26 @@ def _own_names(place: Path) -> Recognised | None:
     return Recognised("csv", place, reason, "\ufeff" + text.getvalue())
 
 
+def with_copies_together(dataset: Dataset, copies: Iterable[Sequence[str]]) -> str:
+    """The lines of a list of a data set's images in which copies are one part's views.
+
+    Args:
+        dataset: whose split is drawn.
+        copies: names of images that show the same.
+    """
+    part = {name: f"copies of {names[0]}" for names in copies for name in names}
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("path", "label", "mask", "group"))
+    for sample in (*dataset.train, *dataset.test):
+        kind = sample.defect_type
+        if sample.is_defect and meant_by(kind) != kind:
+            kind = f"folder {kind}"
+        group = sample.group or part.get(sample.name, sample.name)
+        rows.writerow((sample.path, kind, sample.mask_path or "", group))
+    return "\ufeff" + text.getvalue()
+
+
 def _plain(place: Path) -> Recognised:
     """Good images alone, unless the folder says otherwise."""
     inside = folders_in(place)
@@ -139,7 +159,8 @@ def _plain(place: Path) -> Recognised:
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
     if not list_images(place):
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
-        raise DataError(f"no images in {place}{listed or '; give a folder of good images'}")
+        give = listed or f"{other_files(place)}; give a folder of good images"
+        raise DataError(f"no images in {place}{give}")
     unclear = [name for name in inside if list_images(place / name)]
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(

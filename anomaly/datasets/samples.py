@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.listing import is_folder, list_images
+from anomaly.imaging.listing import is_folder, list_images, other_files
 from anomaly.imaging.read import Image, read_header, read_mask
 
 GOOD = "good"
@@ -63,6 +64,7 @@ class Dataset:
         test: good and defective images.
         validation: further good images, where the data set sets some apart: not learned from.
         unused_masks: files among the masks that are no image's.
+        drawn: whether nobody has said which of the good images to test with.
     """
 
     folder: Path
@@ -70,6 +72,7 @@ class Dataset:
     test: tuple[Sample, ...]
     validation: tuple[Sample, ...] = ()
     unused_masks: tuple[Path, ...] = ()
+    drawn: bool = False
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(some)} {name}" for name, some in self.splits.items() if some)
@@ -200,20 +203,24 @@ def set_apart(good: Iterable[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Good images to learn from and, a fifth, to test with, where nobody has said which.
 
     The draw hangs on the names alone, so that images added later hardly move the others. Views of
-    one part stay together.
+    one part stay together; those of a part with more views than a fifth of all are learned from.
     """
     samples = list(good)
     draw = {
         part: zlib.crc32(part.encode("utf-8", "surrogateescape")) for part in map(_part, samples)
     }
-    parts = sorted(draw, key=lambda part: (draw[part], part))
-    test = set(parts[: len(parts) // _TEST_SHARE])
+    views = Counter(map(_part, samples))
+    left, test = len(samples) // _TEST_SHARE, set[str]()
+    for part in sorted(draw, key=lambda part: (draw[part], part)):
+        if views[part] <= left:
+            test.add(part)
+            left -= views[part]
     return [s for s in samples if _part(s) not in test], [s for s in samples if _part(s) in test]
 
 
 def no_training_images(where: Path, hint: str) -> DataError:
     """The error of a data set without good images."""
-    missing = "" if where.exists() else " (that folder doesn't exist)"
+    missing = other_files(where) if where.exists() else " (that folder doesn't exist)"
     return DataError(f"no training images in {where}{missing}. {hint}")
 
 

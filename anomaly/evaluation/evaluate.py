@@ -159,7 +159,7 @@ def score_test_split(
                 assert result.image is not None
                 same = first.setdefault(picture_of(result.image), sample)
                 if contrary := contradiction(same, sample) or _learned(sample, result.sha256, good):
-                    raise DataError(contrary)
+                    raise contrary
                 mask = _mask(masks, sample, result.view.source, mask_above)
             except ImageError as error:
                 scored[result.index] = Scored(sample, None, str(error))
@@ -211,11 +211,17 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
     )
 
 
-def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> str:
-    """That a defect is among the images, names by sha256, that were learned as good."""
+def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError | None:
+    """The error of a defect that was learned as good.
+
+    Args:
+        sample: to test with.
+        sha256: of its file.
+        good: names of the images that were learned from, by theirs.
+    """
     if not sample.is_defect or sha256 not in good:
-        return ""
-    return (
+        return None
+    return DataError(
         f"{sample.path} is said to show a defect ({sample.defect_type}), but the model has learned "
         f"it as good ({good[sha256]}); look at it. If it is a defect, remove it from the training "
         "images and train again; if it is good, remove it from the defects"

@@ -79,11 +79,11 @@ FORMATS: MappingProxyType[str, Format] = MappingProxyType(
 HEAD_BYTES = 64
 
 _OTHERS = (
-    (b"GIF8", "a GIF"),
+    (b"GIF8", "a GIF picture"),
     (b"II+\0", "a BigTIFF picture"),
     (b"MM\0+", "a BigTIFF picture"),
     (b"%PDF", "a PDF document"),
-    (b"8BPS", "a Photoshop document"),
+    (b"8BPS", "a Photoshop picture"),
     (b"\0\0\0\x0cjP  ", "a JPEG 2000 picture"),
     (b"\xff\x4f\xff\x51", "a JPEG 2000 picture"),
     (b"\x76\x2f\x31\x01", "an OpenEXR picture"),
@@ -112,7 +112,8 @@ def identify(head: bytes) -> Format:
     *names, last = (known.NAME for known in FORMATS.values())
     most = ", ".join(names)
     if kind := _other_kind(head):
-        raise unsupported(f"it is {kind}, not a {most} or {last} picture")
+        remedy = "; convert it to one of these" if kind.endswith("picture") else ""
+        raise unsupported(f"it is {kind}, not a {most} or {last} picture{remedy}")
     raise damaged(f"it isn't a {most} or {last} picture, or its first bytes are damaged")
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from anomaly.calibration import GoodScores
 from anomaly.datasets.copies import too_few_different
-from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
@@ -290,7 +289,7 @@ def split(images: Sequence[int], groups: Mapping[int, str | int], folds: int) ->
     for image in images:
         units.setdefault(groups.get(image, image), []).append(image)
     if len(units) < 2:
-        raise DataError(too_few_different(len(units)))
+        raise too_few_different(len(units))
     parts: dict[int, list[int]] = {}
     placed = 0
     for unit in units.values():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anomaly.datasets.copies import none_usable
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import OutputError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
@@ -193,7 +193,7 @@ class CachedFeatures(PatchSet):
             DataError: no image can be used.
         """
         if not self.hashes:
-            raise DataError(none_usable([item.reason for item in self.refused]))
+            raise none_usable([item.reason for item in self.refused])
         return self
 
     def only(self, images: Container[int]) -> CachedFeatures:

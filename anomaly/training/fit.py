@@ -279,8 +279,9 @@ def _check_labels(
     read = partial(_picture, max_pixels=config.image.max_pixels, bit_depth=config.image.bit_depth)
     shown = decoders.map(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
-        if isinstance(picture, str) and picture in good:
-            raise DataError(contradiction(good[picture], defect))
+        same = good.get(picture) if isinstance(picture, str) else None
+        if same is not None and (contrary := contradiction(same, defect)):
+            raise contrary
 
 
 def _picture(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
