@@ -100,7 +100,10 @@ def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
     settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
-        log.info("the faults are listed above; training goes on without the files at fault")
+        log.info(
+            "the faults are listed above; files at fault are left out. Where that isn't "
+            "enough, what follows is refused"
+        )
     if single:
         log.info("one image doesn't show how good parts differ: no thresholds, so no verdicts")
     uncalibrated = ["--no-calibrate"] if single else []

@@ -125,14 +125,14 @@ class DataReport:
     Attributes:
         splits: by name.
         faults: all of them.
-        copies: names of good images that show the same, exactly or but for noise or compression.
         bit_depth: bits that the images seem to have, where these are fewer than their files'.
+        copies: names of good images that show the same, exactly or but for noise or compression.
     """
 
     splits: dict[str, SplitSummary]
     faults: tuple[Fault, ...]
-    copies: tuple[tuple[str, ...], ...] = ()
     bit_depth: int | None = None
+    copies: tuple[tuple[str, ...], ...] = ()
 
     def has(self, severity: Severity) -> bool:
         """Whether there is a fault of this severity."""
@@ -210,7 +210,7 @@ def check(
     for i, frame in shown.items():
         together.setdefault(frame, []).append(images[i].sample.name)
     copies = tuple(tuple(names) for names in together.values() if len(names) > 1)
-    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), copies, bits)
+    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits, copies)
 
 
 def _check_all(
