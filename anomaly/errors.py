@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 
@@ -80,6 +83,23 @@ def some(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
     return separator.join(names[:most]) + more
 
 
+_CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories
+_JOINERS = "\u200c\u200d"  # spelling needs them
+
+
+def visible(text: str) -> str:
+    """A text in which nothing controls a terminal, breaks a line or turns the writing direction.
+
+    Such characters, and bytes of file names that are no text, stand as JSON writes them: `\\u001b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        json.dumps(c)[1:-1] if unicodedata.category(c) in _CONTROLS and c not in _JOINERS else c
+        for c in text
+    )
+
+
 def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list[str]:
     """The first few of several lines, and one that says how many more there are.
 
@@ -118,12 +138,28 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     )
 
 
+# How a path begins that isn't one of this system, and what to do about it.
+_FOREIGN = {
+    r"[a-z][a-z0-9+.-]+:/": "; it is a URL, which `anomaly manifest` takes",
+    r"~": "; ~ stands for no folder here, write the path in full",
+    r"[A-Za-z]:|.*\\": "; it is a Windows path, write it as this system has it",
+}
+
+
+def _foreign(error: OSError) -> str:
+    """What to do about a missing file whose path isn't one of this system; else empty."""
+    if not isinstance(error, FileNotFoundError) or os.name == "nt":
+        return ""
+    name = os.fsdecode(error.filename or "")
+    return next((hint for start, hint in _FOREIGN.items() if re.match(start, name)), "")
+
+
 def why(error: BaseException) -> str:
     """Why a file can't be used, in words for the user of a program that a library has failed."""
     if isinstance(error, AnomalyError):
         return str(error)
     if isinstance(error, OSError):
-        return error.strerror or "it can't be reached"
+        return (error.strerror or "it can't be reached") + _foreign(error)
     if isinstance(error, UnicodeError):
         return "it isn't text in UTF-8"
     if isinstance(error, json.JSONDecodeError):

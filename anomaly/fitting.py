@@ -13,7 +13,7 @@ import torch
 
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample, check_good_inputs
+from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import ConfigError, DataError, ImageError
@@ -134,7 +134,7 @@ def _in_memory(index: int, image: ImageLike, given: ArrayFormat) -> Sample:
 def _files(inputs: list[Path]) -> list[Sample]:
     """The images of files and folders, named by their place below the folder that holds all."""
     paths = find_inputs(inputs, option="images").paths
-    check_good_inputs(inputs, paths)
+    check_inputs(inputs, paths)
     within = [path if path.is_dir() else path.parent for path in inputs]
     common = os.path.commonpath([path.absolute() for path in within])
     return [Sample(path, path.absolute().relative_to(common).as_posix()) for path in paths]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 from collections import Counter
@@ -18,8 +17,8 @@ from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import passed_over, say_passed_over
 from anomaly.errors import DataError, OutputError
-from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED
-from anomaly.files.writing import claim, remove_drafts
+from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED, left_by_system
+from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
@@ -152,7 +151,7 @@ def _warner_of_changes(model: AnyModel) -> Callable[[], None]:
 def _rows(output: Path) -> Iterator[Row]:
     """The rows written so far, of earlier runs there, too."""
     with (output / "results.jsonl").open(encoding="utf-8") as lines:
-        yield from (Row(**json.loads(line)) for line in lines)
+        yield from (Row(**from_json(line)) for line in lines)
 
 
 def _line(row: Row) -> str:
@@ -180,9 +179,9 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
 
 
 def _is_within(place: Path, other: Path) -> bool:
-    """Whether who follows one folder sees what is in another; hidden ones are passed over."""
+    """Whether who follows one folder sees what is in another; a system's are passed over."""
     return place.is_relative_to(other) and not any(
-        part.startswith(".") for part in place.relative_to(other).parts
+        map(left_by_system, place.relative_to(other).parts)
     )
 
 

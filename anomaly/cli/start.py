@@ -20,7 +20,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import ModelConfig, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, advice, check
-from anomaly.datasets.recognise import chosen, recognise, with_copies_together
+from anomaly.datasets.recognise import LIST_SUFFIXES, chosen, recognise, with_copies_together
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, write
@@ -60,9 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _start(options: argparse.Namespace, name: str) -> int:
     output: Path = options.output
-    taken = chosen(
-        recognise(options.folder, options.format), input if options.interactive else None
-    )
+    ask = input if options.interactive else None
+    taken = chosen(recognise(options.folder, options.format, ask), ask)
     config = output / f"{name}.yaml"
     check_run_folder(output)
     claim(output, ("model",), overwrite=options.overwrite)
@@ -227,5 +226,5 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
 
 def _name_of(folder: Path) -> str:
     place = at_home(folder).absolute()
-    name = place.stem if place.suffix.lower() == ".csv" else place.name
+    name = place.stem if place.suffix.lower() in LIST_SUFFIXES else place.name
     return name.lstrip(".") or "model"

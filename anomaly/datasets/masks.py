@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from anomaly.errors import DataError, some
+from anomaly.files.outputs import left_by_system
 from anomaly.imaging.listing import is_folder, is_image, list_images
 
 
@@ -60,7 +61,7 @@ class Masks:
             names: dict[str, list[_Entry]] = {}
             place = _found(folder)
             for entry in entries_of(place) if is_folder(place) else ():
-                if not is_image(entry) and not entry.is_dir():
+                if left_by_system(entry.name) or not (is_image(entry) or entry.is_dir()):
                     continue
                 stem = _folded(entry.stem if is_image(entry) else entry.name)
                 names.setdefault(stem, []).append(_Entry(entry, stem, _SAME))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -17,6 +18,7 @@ from anomaly.files.outputs import foreign, is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
+_MOST_DIGITS = 40
 _DRAFT, _DRAFT_SUFFIX = ".anomaly-", ".part"
 
 
@@ -155,6 +157,31 @@ def as_json(values: Any) -> str:
     """
     text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def from_json(text: str | bytes) -> Any:
+    """The values in JSON that this program, or a person, has written.
+
+    Raises:
+        ValueError: it isn't JSON, is nested too deep, or holds a number that isn't finite or has
+            more digits than any that is written.
+    """
+    try:
+        return json.loads(
+            text, parse_constant=_read_number, parse_float=_read_number, parse_int=_read_number
+        )
+    except RecursionError:
+        raise DamagedError("it is nested too deep") from None
+
+
+class DamagedError(AnomalyError, ValueError):
+    """A file holds values that can't be meant."""
+
+
+def _read_number(text: str) -> float:
+    if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
+        raise DamagedError(f"it holds the number {text[:_MOST_DIGITS]}, which can't be meant")
+    return int(text) if text.lstrip("-").isdigit() else number
 
 
 def draft_of(path: Path) -> Path:

@@ -10,14 +10,18 @@ import hashlib
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from safetensors.numpy import load, load_file
 
 from anomaly.errors import ModelError, OutputError, why
 from anomaly.files.outputs import is_model
@@ -31,6 +35,7 @@ _SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
 BACKBONE, SCORER, STATISTICS = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+_DIGITS = 20  # of a whole number, with its sign: 64 bits have no more
 AGAIN = "copy the model folder again, or train again"
 
 _T = TypeVar("_T")
@@ -112,11 +117,31 @@ def read_json(file: Path) -> Any:
         ModelError: it can't be read, or isn't JSON.
     """
     try:
-        return json.loads(file.read_text("utf-8"), parse_constant=_infinite, parse_float=_finite)
+        text = file.read_text("utf-8")
+        return json.loads(text, parse_constant=_infinite, parse_float=_finite, parse_int=_integer)
     except OSError as error:
         raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
     except (ValueError, RecursionError):
         raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
+
+
+def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
+    """The tensors in a file of a model folder, which may be maps of it.
+
+    Raises:
+        ModelError: it is damaged, or holds tensors of kinds that no model has (8-bit floats, say).
+        OSError: it can't be read.
+    """
+    try:
+        os.fspath(file).encode()
+    except UnicodeEncodeError:  # the library opens only files whose names are text
+        read = partial(load, file.read_bytes())
+    else:
+        read = partial(load_file, file)
+    try:
+        return read()
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{file} is damaged, or holds what no model does; {AGAIN}") from None
 
 
 def checked(values: Any, kind: type[_T], file: Path) -> _T:
@@ -202,6 +227,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(text)
     return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(text)
+    return int(text)
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:

@@ -49,7 +49,7 @@ def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: P
     assert "good images in OK, others in NG" in out
     written = yaml.safe_load((output / "part.yaml").read_text())
     assert written["image"] == {"bit_depth": 12}
-    assert written["data"] == {"format": "csv", "root": str(output / "images.csv")}
+    assert written["data"] == {"format": "good_defect", "root": str(tmp_path / "part")}
     assert (output / "evaluation" / "index.html").is_file()
 
 

@@ -13,6 +13,7 @@ from anomaly.files.writing import (
     at_home,
     claim,
     clear,
+    from_json,
     remove_drafts,
     share,
     short_name,
@@ -121,6 +122,22 @@ def test_json_has_no_number_that_is_none() -> None:
         as_json({"score": float("nan")})
     name = os.fsdecode(b"\xff.png")
     assert json.loads(as_json([name])) == [name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "[NaN]", "-Infinity", "1e400", "9" * 400, "9" * 9000, "{"],
+)
+def test_json_that_nobody_can_mean(text: str) -> None:
+    for data in (text, text.encode()):
+        with pytest.raises(ValueError, match=r"too deep|holds the number|Expecting"):
+            from_json(data)
+
+
+def test_json_is_read_as_it_was_written() -> None:
+    values = [2**63, -1, 0, -0.0, 1e-300, 0.1, 1.7976931348623157e308, None, True, "1e400"]
+    read = from_json(as_json(values))
+    assert repr(read) == repr(values)
 
 
 @pytest.mark.parametrize(
