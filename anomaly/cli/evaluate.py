@@ -26,7 +26,7 @@ from anomaly.cli.train_report import TrainOptions, trained_run
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
-from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
+from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
 from anomaly.files.outputs import locked
 from anomaly.report.category import evaluated
@@ -148,6 +148,8 @@ def _run(options: argparse.Namespace) -> int:
             categories.append(replace(category, tiles={}))
             if source.product:
                 product_sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
+        except WriteError:  # the others couldn't be written either
+            raise
         except AnomalyError as error:
             log.error("%s", error)
             failures.append(Failure(str(source), str(error)))

@@ -145,12 +145,14 @@ class Reading:
 
     Attributes:
         region: what of each image counts; None for all of it.
+        tiled: whether images are seen in tiles, so that a strip may have any length.
     """
 
     bit_depth: int | None = None
     max_pixels: int = MAX_PIXELS
     mask_above: int = 0
     region: Region | None = None
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,8 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
     split, sample = given
     try:
         image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
-        check_shape(image.size)
+        if not reading.tiled:
+            check_shape(image.size)
     except Exception as error:  # training goes on without it, too
         return _unusable(split, sample, to_unusable(0, sample.path, error))
     faults = (

@@ -28,6 +28,9 @@ NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 # An incomplete batch waits for so many batches' worth of images.
 _SPAN = 4
 
+# A batch goes when it holds so many bytes of decoded images: arrays stay with their inputs.
+_HELD_BYTES = 256 * 1024**2
+
 # Rows of patches from one way of turning to the next: more than any image has.
 _TURN_ROWS = 1 << 16
 
@@ -227,10 +230,10 @@ def by_shape(
 ) -> Iterator[list[NetworkInput] | UnusableImage]:
     """Gather images of equal network size into batches; refusals pass through.
 
-    A batch goes when it is full, or when its first image lies `_SPAN` batches' worth of places
-    behind the last one read: that bounds what waits. Which images share a batch depends on the
-    images of their size alone, so that a list from which whole batches are taken out is split into
-    the others. An image in tiles goes alone and at once.
+    A batch goes when it is full, when it holds `_HELD_BYTES` of decoded images, or when its first
+    image lies `_SPAN` batches' worth of places behind the last one read: that bounds what waits.
+    Which images share a batch depends on the images of their size alone, so that a list from which
+    whole batches are taken out is split into the others. An image in tiles goes alone and at once.
 
     Args:
         items: in order of their indices.
@@ -249,7 +252,8 @@ def by_shape(
             continue
         group = waiting.setdefault(item.view.size, [])
         group.append(item)
-        if len(group) == batch_size:
+        held = sum(each.image.pixels.nbytes for each in group if each.image is not None)
+        if len(group) == batch_size or held > _HELD_BYTES:
             yield waiting.pop(item.view.size)
     yield from waiting.values()
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anomaly.datasets.copies import none_usable
-from anomaly.errors import OutputError
+from anomaly.errors import WriteError, unwritable
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
@@ -305,10 +305,8 @@ class TensorFile:
                 layouts.append(layout)
             self._file.flush()
         except OSError as error:
-            raise OutputError(
-                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
-                "some disk space or write to another disk with --output"
-            ) from None
+            what = "no room for temporary feature maps in {}"
+            raise unwritable(self._folder, error, what) from None
         self._written.append((names, offset, layouts))
 
     def read(
@@ -495,7 +493,7 @@ class _Writer:
         if self._shared:  # all that is in the folder already are features of these images
             free += sum(file.stat().st_size for file in folder.iterdir())
         if needed > free and layout.whole:  # large images may differ in their tiles
-            raise OutputError(
+            raise WriteError(
                 f"the features of {self._expected} images take about {_gigabytes(needed)} in "
                 f"{folder} until training ends, where {_gigabytes(free)} are free; free some disk "
                 "space or write to another disk with --output"
