@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
     if options.good or options.defects:  # before torch is imported, which takes seconds
         _check_one_product(options.model)
-        _check_masks(options)
+        open_test_images(options.good, options.defects, options.masks)
     with locked(options.output):
         if not options.compare:
             return _run(options)
@@ -112,22 +112,6 @@ def run(options: argparse.Namespace) -> int:
         print(summary(comparison))
         print(f"all of it: {options.output / 'comparison.html'}")
         return 0
-
-
-def _check_masks(options: argparse.Namespace) -> None:
-    """See that the named images can be listed, and warn of defects without masks."""
-    samples = open_test_images(options.good, options.defects, options.masks)
-    defects = [sample for sample in samples if sample.is_defect]
-    unmasked = [sample for sample in defects if sample.mask_path is None]
-    if unmasked and options.masks is not None:
-        log.warning(
-            "%d of %d defects have no mask in %s, %s for one; they count in the figures of images, "
-            "not in those of pixels",
-            len(unmasked),
-            len(defects),
-            options.masks,
-            unmasked[0].path,
-        )
 
 
 def _check_one_product(folders: Sequence[Path]) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
+from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import Image, described, out_of_memory, read_header, read_image
 from anomaly.imaging.region import Region
 
@@ -68,6 +69,7 @@ class NetworkInput:
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
+        look: what tells the image from others; None where nobody asked for it.
     """
 
     index: int
@@ -80,6 +82,7 @@ class NetworkInput:
     tile: tuple[int, int] = (0, 0)
     whole: Tiling | None = None
     turn: int = 0
+    look: Look | None = None
 
     @property
     def name(self) -> str:
@@ -140,6 +143,8 @@ def load(
     index: int,
     source: Path | bytes | Image,
     loading: Preprocessing,
+    *,
+    looks: bool = False,
 ) -> NetworkInput | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
@@ -147,6 +152,7 @@ def load(
         index: its place in the list of images.
         source: the file, its bytes, or pixels that needn't be decoded.
         loading: how.
+        looks: whether to tell what it looks like.
     """
     path = source if isinstance(source, Path) else None
     name = described(index, path)
@@ -159,7 +165,8 @@ def load(
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-        return NetworkInput(index, image.sha256, view, pixels, render, path, image)
+        look = look_of(image) if looks else None
+        return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
     except Exception as error:  # a shift mustn't end because of one image
         return to_unusable(index, name, error)
 
