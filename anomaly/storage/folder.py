@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -27,7 +26,7 @@ from safetensors.numpy import load, load_file
 
 from anomaly.errors import ModelError, OutputError, unwritable, why
 from anomaly.files.outputs import is_model
-from anomaly.files.writing import as_json, draft_of, like, sha256_of
+from anomaly.files.writing import as_json, draft_of, from_json, like, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ _SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
 BACKBONE, SCORER, STATISTICS = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
-_DIGITS = 20  # of a whole number, with its sign: 64 bits have no more
 AGAIN = "copy the model folder again, or train again"
 
 _T = TypeVar("_T")
@@ -119,11 +117,10 @@ def read_json(file: Path) -> Any:
         ModelError: it can't be read, or isn't JSON.
     """
     try:
-        text = file.read_text("utf-8")
-        return json.loads(text, parse_constant=_infinite, parse_float=_finite, parse_int=_integer)
+        return from_json(file.read_text("utf-8"))
     except OSError as error:
         raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
 
 
@@ -218,23 +215,6 @@ def check_seal(values: dict[str, Any], file: Path) -> None:
 
 def _hash(values: dict[str, Any]) -> str:
     return hashlib.sha256(as_json(values).encode()).hexdigest()
-
-
-def _infinite(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
-def _integer(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise ValueError(text)
-    return int(text)
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:

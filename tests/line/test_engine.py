@@ -300,7 +300,7 @@ def test_charsets_that_are_none_are_refused() -> None:
 
 
 def test_names_are_shown_and_nothing_else() -> None:
-    assert shown_name("a\x00b\r\nc\x1b[2J") == "a\\x00b\\r\\nc\\x1b[2J"
+    assert shown_name("a\x00b\r\nc\x1b[2J") == "a\\u0000b\\r\\nc\\u001b[2J"
     assert len(shown_name("\n" * 10_000)) == 255
 
 
