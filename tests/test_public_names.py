@@ -6,7 +6,7 @@ import sys
 import anomaly
 
 
-def test_ten_public_names_and_no_more() -> None:
+def test_eleven_public_names_and_no_more() -> None:
     assert sorted(anomaly.__all__) == [
         "AnomalyDetector",
         "AnomalyError",
@@ -18,6 +18,7 @@ def test_ten_public_names_and_no_more() -> None:
         "load",
         "load_config",
         "open_dataset",
+        "tune",
     ]
     for name in anomaly.__all__:
         assert getattr(anomaly, name).__module__.startswith("anomaly.")

@@ -23,7 +23,7 @@ from anomaly.datasets.check import Reading, advice, check
 from anomaly.datasets.recognise import LIST_SUFFIXES, chosen, recognise, with_copies_together
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
-from anomaly.files.writing import at_home, claim, write
+from anomaly.files.writing import at_home, claim, from_json, write
 from anomaly.runtime.parallel import cores
 from anomaly.storage.folder import check_run_folder
 
@@ -91,7 +91,9 @@ def _start(options: argparse.Namespace, name: str) -> int:
     write(config, config_text(name, taken, network, why, hints))
     log.info(f"the settings are in {config}, with the reasons; change what you know better")
     code = _train(options, config, single=usable == 1)
-    return _show(options, None if dataset.test else taken.root, code) if code in (0, 3) else code
+    if code not in (0, 3):
+        return code
+    return _show(options, config, None if dataset.test else taken.root, code)
 
 
 def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
@@ -111,11 +113,12 @@ def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
     return execute(["train", *of_config, *output, *uncalibrated, *overwrite, *computes])
 
 
-def _show(options: argparse.Namespace, scored: Path | None, code: int) -> int:
+def _show(options: argparse.Namespace, config: Path, scored: Path | None, code: int) -> int:
     """Evaluate the model, or score images without labels, and open the page.
 
     Args:
         options: of the command.
+        config: that it was trained with.
         scored: the images; None where the data set has test images.
         code: the exit code of training.
 
@@ -142,7 +145,33 @@ def _show(options: argparse.Namespace, scored: Path | None, code: int) -> int:
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
         if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
-    return code
+    return max(code, _offer_tuning(options, config, page.with_name("metrics.json")))
+
+
+def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> int:
+    """Say how many defects pass, and offer to look for settings that catch more of them.
+
+    Returns:
+        The exit code of `tune`, where somebody wants it; else 0.
+    """
+    if not figures.is_file():  # there was nothing to evaluate with
+        return 0
+    (evaluated,) = from_json(figures.read_text("utf-8"))["categories"].values()
+    counts = (evaluated["verdicts"] or {}).get("defective", {"good": 0})
+    missed, known = counts["good"], sum(counts.values())
+    if not missed:
+        return 0
+    settings, computes = passed_on(options)
+    overwrite = ["--overwrite"] if options.overwrite else []
+    tune = ["tune", "--config", str(config), *settings, *overwrite, *computes]
+    passes = "1 defect passes" if missed == 1 else f"{missed} of {known} defects pass"
+    print(
+        f"{passes} as good. Other settings may catch more; to try some, for 10 minutes at most: "
+        f"anomaly {shlex.join(tune)}"
+    )
+    if options.interactive and input("Try them? [y/N] ").strip().lower() in ("y", "yes"):
+        return execute(tune)
+    return 0
 
 
 def config_text(

@@ -121,6 +121,7 @@ def by_product(config: Config) -> dict[str, Config]:
     return {name: config.model_copy(update={"name": name, "data": data[name]}) for name in products}
 
 
+NAMED_DIGITS = 16  # of a file's sha256 that name it in a config
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]
 
@@ -405,6 +406,10 @@ class Config(_Section):
 
     `anomaly tune` writes them. `evaluate` says where it measures on such images.
     """
+
+    def has_chosen(self, sha256: str) -> bool:
+        """Whether an image, by its file's sha256, has chosen these settings."""
+        return sha256[:NAMED_DIGITS] in self.chosen_by
 
     @property
     def image_score_in_force(self) -> str:

@@ -84,6 +84,8 @@ class Evaluation:
         intervals: of the image figures, by name, each with at least 95 % confidence.
         by_type: each type of defect's figures against all good images.
         thresholds: the model's own; None where it has none.
+        chose: how many of the images have chosen the model's settings, see `anomaly.tune`: on
+            these, figures are better than on new ones.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Evaluation:
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     by_type: dict[str, Metrics] = field(default_factory=dict)
     thresholds: Thresholds | None = None
+    chose: int = 0
 
     @property
     def n_good(self) -> int:
@@ -201,6 +204,14 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
+    chose = sum(detector.config.has_chosen(row.image_sha256) for row in rows)
+    if chose:
+        log.warning(
+            "%d of these %d images have chosen the model's settings (tune): on new images figures "
+            "will be a little worse. Test with others: --good FOLDER, --defects FOLDER",
+            chose,
+            len(rows),
+        )
     return Evaluation(
         detector.config.name,
         rows,
@@ -208,6 +219,7 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,
+        chose,
     )
 
 

@@ -156,6 +156,8 @@ def _row(category: Category, paper: Published | None, link: str | None) -> str:
         name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
     if category.data_folder:
         name += f"<small><bdi>{escape(category.data_folder)}</bdi></small>"
+    if evaluation.chose:
+        name += f"<small>{evaluation.chose} of the images have chosen the settings (tune)</small>"
     figures = [
         _figure(
             evaluation.metrics.values.get(key),

@@ -116,6 +116,7 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         "n_good": evaluation.n_good,
         "n_defect": evaluation.n_defect,
         "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
+        "n_chose_settings": evaluation.chose,
         "undefined": metrics.reasons,
         "error_bounds": metrics.error_bounds,
         "intervals": evaluation.intervals,

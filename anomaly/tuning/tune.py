@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from anomaly.calibration.rates import Rate, percent, rate_of
-from anomaly.config.schema import Config
+from anomaly.config.schema import NAMED_DIGITS, Config
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.files.writing import as_json, write
@@ -26,7 +26,6 @@ from anomaly.tuning.search import Search, Skipped, Tried, aligned
 from anomaly.tuning.trials import Images
 
 _HEAD = ("settings", "defects caught", "", "good flagged", "spread", "ms", "MB")
-_NAMED_DIGITS = 16  # of an image's hash, in a config
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +51,7 @@ class Tuning:
     @property
     def config(self) -> Config:
         """The chosen settings, to train with; they name the images that chose them."""
-        known = tuple(sorted(sha256[:_NAMED_DIGITS] for sha256 in self.images.values()))
+        known = tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in self.images.values()))
         config = changed(self.base, self.tried[self.judgement.index].changes)
         named: dict[str, Any] = {"name": f"{self.base.name}_tuned"}
         if known:
@@ -72,10 +71,11 @@ class Tuning:
             )
         first, chosen = self.caught(0), self.caught(self.judgement.index)
         if self.judgement.better:
+            chance = max(self.judgement.chance, 1e-3)
             return (
-                f"{self.name(self.judgement.index)}: catches {chosen.count} of {defects} known "
-                f"defects where your settings catch {first.count}; settings that are alike differ "
-                f"so much {_chance(self.judgement.chance)}"
+                f"take {self.name(self.judgement.index)}: it catches {chosen.count} of {defects} "
+                f"known defects, your settings {first.count}. Chance alone would gain so much "
+                f"{'less than ' if chance == 1e-3 else ''}{round(1000 * chance)} times in 1,000"
             )
         best = self._best()
         if best == 0:
@@ -169,9 +169,7 @@ class Tuning:
             if tried.step not in best or value > best[tried.step][0]:
                 best[tried.step] = value, i
         shown = dict.fromkeys([0, *(i for _, i in best.values()), self.judgement.index])
-        rows: list[tuple[str, ...]] = [
-            ("settings", "caught", "", "rejected", "good flagged", "spread", "ms", "MB")
-        ]
+        rows: list[tuple[str, ...]] = [_HEAD]
         for i in shown:
             trial, caught = self.tried[i].trial, self.caught(i)
             flagged = int((trial.good > trial.thresholds.review.value).sum())
@@ -303,10 +301,6 @@ def _share(scores: Floats, limit: float) -> Rate:
 
 def _interval(rate: Rate) -> str:
     return f"{100 * rate.low:.0f} to {percent(rate.high)}"
-
-
-def _chance(chance: float) -> str:
-    return "by chance less than once in 1,000" if chance < 0.001 else f"by a chance of {chance:.3f}"
 
 
 def _count(number: int, what: str) -> str:

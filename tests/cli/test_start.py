@@ -1,6 +1,8 @@
 """From a folder to a page without another word."""
 
 import os
+import re
+import shlex
 import urllib.error
 from pathlib import Path
 
@@ -51,6 +53,26 @@ def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: P
     assert written["image"] == {"bit_depth": 12}
     assert written["data"] == {"format": "good_defect", "root": str(tmp_path / "part")}
     assert (output / "evaluation" / "index.html").is_file()
+
+
+def test_defects_that_pass_are_said_with_what_to_try(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(16):  # the defects look like good parts
+        folder = "NG" if i >= 12 else "OK"
+        write_part(tmp_path / "part" / folder / f"{i}.png", seed=i)
+    output = tmp_path / "run"
+    code, out, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
+    assert code == 0, err
+    said = out.strip().splitlines()[-1]
+    missed = re.match(r"(\d) of 4 defects pass as good", said)
+    assert missed
+    assert int(missed[1]) > 1
+    tune = shlex.split(said.partition("anomaly ")[2])
+    assert tune[:3] == ["tune", "--config", str(output / "part.yaml")]
+    code, out, err = command(tune[0], [*tune[1:], "--budget", "0.01s"])
+    assert code == 0, err
+    assert f"Train with them: anomaly train --config {output / 'part_tuned.yaml'}" in out
 
 
 def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_path: Path) -> None:

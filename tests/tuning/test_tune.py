@@ -85,6 +85,17 @@ def test_three_defects_are_too_few(product: Path, command: Command, tmp_path: Pa
     tuned = load_config(output)
     assert (tuned.model, tuned.image, tuned.backbone) == (base.model, base.image, base.backbone)
 
+    # Other images measure honestly; these have chosen.
+    run = tmp_path / "run"
+    code, _, err = command("train", ["--config", output, "--output", run, "--device", "cpu"])
+    assert code == 0, err
+    evaluation = tmp_path / "evaluation"
+    code, _, err = command("evaluate", ["--model", run, "--output", evaluation])
+    assert code == 0, err
+    assert "6 of these 6 images have chosen the model's settings" in err
+    (figures,) = json.loads((evaluation / "metrics.json").read_text())["categories"].values()
+    assert figures["n_chose_settings"] == 6
+
 
 def test_without_defects_only_what_good_images_tell_is_said(
     product: Path, command: Command, tmp_path: Path
