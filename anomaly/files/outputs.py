@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, unwritable
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _may_have_written(folder: Path, name: str) -> bool:
             return f'href="{PAGES}/'.encode() in (folder / PAGE).read_bytes()
         settings = _SETTINGS.get(name)
         return settings is None or not settings.isdisjoint(_about(folder)["set of outputs"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         return True
 
 
@@ -186,7 +186,7 @@ def _head(file: Path) -> bytes:
 def _explained(file: Path) -> list[str]:
     try:
         return [_EXPLANATION, *map(str, json.loads(file.read_bytes())["pictures"])]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
 
 
@@ -238,7 +238,7 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
             file, handle = _take(what, lock)
         except OSError as error:
             where = what if error.filename in (None, str(lock)) else error.filename
-            raise OutputError(f"{where} can't be written to: {error.strerror}") from None
+            raise unwritable(where, error, "{} can't be written to") from None
         _held.add(holder)
         try:
             yield

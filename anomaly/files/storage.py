@@ -6,6 +6,7 @@ What it does answer, that there is no such object or that access is denied, is b
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,21 @@ def local(place: str) -> Path | None:
     """The path that a place is on this machine; None for storage elsewhere."""
     name = place.removeprefix("file://")
     return None if "://" in name else Path(name)
+
+
+def named(entry: str, folder: Path = Path()) -> str:
+    """The place that an entry of a list means.
+
+    Args:
+        entry: a path, or a URL. A path with backslashes has slashes where only that file exists.
+        folder: that paths lead from.
+    """
+    name = entry.removeprefix("file://")
+    slashed = name if os.name == "nt" or "://" in name else name.replace("\\", "/")
+    # Of `os.path`, which takes any name: too long, with null characters.
+    if slashed == name or os.path.lexists(folder / name):
+        return name
+    return slashed if os.path.exists(folder / slashed) else name  # noqa: PTH110
 
 
 def inside(place: str, name: str) -> str:
@@ -168,10 +184,10 @@ def opened(place: str) -> IO[bytes]:
 
 
 def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = DataError) -> Result:
-    """Do something with storage elsewhere, several times if it doesn't answer.
+    """Do something with a file; with one of storage elsewhere several times if it doesn't answer.
 
     Args:
-        place: for messages.
+        place: the file.
         act: what to do.
         kind: of the error.
 
@@ -179,6 +195,8 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
         OSError: what it has answered.
         AnomalyError: it doesn't answer.
     """
+    if local(place) is not None:
+        return act()
     for pause in (*_PAUSES, None):
         try:
             return act()

@@ -243,13 +243,25 @@ def test_mistakes_in_a_list_name_the_line(tmp_path: Path, text: str, says: str) 
         open_dataset("csv", _list(tmp_path, text), None)
 
 
+def test_a_list_with_windows_paths(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    for name in ("1.png", "m.png"):
+        (tmp_path / "parts" / name).write_bytes(b"")
+    text = "path,label,mask\nparts\\1.png,scratch,parts\\m.png\nparts/2.png,good,\n"
+    data = open_dataset("csv", _list(tmp_path, text), None)
+    (part,) = data.test
+    assert (part.name, part.mask_path) == ("parts/1.png", tmp_path / "parts" / "m.png")
+    with pytest.raises(DataError, match=r"line 3 repeats parts/1\.png of line 2"):
+        open_dataset("csv", _list(tmp_path, "path\nparts/1.png\nparts\\1.png\n"), None)
+
+
 def test_lists_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="names the list"):
         open_dataset("csv", tmp_path, None)
     with pytest.raises(DataError, match="there is no list"):
         open_dataset("csv", tmp_path / "none.csv", None)
     (tmp_path / "zip.csv").write_bytes(b"path\nK\x81\x00hler.png\n")
-    with pytest.raises(DataError, match="UTF-8"):
+    with pytest.raises(DataError, match="line 2 holds a null character: it isn't text in UTF-8"):
         open_dataset("csv", tmp_path / "zip.csv", None)
     with pytest.raises(DataError, match=r"zip\.csv is a file.* --set data.format=csv"):
         open_dataset("folder", tmp_path / "zip.csv", None)
