@@ -594,6 +594,9 @@ def open_list(file: Path) -> Dataset:
         label_them = "give the list a column label, with `good` or a kind of defect in each row"
         paths = [sample.path for _, sample in samples]
         check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
+    kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
+    if kinds:
+        log.info("%s: taken for kinds of defect: %s", file, some(sorted(kinds), most=8))
     samples.sort(key=lambda entry: entry[1].name)
     hint = (
         "A list needs good images with the split `train`; good ones have the label good, another "
