@@ -57,7 +57,7 @@ _VOCABULARY = {
     _Kind.NEGATED: """
         ng nok nio ko nc niok noio notok 不良 不良品 不合格 不合格品 不適合 不可 불합격 불량""",
     _Kind.BAD: """
-        befund:,e rissbildung holed abnormalities durchgefallen 欠点 bad
+        befund:,e haarriss:e rissbildung holed abnormalities durchgefallen 欠点 bad
         fail:,ed,s,ing,ure,ures reject:,ed,s,ion,ions scrap:,ped defect:,s,ive,ives,ed
         fault:,s,y flaw:,s,ed anomal:y,ies,ous,e abnormal abnormality outlier:,s broken
         break:,s,age breakage:s damage:,d,s scratch:,es,ed crack:,s,ed dent:,s,ed stain:,s,ed
@@ -163,9 +163,6 @@ def _spelt(vocabulary: str) -> Iterator[str]:
         yield from (stem + ending for ending in endings.split(","))
 
 
-_WORDS = {word: kind for kind, text in reversed(_VOCABULARY.items()) for word in _spelt(text)}
-
-
 def label_of(name: str, *, alone: bool = False) -> Label:
     """What the name of a folder or file, or a label in a list, says.
 
@@ -256,6 +253,11 @@ def _plain(name: str) -> str:
     return unicodedata.normalize("NFC", bare).replace("ł", "l").replace("Ł", "L")
 
 
+_WORDS = {
+    _plain(word): kind for kind, text in reversed(_VOCABULARY.items()) for word in _spelt(text)
+}
+
+
 def _known(word: str) -> _Kind | None:
     for spelling in (word, re.sub("([aou])e", r"\1", word)):  # beschaedigt
         if kind := _WORDS.get(spelling):
@@ -286,6 +288,8 @@ def _parsed(run: str) -> tuple[tuple[str, _Kind], ...]:
         return glued
     if len(parts) > 1:
         return tuple(word for part in parts for word in _parsed(part))
+    if any(_WORDS.get(low[i:]) is _Kind.BAD for i in range(1, len(low) - 5)):  # Lackkratzer
+        return ((low, _Kind.BAD),)
     return ((low, _Kind.OTHER if len(low) > 1 else _Kind.NUMBER),)
 
 
@@ -309,7 +313,7 @@ def _taken_apart(text: str, *, whole: bool) -> tuple[tuple[str, _Kind], ...]:
             kind = _known(word) if len(word) >= least else None
             if word == "n" and start == 0:  # ngut
                 kind = _Kind.NOT
-            if kind is not None:
+            if kind not in (None, _Kind.FILLER):  # de + fault
                 twice = kind is _Kind.NEGATED and before[1][-1:] in _NO  # non-ok, not no-nok
                 options.append((before[0] + 1 + twice, (*before[1], (word, kind))))
             elif not whole and len(word) == 1:
@@ -331,10 +335,12 @@ def _joined(words: list[tuple[str, _Kind]]) -> list[tuple[str, _Kind]]:
         while end < len(words) and len(words[end][0]) == 1 and words[end][0].isalpha():
             end += 1
         letters = "".join(word for word, _ in words[i:end])
-        start = next((k for k in range(len(letters) - 1) if _known(letters[k:])), len(letters))
+        ends = ((k, e) for k in range(len(letters)) for e in range(len(letters), k + 1, -1))
+        start, stop = next((at for at in ends if _known(letters[slice(*at)])), (len(letters), 0))
         joined += words[i : i + start]
         if start < len(letters):
-            joined += _parsed(letters[start:])
+            joined += _parsed(letters[start:stop])
+            joined += words[i + stop : end]
         if end == i:
             joined.append(words[i])
             end += 1
@@ -362,7 +368,9 @@ def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool]:
                 said[-1] = not said[-1]
             negated |= not said
         elif kind is _Kind.PREFIX:
-            loose |= following is _Kind.GOOD and after != "ordnung"
+            turns = following is _Kind.GOOD and after != "ordnung"
+            loose |= turns and word == "in"  # in good order, or in-acceptable
+            negated |= turns and word != "in"
         elif kind is not _Kind.FILLER:
             loose |= negated
             negated = False
