@@ -64,7 +64,7 @@ _VOCABULARY = {
         hole:,s spot:,s chipped burr:,s chipping scuff:,s,ed tear:,s torn cut:,s bent
         bend:,s,ing deformed deformation:,s distorted warped missing misaligned misaligment
         misplaced wrong incorrect imperfect imperfection:,s contaminat:ed,ion,ions dirt dirty
-        rust:,y corrosion corroded void:,s porosity bubble:,s blister:,s inclusion:,s
+        rust:,y corrosion corroded void:,s porosity bubble:,s blisters blistering inclusion:,s
         discolored discoloured discoloration discolouration burn:,t,ed leak:,s,ing,age
         rework:,ed error:,s poor worn fracture:,d,s smudge:,s,d blemish:,es,ed quarantine:,d
         waste unusable substandard spoiled schlecht:,e,er,es,en schlechtteil:,e,en fehler:,n
@@ -134,7 +134,7 @@ _VOCABULARY = {
         echantillon:,s pezz:o,i peca:,s 品 件 图 图像 图片 圖片 画像 写真 样本 樣本 サンプル
         フォルダ データ 零件 部品 ワーク 사진 이미지""",
     _Kind.PLACE: """
-        stainless rostfrei rustfree inox lot:,s batch:,es charge:,n los cam:,s camera:,s
+        breakfast stainless rostfrei rustfree inox lot:,s batch:,es charge:,n los cam:,s camera:,s
         kamera:,s line:,s linie:,n station:,s shift:,s schicht:,en day:,s tag:,e date:,s datum
         week:,s kw month year:,s view:,s side:,s front back left right top bottom linea camara
         lote lotto lotti ligne equipe poste 批次 批 相机 相機 カメラ ライン ロット 号機 号机

@@ -32,7 +32,8 @@ UNCLEAR = """false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?|almost good|
 no_NG|rework_ok|bedingt_io|in_acceptable|not_sure_ok|review|unclear|unlabeled|未検査|合否|良否
 test_good|yes|false"""
 UNKNOWN = """2024-05-01|lot7|cam1|Juni|A|widget|contest|test_line_3|brook|token|notebook|combined
-no_cap|ios|kamera links|Charge 12|bottle|01|改|___|default"""
+no_cap|ios|kamera links|Charge 12|bottle|01|改|___|default
+breakfast box|blister|stainless steel"""
 ASIDE = """masks|Masken|gt|ground_truth|GroundTruth|ok_masks|マスク|test|Testing|test_public
 thumbnails|xyz"""
 NAMES = {
