@@ -364,7 +364,7 @@ def test_missing_folders(tmp_path: Path, root: str | None, category: str | None,
 
 
 def test_unknown_format(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'mvtec_loco'\?"):
+    with pytest.raises(DataError, match=r"'mvtec_loco'\?"):
         open_dataset("loco", tmp_path, None)
 
 
