@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
-from anomaly.imaging.read import Image, described, out_of_memory, read_header, read_image
+from anomaly.imaging.read import (
+    Image,
+    described,
+    has_16_bits,
+    is_out_of_memory,
+    out_of_memory,
+    read_header,
+    read_image,
+)
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
@@ -68,6 +76,8 @@ class NetworkInput:
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
+        brightest: the highest value of a file of 16 bits whose depth isn't declared, of full scale;
+            None for others.
     """
 
     index: int
@@ -80,6 +90,7 @@ class NetworkInput:
     tile: tuple[int, int] = (0, 0)
     whole: Tiling | None = None
     turn: int = 0
+    brightest: float | None = None
 
     @property
     def name(self) -> str:
@@ -159,7 +170,12 @@ def load(
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-        return NetworkInput(index, image.sha256, view, pixels, render, path, image)
+        brightest = None
+        if has_16_bits(image.mode) and loading.bit_depth is None:
+            brightest = float(image.pixels.max()) / image.full_scale
+        return NetworkInput(
+            index, image.sha256, view, pixels, render, path, image, brightest=brightest
+        )
     except Exception as error:  # a shift mustn't end because of one image
         return to_unusable(index, name, error)
 
@@ -170,7 +186,7 @@ def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
         return UnusableImage(index, "unsupported", f"{name}: {error}")
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return UnusableImage(index, "failed", f"{name}: {what}")
