@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from anomaly.errors import AnomalyError, DataError, nearest
+from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
@@ -49,6 +50,14 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
+class _TextResponse(JSONResponse):
+    """Values of which some may hold bytes of file names that are no text: these stand escaped."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return re.sub("[\ud800-\udfff]", lambda found: "\\" + visible(found[0]), text).encode()
+
+
 def make_app(service: InspectionService) -> FastAPI:
     """The application for a line of parts."""
     app = FastAPI(
@@ -57,6 +66,7 @@ def make_app(service: InspectionService) -> FastAPI:
         description="Scores parts, writes each answer down, and takes what people say of it.",
         docs_url=None,  # FastAPI's own pages load scripts from another site
         redoc_url=None,
+        default_response_class=_TextResponse,
     )
     app.openapi = partial(described, app)  # type: ignore[method-assign]
     app.add_exception_handler(RequestValidationError, _misunderstood)
@@ -74,18 +84,18 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type"):
         message = "the body isn't a JSON object; send one with Content-Type: application/json"
-        return JSONResponse({"detail": message}, 400)
+        return _TextResponse({"detail": message}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
     fault = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
-    return JSONResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
+    return _TextResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
     """The record can't be read or written, or all places are taken."""
-    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
+    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
@@ -104,7 +114,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         with service.bodies.holding() as body:
             data, filename = await body.image(request)
             scored = await _answered(service, partial(slot.submit, data, filename, wanted))
-        return JSONResponse(
+        return _TextResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
         )
 
@@ -168,12 +178,11 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get(
         "/v2/health/ready",
-        summary="Whether all models can be used, and score their golden parts as recorded",
+        summary="Whether all models can be used, and answers be written down",
     )
     async def ready() -> JSONResponse:
-        ready = service.registry.ready and not service.stopping
-        states = {slot.name: slot.state for slot in service.registry.models.values()}
-        return JSONResponse({"ready": ready, "models": states}, 200 if ready else 503)
+        health = await asyncio.to_thread(service.health)
+        return _TextResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def metrics() -> Response:

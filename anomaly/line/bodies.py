@@ -17,7 +17,7 @@ from multipart import (
 )
 from starlette.requests import ClientDisconnect
 
-from anomaly.errors import ImageError
+from anomaly.errors import ImageError, visible
 from anomaly.imaging.read import HEAD_BYTES, identify
 from anomaly.line.guard import check_charset, refusal
 from anomaly.line.slot import Limits
@@ -190,5 +190,4 @@ def _decoded(value: str) -> str:
 
 def shown_name(name: str) -> str:
     """What a client calls an image, as text on one line: no character in it controls anything."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name[:LONGEST_NAME])
-    return shown[:LONGEST_NAME]
+    return visible(name[:LONGEST_NAME])[:LONGEST_NAME]
