@@ -7,11 +7,15 @@ that nobody has foreseen; anything else is a defect of this program and keeps it
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import re
+import shutil
 import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 
 class AnomalyError(Exception):
@@ -56,6 +60,35 @@ class ModelError(AnomalyError):
 
 class OutputError(AnomalyError):
     """A result can't be written, or would overwrite an earlier one."""
+
+
+class WriteError(OutputError):
+    """Results can't be written until a disk is mended: it is full, broken or read-only."""
+
+    exit_code = 4
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def unwritable(file: Path | str, error: OSError, what: str = "{} can't be written") -> OutputError:
+    """The error to raise where the system refuses to write: a `WriteError` where the disk does.
+
+    Args:
+        file: that couldn't be written.
+        error: what the system has said.
+        what: the message, with `{}` for the file.
+    """
+    if error.errno not in DISK:
+        return OutputError(f"{what.format(file)}: {why(error)}")
+    free = ""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError, StopIteration):
+            there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
+            free = f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
+    remedy = "mend the disk" if error.errno in (errno.EROFS, errno.EIO) else "make room there"
+    said = os.strerror(error.errno)  # libraries add their own words
+    return WriteError(f"{what.format(file)}: {said}{free}; {remedy}")
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -48,7 +48,8 @@ def fit(
     Args:
         images: good images only. A folder (all images in it and its subfolders), a list of paths,
             arrays, PIL images or tensors as for `AnomalyDetector.predict`, or a data set that
-            `anomaly.open_dataset` has listed, whose training split is taken.
+            `anomaly.open_dataset` has listed, whose training split is taken; none of its images
+            may be among the defects as well.
         config: settings, as in a config file: a `Config`, a dict of them
             (`{"model": {"kind": "padim"}}`), or None for the defaults. `data` isn't read.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
@@ -65,15 +66,18 @@ def fit(
     Raises:
         ConfigError: an unknown key, a wrong type or range.
         ImageError: an array can't be used as an image; says which and why.
-        AnomalyError: no image can be used, or weights or layers can't be used as configured.
+        AnomalyError: no image can be used, one is labelled good and defective, or weights or layers
+            can't be used as configured.
     """
     settings = _settings(config)
     limits = settings.image.bit_depth, settings.image.max_pixels
     samples = _samples(images, ArrayFormat(channels, full_scale, layout, *limits))
+    test = images.test if isinstance(images, Dataset) else ()
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         training = train(
             settings,
             samples,
+            defects=[sample for sample in test if sample.is_defect],
             device=device_of(device),
             scratch=Path(scratch),
             workers=workers,

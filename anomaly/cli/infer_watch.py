@@ -23,6 +23,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
+from anomaly.inference.run import resumable
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
 from anomaly.report.gallery import write_gallery
@@ -101,25 +102,20 @@ def _follow(
     outputs.write_scale(model)
     decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
-    try:
-        with journal:
-            watch(
-                model,
-                options.input,
-                options.output,
-                journal,
-                decoders,
-                settle=options.settle,
-                stopped=lambda: stop.signal is not None,
-                options=outputs.options,
-                thumbnails=thumbnails,
-                trouble=log.warning,
-                looking=_warner_of_changes(model),
-            )
-    except OutputError as error:
-        failure = OutputError(f"{error}; once that is mended, go on with --resume")
-        failure.exit_code = 3 if counts["ok"] else 2
-        raise failure from None
+    with resumable(lambda: f"{counts['ok']} images are"), journal:
+        watch(
+            model,
+            options.input,
+            options.output,
+            journal,
+            decoders,
+            settle=options.settle,
+            stopped=lambda: stop.signal is not None,
+            options=outputs.options,
+            thumbnails=thumbnails,
+            trouble=log.warning,
+            looking=_warner_of_changes(model),
+        )
     return counts
 
 

@@ -98,8 +98,8 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     for reason in first_of(refused):
         log.warning("skipped: %s", reason)
     print("\n".join(updated.lines()))
-    if updated.caution:
-        log.warning(updated.caution)
+    if updated.moved.caution:
+        log.warning(updated.moved.caution)
     if updated.learned.suspects:
         print("look at the suspects again; where they are good, add --include-suspects")
     if not compare[DEFECTS]:

@@ -238,7 +238,7 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
     try:
         return _Loader(text).get_single_data()
     except _RefusedError as error:
-        line, what = error.args
+        what, line = error.args
     except (yaml.YAMLError, ValueError) as error:
         what = (
             "this isn't valid YAML; write `key: value` lines, indented by blanks, and put values "
@@ -250,8 +250,8 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
     raise ConfigError(f"{where}{f' line {line}' if lines else ''}: {what}")
 
 
-class _RefusedError(Exception):
-    """A line, and what is wrong with it."""
+class _RefusedError(ConfigError):
+    """What is wrong, and in which line."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -267,23 +267,23 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
         if getattr(event, "tag", None) not in (None, "!"):
-            raise _RefusedError(line, f"this has the tag {event.tag}; remove it")
+            raise _RefusedError(f"this has the tag {event.tag}; remove it", line)
         self._depth += 1
         self._nodes += 1
         if self._depth > _DEEPEST:
             what = f"this is nested more than {_DEEPEST} levels deep; check brackets and indents"
-            raise _RefusedError(line, what)
+            raise _RefusedError(what, line)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if not isinstance(event, yaml.AliasEvent):
             self._sizes[id(node)] = 1 + sum(self._sizes[id(inner)] for inner in _inside(node))
         elif id(node) not in self._sizes:
-            raise _RefusedError(line, f"*{event.anchor} lies inside what it repeats; remove it")
+            raise _RefusedError(f"*{event.anchor} lies inside what it repeats; remove it", line)
         if max(self._nodes, self._sizes[id(node)]) > _MOST_NODES:
             raise _RefusedError(
-                line,
                 f"there are more than {_MOST_NODES:,} values up to here, counting those that "
                 "aliases (*) repeat; write fewer",
+                line,
             )
         return node
 
@@ -292,9 +292,9 @@ class _Loader(yaml.SafeLoader):
         text = node.value
         if re.match(r"[-+]?0[0-9_xb]|.*:", text) or len(text) > _MOST_DIGITS:
             raise _RefusedError(
-                node.start_mark.line + 1,
                 f"{text[:_MOST_DIGITS]} isn't a plain number; write it in at most {_MOST_DIGITS} "
                 "digits, without a leading 0 or `:`, or put text in quotes",
+                node.start_mark.line + 1,
             )
         whole = node.tag.endswith("int")
         return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
@@ -314,9 +314,9 @@ def _inside(node: yaml.Node | None) -> list[yaml.Node]:
             line = key.start_mark.line + 1
             if key.value in seen:
                 raise _RefusedError(
-                    line,
                     f"{key.value} stands in line {seen[key.value]}, too; write all of its settings "
                     "in one place",
+                    line,
                 )
             seen[key.value] = line
     return [inner for pair in node.value for inner in pair]

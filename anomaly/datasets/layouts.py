@@ -18,6 +18,7 @@ from anomaly.datasets.labels import (
     only_places,
     says_masks,
 )
+from anomaly.datasets.masks import Masks, entries_of, strays
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -31,7 +32,7 @@ from anomaly.files.outputs import left_by_system, own_outputs
 from anomaly.files.storage import named
 from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
-from anomaly.imaging.listing import is_folder, is_image, list_images
+from anomaly.imaging.listing import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class _FolderLayout:
         test: holds a folder for each kind of image.
         good: the name that good images' folders have in there.
         masks: holds a folder for each kind of defect: `<stem>_mask.png`, `<stem>.png` or a
-            folder `<stem>` with several masks.
+            folder `<stem>` with several masks, see `Masks`.
         images: the folder in each of these that has the images; empty for themselves. Then `gt`
             beside it has the masks.
     """
@@ -163,22 +164,26 @@ class _FolderLayout:
                     "train; use --set data.format=good_defect, which takes folders by their names"
                 )
         validation = _good(folder / self.validation / self.images, folder)
-        return Dataset(folder, tuple(train), tuple(self._tested(folder)), tuple(validation))
+        finder = Masks()
+        test = self._tested(folder, finder)
+        left = finder.left_in(_mask_folder(folder / self.masks))
+        return Dataset(folder, tuple(train), tuple(test), tuple(validation), left)
 
-    def _tested(self, folder: Path) -> list[Sample]:
-        test, masks = folder / self.test, folder / self.masks
+    def _tested(self, folder: Path, finder: Masks) -> list[Sample]:
+        test, masks = folder / self.test, _mask_folder(folder / self.masks)
         samples: list[Sample] = []
         for kind in folders_in(test):
             place = test / kind / self.images
             label = Label.GOOD if kind == self.good else label_of(kind)
+            where = test / kind / "gt" if self.images else masks / kind
             if label is Label.GOOD:
-                samples += _good(place, folder)
+                samples += (good := _good(place, folder))
+                for sample in good:  # its mask, which marks nothing, isn't needed
+                    finder.of(sample.path, where)
             elif test / kind != masks and (inside := listed(place, folder, kind)):
                 if label in (Label.ASIDE, Label.UNCLEAR) or only_places(kind):
                     raise _undecided(test, [kind])
                 check_defects((sample.path for sample in inside), place)
-                finder = Masks()
-                where = test / kind / "gt" if self.images else masks / kind
                 samples += [replace(s, mask_path=finder.of(s.path, where)) for s in inside]
         return samples
 
@@ -192,7 +197,10 @@ def _good_only(folder: Path) -> Dataset:
         )
     train = listed(folder, folder)
     if not train:
-        raise DataError(f"no images in {folder}; data.root must hold good images to learn from")
+        raise DataError(
+            f"no images in {folder}{other_files(folder)}; data.root must hold good images to learn "
+            "from"
+        )
     paths = [sample.path for sample in train]
     _check_folders(paths, folder, lambda bad: _other_layout(bad, _plain(folder)))
     named = by_file_names(path.stem for path in paths)
@@ -204,7 +212,7 @@ def _good_only(folder: Path) -> Dataset:
     bad = [replace(s, defect_type="defect") for s in train if s not in good]
     log.info("%s: %s", folder, say_named(len(good), len(bad)))
     learned, tested = set_apart(good)
-    return Dataset(folder, tuple(learned), (*tested, *bad))
+    return Dataset(folder, tuple(learned), (*tested, *bad), drawn=True)
 
 
 def say_named(good: int, defective: int) -> str:
@@ -244,8 +252,10 @@ def _split_within(inner: Path) -> str:
 
 def sorted_by_names(
     folder: Path, answers: Mapping[Path, Label] | None = None
-) -> list[tuple[str, Sample]]:
+) -> tuple[list[tuple[str, Sample]], tuple[Path, ...]]:
     """Good and defective images, told by the names of their folders, with the split of each.
+
+    Behind them, the files among the masks that are no image's.
 
     Args:
         folder: its own name doesn't count.
@@ -268,6 +278,9 @@ def sorted_by_names(
         split = _split_within(inner)
         if labels[inner] is Label.GOOD:
             samples.append((split, sample))
+            for i in range(len(inner.parts)):  # its mask, which marks nothing, isn't needed
+                for mask in masks:
+                    finder.of(image, folder / mask / Path(*inner.parts[i:]))
         elif labels[inner] is Label.DEFECTIVE:
             said = _says_defect(inner)
             # A subfolder names the kind; masks may leave out what is above it.
@@ -277,7 +290,8 @@ def sorted_by_names(
             found = next(filter(None, (finder.of(image, place) for place in places)), None)
             sample = replace(sample, defect_type=kind, mask_path=found)
             samples.append((split and "test", sample))
-    return samples
+    left = (file for mask in sorted(masks) for file in finder.left_in(folder / mask))
+    return samples, tuple(left)
 
 
 def _masks_in(inner: Path) -> Path:
@@ -306,7 +320,8 @@ def _good_and_defect(folder: Path) -> Dataset:
     `masks/`.
     """
     hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
-    return _in_splits(folder, sorted_by_names(folder), hint)
+    samples, left = sorted_by_names(folder)
+    return replace(_in_splits(folder, samples, hint), unused_masks=left)
 
 
 def _annotated(folder: Path) -> Dataset:
@@ -315,7 +330,11 @@ def _annotated(folder: Path) -> Dataset:
 
 
 def open_test_images(
-    good: Sequence[Path], defects: Sequence[Path], masks: Path | None = None
+    good: Sequence[Path],
+    defects: Sequence[Path],
+    masks: Path | None = None,
+    *,
+    tell: bool = False,
 ) -> tuple[Sample, ...]:
     """Images to test with from folders of good and of defective ones.
 
@@ -324,6 +343,7 @@ def open_test_images(
         defects: folders of defects; a subfolder names their type, else the folder itself.
         masks: a folder with the defects' masks, under their paths in `defects`, or under these in
             a folder named like the one of `defects`.
+        tell: log a warning that names masks of no image.
 
     Raises:
         DataError: a folder is missing or holds no images, good ones by their folders' names aren't,
@@ -352,6 +372,8 @@ def open_test_images(
             f"none of {len(bad)} defects has a mask in {masks}: that of {bad[0].path} would be "
             f"{wanted}, say; masks are named like their images, with or without _mask behind it"
         )
+    if tell and masks is not None and (unused := strays(finder.left_in(masks))):
+        log.warning("%s", unused)
     return tuple(samples.values())
 
 
@@ -491,51 +513,12 @@ def _plain(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
 
 
-class Masks:
-    """Finds the masks of images in folders: each folder is read once."""
-
-    def __init__(self) -> None:
-        self._listed: dict[Path, dict[str, list[str]]] = {}
-        self._owners: dict[Path, Path] = {}  # each mask is one image's
-
-    def of(self, image: Path, folder: Path) -> Path | None:
-        """`1_mask.png`, `1.png` or a folder `1` with several masks, for `1.jpg`.
-
-        Suffixes are any that can be read; capitals don't matter where nothing has the same ones.
-        """
-        names = self._names_in(folder)
-        for stem in (f"{image.stem}_mask", image.stem):
-            if same := names.get(stem.lower()):
-                exact = [name for name in same if name.startswith(stem)] or same
-                mask = folder / min(exact, key=lambda name: (name != image.name, name))
-                if (owner := self._owners.setdefault(mask, image)) != image:
-                    raise DataError(
-                        f"{mask} would be the mask of {owner} and of {image}; give each its own, "
-                        "of several folders in folders of their names"
-                    )
-                return mask
-        return None
-
-    def _names_in(self, folder: Path) -> dict[str, list[str]]:
-        """Names of pictures and of folders, by their stem in small letters."""
-        if folder not in self._listed:
-            names: dict[str, list[str]] = {}
-            for entry in _inside(folder) if is_folder(folder) else ():
-                if left_by_system(entry.name):
-                    continue
-                if is_image(entry):
-                    names.setdefault(entry.stem.lower(), []).append(entry.name)
-                elif entry.is_dir():
-                    names.setdefault(entry.name.lower(), []).append(entry.name)
-            self._listed[folder] = names
-        return self._listed[folder]
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
+def _mask_folder(folder: Path) -> Path:
+    """The folder of masks of a layout, or the only one beside it that is named as one."""
+    if is_folder(folder):
+        return folder
+    named = [name for name in folders_in(folder.parent) if says_masks(name)]
+    return folder.parent / named[0] if len(named) == 1 else folder
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -546,10 +529,10 @@ def folders_in(folder: Path) -> list[str]:
     """
     if not is_folder(folder):
         return []
-    inside = _inside(folder)
-    own = own_outputs(folder, [inner.name for inner in inside])
+    entries = entries_of(folder)
+    own = own_outputs(folder, [entry.name for entry in entries])
     return sorted(
-        e.name for e in inside if e.is_dir() and e.name not in own and not left_by_system(e.name)
+        e.name for e in entries if e.is_dir() and e.name not in own and not left_by_system(e.name)
     )
 
 
@@ -618,7 +601,8 @@ def _in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) ->
     test += [*tested, *(s for s in undecided if s.is_defect)]
     if not train:
         raise no_training_images(where, hint)
-    return Dataset(where, tuple(train), tuple(test), tuple(validation))
+    drawn = len(undecided) == len(samples)
+    return Dataset(where, tuple(train), tuple(test), tuple(validation), drawn=drawn)
 
 
 def open_visa(folder: Path) -> Dataset:

@@ -6,8 +6,8 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anomaly.datasets.exports import annotations_in
@@ -19,11 +19,11 @@ from anomaly.datasets.layouts import (
     say_named,
     sorted_by_names,
 )
-from anomaly.datasets.samples import Sample
+from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
-from anomaly.imaging.listing import is_folder, list_images
+from anomaly.imaging.listing import is_folder, list_images, other_files
 
 # Lists of images, as CSV or as a manifest of SageMaker.
 LIST_SUFFIXES = (".csv", ".manifest", ".jsonl")
@@ -131,7 +131,7 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
     if not good and (Label.DEFECTIVE in labels.values() or answers):
         raise _no_good(place, [inner.as_posix() for inner in labels])
-    samples = sorted_by_names(place, answers)
+    samples, _ = sorted_by_names(place, answers)
     masks = [inner.as_posix() for inner, label in labels.items() if label is Label.ASIDE]
     others = dict.fromkeys(
         s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect
@@ -179,14 +179,26 @@ def _listing(samples: Sequence[tuple[str, Sample]]) -> str:
     """A list of samples; marked as UTF-8, so that the bytes of names that are none are kept."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "label", "mask", "split"))
+    rows.writerow(("path", "label", "mask", "split", "group"))
     for split, sample in samples:
         kind = sample.defect_type
         if sample.is_defect:  # `0`, and what somebody has said is one
             kinds = (kind, f"defect {kind}", "defect")
             kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
-        rows.writerow((sample.path, kind, sample.mask_path or "", split))
+        rows.writerow((sample.path, kind, sample.mask_path or "", split, sample.group or ""))
     return "\ufeff" + text.getvalue()
+
+
+def with_copies_together(dataset: Dataset, copies: Iterable[Sequence[str]]) -> str:
+    """The lines of a list of a data set's images in which copies are views of one part.
+
+    Args:
+        dataset: whose split is drawn.
+        copies: names of images that show the same.
+    """
+    part = {name: f"copies of {names[0]}" for names in copies for name in names}
+    samples = [*dataset.train, *dataset.test]
+    return _listing([("", replace(s, group=s.group or part.get(s.name))) for s in samples])
 
 
 def _no_good(place: Path, folders: Sequence[str]) -> DataError:
@@ -206,7 +218,8 @@ def _plain(place: Path) -> Recognised:
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
     if not list_images(place):
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
-        raise DataError(f"no images in {place}{listed or '; give a folder of good images'}")
+        give = listed or f"{other_files(place)}; give a folder of good images"
+        raise DataError(f"no images in {place}{give}")
     unclear = [name for name in inside if list_images(place / name)]
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from anomaly.errors import DataError, OutputError, why
+from anomaly.errors import DataError, OutputError, unwritable, why
 from anomaly.files.tables import csv_rows, csv_text
 from anomaly.files.writing import as_json, claim, clear, from_json, write
 from anomaly.scoring.build import differences
@@ -172,7 +172,7 @@ def _append_index(folder: Path, new: Sequence[Saved]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise OutputError(f"{folder / INDEX} can't be written: {error.strerror}") from None
+        raise unwritable(folder / INDEX, error) from None
 
 
 def _lines(index: Sequence[Saved]) -> list[tuple[str, ...]]:

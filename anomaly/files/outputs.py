@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, unwritable
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
             file, handle = _take(what, lock)
         except OSError as error:
             where = what if error.filename in (None, str(lock)) else error.filename
-            raise OutputError(f"{where} can't be written to: {error.strerror}") from None
+            raise unwritable(where, error, "{} can't be written to") from None
         _held.add(holder)
         try:
             yield

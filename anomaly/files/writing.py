@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import AnomalyError, OutputError, closest, why
+from anomaly.errors import AnomalyError, OutputError, closest, unwritable
 from anomaly.files.outputs import foreign, is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
@@ -67,7 +67,7 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         if not os.access(folder, os.W_OK):
             raise OutputError(f"{folder} can't be written to; give another --output")
     except OSError as error:
-        raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+        raise unwritable(error.filename or folder, error, "{} can't be used") from None
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
@@ -87,7 +87,7 @@ def clear(folder: Path, names: Iterable[str]) -> None:
             else:
                 path.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+        raise unwritable(error.filename or folder, error, "{} can't be used") from None
 
 
 def at_home(path: Path) -> Path:
@@ -230,7 +230,7 @@ def draft(file: Path) -> Iterator[Path]:
         yield unfinished
         unfinished.replace(file)
     except OSError as error:
-        raise OutputError(f"{file} can't be written: {why(error)}") from None
+        raise unwritable(file, error) from None
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -280,7 +280,7 @@ class GrowingFile:
                 f"{file} is gone, or its folder is; give --overwrite or another --output"
             ) from None
         except OSError as error:
-            raise OutputError(f"{file} can't be written: {error.strerror}") from None
+            raise unwritable(file, error) from None
 
     def append(self, data: bytes) -> None:
         """Write one more piece; the system has it when this returns.
@@ -294,7 +294,7 @@ class GrowingFile:
                 left = left[self._stream.write(left) :]
         except OSError as error:
             self._drop_torn()
-            raise OutputError(f"{self._file} can't be written: {error.strerror}") from None
+            raise unwritable(self._file, error) from None
         self.end += len(data)
 
     def close(self) -> None:

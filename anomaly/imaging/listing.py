@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,24 @@ def list_images(folder: Path) -> list[Path]:
         DataError: as `list_files`.
     """
     return [path for path in list_files(folder) if is_image(path)]
+
+
+def other_files(folder: Path) -> str:
+    """What a folder without pictures holds, in brackets, for a message; empty for no files.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    kinds = Counter(
+        path.suffix.lower() or path.name
+        for path in (list_files(folder, tell=False) if is_folder(folder) else ())
+    )
+    if not kinds:
+        return ""
+    found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
+    *names, last = (known.NAME for known in FORMATS.values())
+    readable = f"{', '.join(names)} and {last}"
+    return f" (but {found}, of which none can be read; pictures are {readable}: convert them)"
 
 
 def is_image(path: Path) -> bool:

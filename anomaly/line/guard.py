@@ -86,12 +86,14 @@ class Guard:
             await send(message)
 
         try:
-            known = self._known(scope, headers)
-            if not known or not _let_in(scope):
-                leaves = True
-                if scope["path"] not in _ALWAYS:
+            body.welcome = self._known(scope, headers)
+            connection = scope.get("state", {}).get("connection")
+            leaves = not body.welcome or not (connection is None or connection.let_in())
+            if scope["path"] not in _ALWAYS:
+                if leaves:
                     raise refusal(503, "all places are taken by other requests; try again in 1 s")
-            body.welcome = known
+                if connection is not None:
+                    await connection.turns.come()
             check_charset(headers.get(b"content-type", ""))
             body.check_head()
             if not image:
@@ -126,11 +128,6 @@ class Guard:
     def _has_token(self, headers: Mapping[bytes, str]) -> bool:
         token = credentials(headers.get(b"authorization", ""))[1]
         return hmac.compare_digest(token.encode(), self._token.encode())
-
-
-def _let_in(scope: Scope) -> bool:
-    connection = scope.get("state", {}).get("connection")
-    return connection is None or connection.let_in()
 
 
 class _GoneError(Exception):

@@ -1,13 +1,16 @@
-"""Which connections may stay, and which leaves when another comes."""
+"""Which connections may stay, which leaves when another comes, and whose turn it is."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 MOST_KNOWN = 512
 MOST_STRANGERS = 256
 MOST_OF_ADDRESS = 128
+_AT_A_TIME = 4
 
 
 class Connection(Protocol):
@@ -76,3 +79,31 @@ class Places:
         of_address.pop(connection, None)
         if not of_address:
             self._of_address.pop(connection.address, None)
+
+
+class Turns:
+    """Lets a few go on at a time, so that who comes meanwhile needn't wait for all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._runs = False
+
+    def ask(self, go_on: Callable[[], object]) -> None:
+        """Have something called once it is its turn."""
+        self._waiting.append(go_on)
+        if not self._runs:
+            self._next()
+
+    async def come(self) -> None:
+        """Wait for a turn."""
+        turn = asyncio.Event()
+        self.ask(turn.set)
+        await turn.wait()
+
+    def _next(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(min(_AT_A_TIME, len(self._waiting))):
+            loop.call_soon(self._waiting.popleft())
+        self._runs = bool(self._waiting)
+        if self._runs:
+            loop.call_soon(self._next)

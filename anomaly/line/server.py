@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,17 +19,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from anomaly.errors import AnomalyError
 from anomaly.line.app import make_app
 from anomaly.line.guard import Guard
-from anomaly.line.places import Places
+from anomaly.line.places import Places, Turns
 from anomaly.line.service import InspectionService
 
 _IDLE_SECONDS = 15  # that a connection is kept without a request, or with the head of one
 _TAKE_SECONDS = 30  # that a client may take to receive what was written to it
 _LAST_SECONDS = 6  # that requests have to be finished once the service is to stop
 _HEAD_BYTES = 8192
+_HEAD_LINES = 100
+# Chunks of a body: so many, and one more for each so many bytes.
+_CHUNKS, _CHUNK_BYTES = 64, 256
 _WAITING = 1024  # connections that the system keeps until they are taken
 # Taken at once: a new connection has sent its request before as many others have come as there
 # are places.
-_AT_ONCE = 8
+_AT_ONCE = 32
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 _EVENTS = 32  # of a connection, before others have their turn
 
 
@@ -69,7 +75,7 @@ def serve(
     )
     config = uvicorn.Config(
         guard,
-        http=cast(Any, partial(_Connection, Places())),
+        http=cast(Any, partial(_Connection, Places(), Turns())),
         log_config=None,
         log_level="error",  # a warning for each bad request would let anybody fill the log
         access_log=False,
@@ -92,13 +98,27 @@ class _Paced(h11.Connection):
     """
 
     turn = 0
+    _more_chunks: float = 0
 
     def next_event(self) -> Any:
-        """The next event; NEED_DATA, too, once the turn is over."""
+        """The next event; NEED_DATA, too, once the turn is over.
+
+        Raises:
+            h11.RemoteProtocolError: what was sent is no HTTP, or in chunks of a few bytes, each of
+                which takes as long as one of many.
+        """
         if self.turn == 0:
             return h11.NEED_DATA
         event = super().next_event()
-        self.turn = 0 if isinstance(event, h11.Request) else self.turn - 1
+        self.turn -= 1
+        if isinstance(event, h11.Request):
+            self.turn = 0
+            chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
+            self._more_chunks = _CHUNKS if chunked else math.inf
+        elif isinstance(event, h11.Data):
+            self._more_chunks += len(event.data) / _CHUNK_BYTES - 1
+            if self._more_chunks < 0:
+                raise h11.RemoteProtocolError("the chunks are too small")
         return event
 
 
@@ -107,11 +127,12 @@ class _Connection(H11Protocol):
 
     Attributes:
         address: of the client.
+        turns: that all connections take.
         waiting: since when it is without a request that is under way; None where one is.
         unread: since when something that was written isn't received; None where nothing is left.
     """
 
-    def __init__(self, places: Places, **told: Any) -> None:
+    def __init__(self, places: Places, turns: Turns, **told: Any) -> None:
         super().__init__(**told)
         self.conn = self._paced = _Paced(h11.SERVER, _HEAD_BYTES)
         self.app_state = {"connection": self}
@@ -119,8 +140,10 @@ class _Connection(H11Protocol):
         self.waiting: float | None = None
         self.unread: float | None = None
         self._answered: object = None
+        self.turns = turns
         self._places = places
         self._due = False
+        self._head = bytearray()  # until it is whole; h11 gets what follows as it comes
 
     @property
     def idle(self) -> bool:
@@ -142,6 +165,27 @@ class _Connection(H11Protocol):
         self._places.leave(self)
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Take what has come; a first head goes on once it is whole, and not of too many lines."""
+        if self.cycle is None:
+            begin = max(0, len(self._head) - 3)
+            self._head += data
+            end = _BLANK_LINE.search(self._head, begin)
+            if end is None and len(self._head) <= _HEAD_BYTES:
+                return
+            if self._head.count(b"\n", 0, end and end.start()) > _HEAD_LINES:
+                self.send_400_response(f"a request has {_HEAD_LINES} lines of headers at most")
+                return
+            data, self._head = bytes(self._head), bytearray()
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer is under way
+            self.transport.abort()
+
     def handle_events(self) -> None:
         """Handle what has come, for one turn; others have theirs before the next."""
         if self._due:
@@ -151,7 +195,7 @@ class _Connection(H11Protocol):
         if self._paced.turn == 0:
             self._due = True
             self.transport.pause_reading()
-            self.loop.call_soon(self._go_on)
+            self.turns.ask(self._go_on)
 
     def _go_on(self) -> None:
         self._due = False

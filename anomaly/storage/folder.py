@@ -6,10 +6,12 @@ without this entry. What is in the other files is `anomaly.storage.load`'s busin
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, load_file
 
-from anomaly.errors import ModelError, OutputError, why
+from anomaly.errors import ModelError, OutputError, unwritable, why
 from anomaly.files.outputs import is_model
 from anomaly.files.writing import as_json, draft_of, from_json, like, sha256_of
 
@@ -452,8 +454,11 @@ def appearing(folder: Path) -> Iterator[Path]:
             place.rename(old)
         draft.rename(place)
     except (OSError, SafetensorError) as error:
-        reason = why(error) if isinstance(error, OSError) else "is the disk full?"
-        raise OutputError(f"{folder} can't be written: {reason}") from None
+        if isinstance(error, SafetensorError):  # which gives the system's number as text
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            error = OSError(code, os.strerror(code))
+        raise unwritable(folder, error) from None
     finally:
         if old.exists() and not place.exists():  # stopped between one name and the other
             old.rename(place)

@@ -81,6 +81,7 @@ def train_run(
     training = train(
         config,
         dataset.train,
+        defects=[sample for sample in dataset.test if sample.is_defect],
         device=device,
         scratch=output,
         workers=workers,

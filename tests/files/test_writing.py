@@ -1,5 +1,6 @@
 """Outputs that appear whole or not at all."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -39,6 +40,36 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path / "b.txt", "new")
     assert (tmp_path / "b.txt").read_text() == "old"
     assert os.listdir(tmp_path) == ["b.txt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("name", ["evaluate", "train", "region"])
+def test_a_disk_that_refuses_has_an_exit_code_of_its_own(
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
+    number: int,
+    name: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "a draft's name")
+
+    output = tmp_path / "out"
+    arguments: dict[str, list[object]] = {
+        "evaluate": ["--model", run_folder, "--output", output],
+        "train": train_arguments(product, output),
+        "region": [product / "test" / "good" / "000.png", "--output", tmp_path / "r.html"],
+    }
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(Path, "write_text", fail)
+    code, _, err = command(name, arguments[name])
+    assert code == 4
+    assert f"can't be written: {os.strerror(number)}" in err
+    assert ("MB are free in" in err) == (number == errno.ENOSPC)
+    assert str(tmp_path) in err
+    assert "a draft's name" not in err
 
 
 def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,14 +144,16 @@ class Client:
 
 
 def press(
-    clients: list[Client], until: float, again: Callable[[Client], Client | None]
+    clients: list[Client],
+    until: float,
+    again: Callable[[], Client] | None = None,
 ) -> list[Client]:
     """Let clients go on until a time, or until all that read are closed.
 
     Args:
         clients: with open connections.
         until: by `time.monotonic`.
-        again: takes one that was closed and gives another in its place, if any.
+        again: gives another in the place of one that was closed; then they go on until then.
 
     Returns:
         All that there have been.
@@ -162,11 +164,11 @@ def press(
             client.go_on(drips=turn % 2 == 0)
             if client.seconds is not None:
                 clients.remove(client)
-                if (another := again(client)) is not None:
-                    clients.append(another)
-                    every.append(another)
+                if again is not None:
+                    clients.append(again())
+                    every.append(clients[-1])
         lasting = any(one.attack.reads and not one.follows for one in clients)
-        if not lasting or time.monotonic() > until:
+        if time.monotonic() > until or not (lasting or again):
             return every
         time.sleep(0.05)
     raise AssertionError

@@ -45,6 +45,7 @@ def figures(served: Served, name: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a process holds")
 def test_two_models_take_turns_where_one_has_room(
     line: Path, product: Path, tmp_path: Path, command: Command
