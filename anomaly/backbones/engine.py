@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,7 +52,7 @@ class Graph:
     def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
         self.file, self.engine, self.precision = file, engine, precision
         self._threads = max(1, threads)
-        self._compiling = Lock()
+        self._compiling, self._process = Lock(), os.getpid()
         self._compiled: dict[int, Run] = {}
         module = installed(engine, f"{file.parent} was exported for")
         self.version = str(module.__version__).partition("-")[0]
@@ -79,7 +80,14 @@ class Graph:
 
     def _for(self, streams: int) -> Run:
         """The graph, compiled for so many calls at once."""
+        if self._compiled and self._process != os.getpid():
+            raise ModelError(
+                f"{self.file.parent} was used before this process was forked, and the threads of "
+                f"{ENGINES[self.engine][0]} stayed behind; use it in the new process only, or "
+                "start processes by multiprocessing.get_context('spawn')"
+            )
         with self._compiling:
+            self._process = os.getpid()
             if streams not in self._compiled:
                 self._compiled[streams] = self._compile(streams)
             return self._compiled[streams]
@@ -152,7 +160,8 @@ def _onnx(file: Path, precision: str, threads: int, streams: int) -> Run:
     options.log_severity_level = 4
     # Threads that wait in a loop would take the cores from those that decode.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    graph = file.read_bytes()  # a path that is no text isn't taken
+    session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     return lambda images: list(session.run(None, {"images": images}))
 
 

@@ -28,7 +28,7 @@ from anomaly.cli.common_options import (
 )
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.train_report import advise_without, report_raised
-from anomaly.datasets import check_good_inputs
+from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import by_hand, known_scores, score_held_out
@@ -175,7 +175,8 @@ def _score_images(
     files = {
         name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items() if paths
     }
-    check_good_inputs(options.good, files.get("good", ()))
+    for name, found in files.items():
+        check_inputs(given[name], found, defects=name == "defects")
     # Copies under other names are found by their hashes, once all are scored.
     if twice := set(files.get("good", ())) & set(files.get("defects", ())):
         raise _twice(min(twice))

@@ -70,7 +70,9 @@ def _check_data_set(config: Config) -> tuple[str, DataReport]:
     with ProgressLine() as progress:
         report = check(
             dataset,
-            Reading(image.bit_depth, image.max_pixels, data.mask_above, region),
+            Reading(
+                image.bit_depth, image.max_pixels, data.mask_above, region, image.tile is not None
+            ),
             one_grid=config.one_aspect,
             workers=cores(),
             progress=partial(progress, "reading"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.runtime.devices import CPU, device_of
-from anomaly.runtime.parallel import cores, use_threads
+from anomaly.runtime.parallel import cores, cpu_quota, use_threads
 from anomaly.storage.exported import is_exported
 from anomaly.storage.folder import find_products
 
@@ -91,7 +91,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="processor threads (default: as many as this process may use)",
+        help="processor threads (default: as many as this process, or its container, may use)",
     )
 
 
@@ -223,6 +223,13 @@ def device_and_threads(
     import cv2
 
     use_threads(threads)  # torch and faiss follow when they are imported
+    if threads > (quota := cpu_quota()) + 1:  # a part of a processor is rounded up
+        log.warning(
+            "--threads %d: this container's quota is %g processors, so some threads will wait; "
+            "leave --threads off to use as many as the quota allows",
+            threads,
+            quota,
+        )
     cv2.setNumThreads(1)  # files are decoded in parallel already
     if models is None:
         model = getattr(options, "model", None) or []

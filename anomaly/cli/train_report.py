@@ -13,7 +13,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import METHODS, by_product
 from anomaly.datasets import open_dataset
-from anomaly.errors import AnomalyError, OutputError, first_of, some
+from anomaly.errors import AnomalyError, OutputError, WriteError, first_of, some
 from anomaly.files.outputs import locked
 from anomaly.scoring.image_statistics import LEAST_IMAGES
 from anomaly.storage.folder import MANIFEST, read_manifest
@@ -85,6 +85,8 @@ def train_products(
             codes.append(
                 _train_unless_there(own_config, dataset, output / product, options, product, remedy)
             )
+        except WriteError:  # there is no room for the others either
+            raise
         except AnomalyError as error:
             log.error("%s: %s", product, error)
             codes.append(2)

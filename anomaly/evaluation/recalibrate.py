@@ -18,7 +18,7 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.datasets import check_good_inputs
+from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError, some
 from anomaly.evaluation.splits import tested_hashes
@@ -298,11 +298,13 @@ def sources(
     """
     if isinstance(images, str | Path):
         paths = find_inputs([Path(images)], option=what).paths
-        if what == "good images":
-            check_good_inputs([Path(images)], paths)
+        check_inputs([Path(images)], paths, defects=what == "defects")
         return list(paths)
     named: list[Path | Image] = []
-    for index, image in enumerate([images] if is_one(images) else images):
+    given = [images] if is_one(images) else list(images)
+    files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
+    check_inputs(files, files, defects=what == "defects")
+    for index, image in enumerate(given):
         try:
             named.append(array_format.source(image))
         except ImageError as error:

@@ -98,8 +98,6 @@ class ArrayFormat:
         Raises:
             ImageError: it can't be used as an image; says why.
         """
-        if isinstance(image, Image):
-            return image
         if isinstance(image, str | os.PathLike):
             return Path(image)
         try:
@@ -108,47 +106,58 @@ class ArrayFormat:
             raise unsupported("there isn't enough memory for a copy of it") from None
 
     def _image(self, image: Any) -> Image:
+        """Checked by the size that it says it has, before any of its pixels are touched."""
+        if isinstance(image, Image):
+            self._check_size(*image.size)
+            return image
         if _is(image, "PIL.Image", "Image"):
+            self._check_size(image.height, image.width)
             values, orientation = _from_pil(image)
-            pixels = turned_upright(self._rgb(values, "HWC", "rgb"), orientation)
+            pixels = turned_upright(_rgb(values, "rgb"), orientation)
         else:
-            layout = self.layout
-            if _is(image, "torch", "Tensor"):
-                image = _from_torch(image, layout)
-            elif not isinstance(image, np.ndarray):
+            is_tensor = _is(image, "torch", "Tensor")
+            if not is_tensor and not isinstance(image, np.ndarray):
                 raise unsupported(
                     f"{type(image).__name__} can't be used as an image; give a path, a NumPy array "
                     "(H, W) or (H, W, 3), a PIL image or a torch tensor"
                 )
-            pixels = self._rgb(image, layout, self.channels)
+            self._check_shape(tuple(image.shape), is_tensor)
+            values = _of_known_type(_from_torch(image) if is_tensor else image)
+            if self.layout == "CHW":
+                values = values.transpose(1, 2, 0)
+            pixels = _rgb(values, self.channels)
         full_scale = self._full_scale(pixels)
-        check_size((pixels.shape[0], pixels.shape[1]), self.max_pixels)
         check_range(pixels, full_scale, in_memory=True)
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
         mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"
         return Image(pixels, full_scale, mode, "array", digest.hexdigest())
 
-    def _rgb(self, values: NDArray[Any], layout: AxisOrder | None, channels: Channels) -> Pixels:
-        """(H, W, 3) RGB, a copy."""
-        shape = " × ".join(map(str, values.shape)) or "no axes"
-        if layout == "CHW" and values.ndim == 3:
-            values = values.transpose(1, 2, 0)
+    def _check_shape(self, shape: tuple[int, ...], is_tensor: bool) -> None:
+        """Refuse an array that isn't one image's, or of more pixels than may be."""
+        layout, said = self.layout, " × ".join(map(str, shape)) or "no axes"
+        if is_tensor and layout is None:
+            raise unsupported(
+                f"a tensor ({said}) doesn't say which axis is which: give layout='CHW', 'HWC' or "
+                "'HW'"
+            )
+        if layout == "CHW" and len(shape) == 3:
+            shape = (*shape[1:], shape[0])
         fits = {None: (2, 3), "HW": (2,), "HWC": (3, 2), "CHW": (3,)}[layout]
-        if values.ndim not in fits or (values.ndim == 3 and values.shape[2] not in (1, 3)):
+        if len(shape) not in fits or (len(shape) == 3 and shape[2] not in (1, 3)):
             named = f"layout {layout!r}" if layout else "(H, W), (H, W, 1) or (H, W, 3)"
             hint = ""
-            if values.ndim == 3 and layout is None and values.shape[0] in (1, 3):
+            if len(shape) == 3 and layout is None and shape[0] in (1, 3):
                 hint = "; for (3, H, W) say layout='CHW'"
-            elif values.ndim == 3 and values.shape[2] == 4:
+            elif len(shape) == 3 and shape[2] == 4:
                 hint = "; leave out its alpha: image[..., :3]"
-            raise unsupported(f"its shape {shape} isn't an image of {named}{hint}")
-        if 0 in values.shape:
-            raise unsupported(f"it has no pixels (shape {shape})")
-        values = _of_known_type(values)
-        if values.ndim == 2 or values.shape[2] == 1:
-            return grey_to_rgb(np.ascontiguousarray(values.reshape(values.shape[:2])))
-        return np.array(values[..., ::-1] if channels == "bgr" else values, order="C")
+            raise unsupported(f"its shape {said} isn't an image of {named}{hint}")
+        self._check_size(shape[0], shape[1])
+
+    def _check_size(self, height: int, width: int) -> None:
+        if not (height and width):
+            raise unsupported(f"it has no pixels ({width} × {height})")
+        check_size((height, width), self.max_pixels)
 
     def _full_scale(self, pixels: Pixels) -> float:
         if pixels.dtype.kind == "f":
@@ -177,8 +186,10 @@ def is_one(images: Any) -> TypeGuard[ImageLike]:
     """Whether something is meant as one image, not as a collection of several."""
     if isinstance(images, np.ndarray) or _is(images, "torch", "Tensor"):
         return len(getattr(images, "shape", ())) < 4  # (N, H, W, 3) is N images
-    # A file's bytes, or an open file, are no collection of images either; they will be refused.
-    if isinstance(images, str | os.PathLike | Image | bytes | bytearray | io.IOBase):
+    # A file's bytes, an open file or another library's array are no collection of images either;
+    # they will be refused.
+    single = str, os.PathLike, Image, bytes, bytearray, memoryview, io.IOBase
+    if isinstance(images, single) or hasattr(images, "__array__"):
         return True
     return _is(images, "PIL.Image", "Image") or not isinstance(images, Iterable)
 
@@ -189,27 +200,36 @@ def _is(value: Any, module: str, name: str) -> bool:
 
 
 def _of_known_type(values: NDArray[Any]) -> NDArray[Any]:
-    if values.dtype.kind == "f":
-        return values.astype(np.float32)
-    if values.dtype.kind == "u" and values.itemsize in (1, 2):
-        return values.astype(values.dtype.newbyteorder("="), copy=False)
+    """The same array, where an image may have its type."""
+    if values.dtype.kind == "f" or (values.dtype.kind == "u" and values.itemsize in (1, 2)):
+        return values
     raise unsupported(
         f"its values are {values.dtype}; an image has uint8, uint16 or floats (convert it with "
         "image.astype(np.uint8) if its values run from 0 to 255)"
     )
 
 
-def _from_torch(tensor: Any, layout: AxisOrder | None) -> NDArray[Any]:
-    if layout is None:
-        shape = " × ".join(map(str, tensor.shape))
-        raise unsupported(
-            f"a tensor ({shape}) doesn't say which axis is which: give layout='CHW', 'HWC' or 'HW'"
-        )
-    tensor = tensor.detach().cpu()
+def _rgb(values: NDArray[Any], channels: Channels) -> Pixels:
+    """(H, W, 3) RGB of (H, W), (H, W, 1) or (H, W, 3), a copy; floats in float32."""
+    dtype = np.float32 if values.dtype.kind == "f" else values.dtype.newbyteorder("=")
+    if values.ndim == 2 or values.shape[2] == 1:
+        return grey_to_rgb(np.ascontiguousarray(values.reshape(values.shape[:2]), dtype))
+    return np.array(values[..., ::-1] if channels == "bgr" else values, dtype, order="C")
+
+
+def _from_torch(tensor: Any) -> NDArray[Any]:
     try:
-        return np.asarray(tensor.numpy())
-    except TypeError:  # NumPy has no bfloat16
-        return np.asarray(tensor.float().numpy())
+        tensor = tensor.detach().cpu()
+        try:
+            return np.asarray(tensor.resolve_conj().resolve_neg().numpy())
+        except TypeError:  # NumPy has no bfloat16
+            return np.asarray(tensor.float().numpy())
+    except (TypeError, RuntimeError):  # without values, sparse, quantised
+        kind = f"{tensor.dtype} on {tensor.device}, {tensor.layout}"
+        raise unsupported(
+            f"a tensor of this kind ({kind}) can't be used as an image; give a dense one of uint8, "
+            "uint16 or floats"
+        ) from None
 
 
 def _from_pil(image: Any) -> tuple[NDArray[Any], int]:

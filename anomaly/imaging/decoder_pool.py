@@ -35,7 +35,7 @@ from anomaly.imaging import read
 from anomaly.imaging.decoder_worker import Task, name_of, receive, send, serve
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load, paint
 from anomaly.imaging.read import Image
-from anomaly.runtime.parallel import StoppedError, prefetch
+from anomaly.runtime.parallel import StoppedError, cores, prefetch
 
 if sys.platform == "linux":
     import fcntl
@@ -130,7 +130,7 @@ class Decoders:
             task, self._of[index] = self._task, process
         assert task is not None
         if isinstance(source, Image):
-            return _finished(load(index, source, task.loading))
+            return _finished(load(index, source, task.loading, looks=task.looks))
         return process.submit(_load, process, task, index, source)
 
     def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
@@ -479,8 +479,25 @@ def resident_bytes(pid: int) -> int:
 
 _shared: list[Decoders] = []
 _shared_lock = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a fork has none of its parent's threads
-    os.register_at_fork(after_in_child=_shared.clear)
+_parents: list[Decoders] = []  # of a forked process: neither to be asked nor to be ended
+
+
+def _after_fork() -> None:
+    """Forget the processes: a fork has none of its parent's threads that ask them."""
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    _parents.extend(_shared)
+    _shared.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _close_shared() -> None:
+    for decoders in _shared:
+        decoders.__exit__()
 
 
 def _shared_decoders() -> Decoders:
@@ -490,8 +507,7 @@ def _shared_decoders() -> Decoders:
     """
     with _shared_lock:
         if not _shared:
-            _shared.append(Decoders(min(_MOST_SHARED, os.cpu_count() or 1)))
-            atexit.register(_shared[0].__exit__)
+            _shared.append(Decoders(min(_MOST_SHARED, cores())))
         return _shared[0]
 
 

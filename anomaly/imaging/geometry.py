@@ -34,7 +34,7 @@ def check_shape(size: tuple[int, int]) -> None:
     if max(size) > THINNEST * min(size):
         raise DataError(
             f"its {size[1]}×{size[0]} pixels are too thin: one side may be {THINNEST} times as "
-            "long as the other at most; cut it into pieces"
+            "long as the other at most; set image.tile, or cut it into pieces"
         )
 
 
@@ -199,9 +199,9 @@ class Sizing:
             DataError: it is too thin, the network's input would be too long, or its aspect isn't
                 that of the others, and has to be.
         """
-        check_shape(source)
         if self.tile is not None:
             return self._tiling(source, self.tile)
+        check_shape(source)
         if self.resize is None:
             rows, columns = self._kept_aspect(self._accepted(source))
             if max(rows, columns) > _LONGEST_INPUT:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
+from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import Image, described, out_of_memory, read_header, read_image
 from anomaly.imaging.region import Region
 
@@ -26,6 +27,9 @@ NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 
 # An incomplete batch waits for so many batches' worth of images.
 _SPAN = 4
+
+# A batch goes when it holds so many bytes of decoded images: arrays stay with their inputs.
+_HELD_BYTES = 256 * 1024**2
 
 # Rows of patches from one way of turning to the next: more than any image has.
 _TURN_ROWS = 1 << 16
@@ -65,6 +69,7 @@ class NetworkInput:
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
+        look: what tells the image from others; None where nobody asked for it.
     """
 
     index: int
@@ -77,6 +82,7 @@ class NetworkInput:
     tile: tuple[int, int] = (0, 0)
     whole: Tiling | None = None
     turn: int = 0
+    look: Look | None = None
 
     @property
     def name(self) -> str:
@@ -137,6 +143,8 @@ def load(
     index: int,
     source: Path | bytes | Image,
     loading: Preprocessing,
+    *,
+    looks: bool = False,
 ) -> NetworkInput | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
@@ -144,6 +152,7 @@ def load(
         index: its place in the list of images.
         source: the file, its bytes, or pixels that needn't be decoded.
         loading: how.
+        looks: whether to tell what it looks like.
     """
     path = source if isinstance(source, Path) else None
     name = described(index, path)
@@ -156,7 +165,8 @@ def load(
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-        return NetworkInput(index, image.sha256, view, pixels, render, path, image)
+        look = look_of(image) if looks else None
+        return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
     except Exception as error:  # a shift mustn't end because of one image
         return to_unusable(index, name, error)
 
@@ -220,10 +230,10 @@ def by_shape(
 ) -> Iterator[list[NetworkInput] | UnusableImage]:
     """Gather images of equal network size into batches; refusals pass through.
 
-    A batch goes when it is full, or when its first image lies `_SPAN` batches' worth of places
-    behind the last one read: that bounds what waits. Which images share a batch depends on the
-    images of their size alone, so that a list from which whole batches are taken out is split into
-    the others. An image in tiles goes alone and at once.
+    A batch goes when it is full, when it holds `_HELD_BYTES` of decoded images, or when its first
+    image lies `_SPAN` batches' worth of places behind the last one read: that bounds what waits.
+    Which images share a batch depends on the images of their size alone, so that a list from which
+    whole batches are taken out is split into the others. An image in tiles goes alone and at once.
 
     Args:
         items: in order of their indices.
@@ -242,7 +252,8 @@ def by_shape(
             continue
         group = waiting.setdefault(item.view.size, [])
         group.append(item)
-        if len(group) == batch_size:
+        held = sum(each.image.pixels.nbytes for each in group if each.image is not None)
+        if len(group) == batch_size or held > _HELD_BYTES:
             yield waiting.pop(item.view.size)
     yield from waiting.values()
 

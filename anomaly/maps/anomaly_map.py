@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,14 +190,13 @@ def source_map(
         _source_operator(patches, pieces, smoothing)
         for patches, pieces in zip(scores.shape, view.axes, strict=True)
     )
-    if strip is not None:
-        rows = rows[strip]
+    start, stop, _ = (strip or slice(None)).indices(view.source[0])
     missing = np.isnan(scores)
     with one_blas_thread():
-        summed = rows @ np.where(missing, 0, scores) @ columns.T
+        summed = _both_ways(rows, np.where(missing, 0, scores), columns, start, stop)
         if not missing.any():
-            return np.asarray(summed, np.float32)
-        weights = rows @ (~missing).astype(np.float32) @ columns.T
+            return summed
+        weights = _both_ways(rows, (~missing).astype(np.float32), columns, start, stop)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(weights > _LEAST_WEIGHT, summed / weights, np.nan).astype(np.float32)
 
@@ -213,22 +213,67 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
     return (_gaussian(size, smoothing) @ bilinear).astype(np.float32)
 
 
-# Images of one size share a pair; those of large tiled images take 50 MB each.
+@dataclass(frozen=True, eq=False)
+class _Band:
+    """Neighbouring rows of an axis' matrix, without the zeros on both sides of what they hold.
+
+    Attributes:
+        rows: of the matrix, original pixels.
+        patches: columns of the matrix; all others are 0 in these rows.
+        block: (rows, patches) float32; NaN outside a crop.
+    """
+
+    rows: slice
+    patches: slice
+    block: NDArray[np.float32]
+
+
+# Images of one size share a pair.
 @lru_cache(maxsize=4)
-def _source_operator(patches: int, pieces: Axis, smoothing: float) -> NDArray[np.float32]:
-    """(source, patches) for an axis, `patches` counted over all its pieces; NaN outside a crop."""
+def _source_operator(patches: int, pieces: Axis, smoothing: float) -> tuple[_Band, ...]:
+    """The matrix (source, patches) of an axis, `patches` counted over all its pieces, in bands.
+
+    Whole, that of a long strip in tiles would take gigabytes, nearly all of it zeros.
+    """
     each = patches // len(pieces)
-    shares = _shares(pieces)
-    operator = np.zeros((pieces[-1].stop, patches), np.float32)
-    for i, (axis, share) in enumerate(zip(pieces, shares, strict=True)):
+    blocks = []
+    for axis, share in zip(pieces, _shares(pieces), strict=True):
         positions = axis.to_network(np.arange(axis.start, axis.stop, dtype=np.float64) + 0.5)
         smooth = upsample_and_smooth(each, axis.size, smoothing).astype(np.float64)
         piece = _interpolated(positions, smooth)
         hidden = np.ones(axis.stop, dtype=bool)
         hidden[axis.visible()] = False
         piece[hidden[axis.start :]] = np.nan
-        operator[axis.start : axis.stop, i * each : (i + 1) * each] = share[:, None] * piece
-    return operator
+        blocks.append((share[:, None] * piece).astype(np.float32))
+    edges = sorted({edge for axis in pieces for edge in (axis.start, axis.stop)})
+    bands = []
+    for start, stop in pairwise(edges):
+        there = [i for i, axis in enumerate(pieces) if axis.start < stop and axis.stop > start]
+        parts = [blocks[i][start - pieces[i].start : stop - pieces[i].start] for i in there]
+        columns = slice(there[0] * each, (there[-1] + 1) * each)
+        bands.append(_Band(slice(start, stop), columns, np.hstack(parts)))
+    return tuple(bands)
+
+
+def _both_ways(
+    rows: tuple[_Band, ...],
+    values: NDArray[np.float32],
+    columns: tuple[_Band, ...],
+    start: int,
+    stop: int,
+) -> NDArray[np.float32]:
+    """(rows @ values @ columns.T)[start:stop]."""
+    height = max(0, stop - start)
+    wide = np.empty((height, values.shape[1]), np.float32)
+    for band in rows:
+        here = slice(max(start, band.rows.start), min(stop, band.rows.stop))
+        if here.start < here.stop:
+            block = band.block[here.start - band.rows.start : here.stop - band.rows.start]
+            wide[here.start - start : here.stop - start] = block @ values[band.patches]
+    result = np.empty((height, columns[-1].rows.stop), np.float32)
+    for band in columns:
+        result[:, band.rows] = wide[:, band.patches] @ band.block.T
+    return result
 
 
 def _shares(pieces: Axis) -> list[NDArray[np.float64]]:

@@ -17,7 +17,7 @@ from anomaly.maps.regions import AnomalyMap, strips
 # Level 65,535 stands for 8 times the threshold; level 0 for pixels that weren't looked at.
 LEVELS_AT_THRESHOLD = 8192
 
-_LZW, _OF_FLOATS = 5, 3  # TIFF 6.0 and its technical note 3
+_DEFLATE, _DIFFERENCES = 8, 2  # of TIFF, and its predictor
 
 
 def encode_uint16(anomaly_map: AnomalyMap, size: tuple[int, int], threshold: float) -> bytes:
@@ -41,9 +41,10 @@ def encode_uint16(anomaly_map: AnomalyMap, size: tuple[int, int], threshold: flo
 def encode_float32(anomaly_map: NDArray[np.float32]) -> bytes:
     """A map (H0, W0) as a float TIFF in score units, NaN where the network didn't look.
 
-    Lossless; the predictor for floats makes it a fraction of the size for maps, which are smooth.
+    Lossless, and made smaller in the way that libtiff, tifffile and scikit-image all read as they
+    are: the predictor for floats (3) is smaller still, but needs a further package there.
     """
-    settings = [cv2.IMWRITE_TIFF_COMPRESSION, _LZW, cv2.IMWRITE_TIFF_PREDICTOR, _OF_FLOATS]
+    settings = [cv2.IMWRITE_TIFF_COMPRESSION, _DEFLATE, cv2.IMWRITE_TIFF_PREDICTOR, _DIFFERENCES]
     return _encode(".tiff", anomaly_map, settings)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from anomaly.errors import AnomalyError
-from anomaly.runtime.parallel import imported_torch, wanted_threads
+from anomaly.runtime.parallel import cores, imported_torch, wanted_threads
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,8 @@ CPU: torch.device = cast(Any, _Processor())
 def device_of(device: str | torch.device) -> torch.device:
     """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
 
-    Where this is what imports torch, torch computes with as many threads as the program.
+    Where this is what imports torch, torch computes with as many threads as the program, and with
+    no more than there are processors for it.
 
     Raises:
         AnomalyError: there is no such device here.
@@ -41,8 +42,8 @@ def device_of(device: str | torch.device) -> torch.device:
     first = imported_torch() is None
     import torch
 
-    if first and (threads := wanted_threads()):
-        torch.set_num_threads(threads)
+    if first:
+        torch.set_num_threads(wanted_threads() or min(torch.get_num_threads(), cores()))
     has_gpu = torch.cuda.is_available()
     name = str(device)
     if name == "auto":
@@ -55,6 +56,23 @@ def device_of(device: str | torch.device) -> torch.device:
     if place.type == "cuda" and not has_gpu:
         raise AnomalyError(f"device {device}: torch finds no usable GPU here; use cpu or auto")
     return place
+
+
+def check_fork(device: torch.device) -> None:
+    """See that a model's device still answers: a GPU doesn't answer a process that was forked.
+
+    Raises:
+        AnomalyError: the model was put on the GPU before the fork.
+    """
+    if device.type == "cuda":
+        import torch
+
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise AnomalyError(
+                "the model was put on the GPU before this process was forked, which the GPU "
+                "doesn't answer; load it in the new process, and start that by "
+                "multiprocessing.get_context('spawn')"
+            )
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -7,16 +7,18 @@ of which computes alone.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, islice
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,10 +63,57 @@ def _openblas() -> Any:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Processors that this process may use: at most as many as its container's quota pays for."""
+    if hasattr(os, "process_cpu_count"):  # Python 3.13
+        count: int = os.process_cpu_count() or 1
+    elif hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    return max(1, math.ceil(min(count, cpu_quota())))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Processors' worth of time that the Linux control groups of this process allow it.
+
+    A group's own quota and those of all groups around it hold, in either version of the interface.
+
+    Args:
+        root: where `proc/self/cgroup` and `sys/fs/cgroup` lie.
+
+    Returns:
+        The least of them, such as 1.5; infinity where there is none.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    least, mounted = math.inf, root / "sys/fs/cgroup"
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if not names:  # version 2
+            mounts, read = [mounted, mounted / "unified"], _quota_v2
+        elif "cpu" in names.split(","):
+            mounts, read = [mounted / names, mounted / "cpu"], _quota_v1
+        else:
+            continue
+        # Seen from inside a container the path may be the host's: the mount is then the group.
+        inner = PurePosixPath(path.lstrip("/"))
+        for mount in mounts:
+            for group in (inner, *inner.parents):
+                with suppress(OSError, ValueError, ZeroDivisionError):
+                    least = min(least, read(mount / group))
+    return least
+
+
+def _quota_v2(group: Path) -> float:
+    quota, period = (group / "cpu.max").read_text().split()
+    return math.inf if quota == "max" else int(quota) / int(period)
+
+
+def _quota_v1(group: Path) -> float:
+    quota = int((group / "cpu.cfs_quota_us").read_text())
+    return math.inf if quota <= 0 else quota / int((group / "cpu.cfs_period_us").read_text())
 
 
 def use_threads(count: int) -> None:
@@ -86,7 +135,8 @@ def get_threads() -> int:
 
 
 def set_threads(count: int) -> None:
-    """Set how many threads this thread computes with."""
+    """Set how many threads this thread computes with: 1 in a forked process, see `_after_fork`."""
+    count = 1 if _counts.forked else count
     _own.threads = count
     if torch := imported_torch():
         torch.set_num_threads(count)
@@ -137,15 +187,41 @@ class _Counts:
         program: what `use_threads` has set; 0 for as many as there are cores.
         single: how many `single_threaded` blocks are open.
         before: how many threads there were before the first of them.
+        forked: this process was forked from one that had threads of torch's or faiss's.
     """
 
     program: int = 0
     single: int = 0
     before: int = 1
+    forked: bool = False
 
 
 _setting, _counts = threading.Lock(), _Counts()
 _own = threading.local()  # `threads` that it computes with; `known` once its limit was applied
+
+
+def _after_fork() -> None:
+    """Make a forked process compute with one thread.
+
+    A fork has none of its parent's threads, but OpenMP, with which torch and faiss compute, still
+    counts on them, and waits for ever for what they ought to have done. Locks that another thread
+    held stay locked.
+    """
+    global _counting, _setting, _counts
+    _counting, _setting = threading.Lock(), threading.Lock()
+    _limits.clear()
+    forked = _counts.forked or any(name in sys.modules for name in ("torch", "faiss"))
+    _counts = _Counts(_counts.program, forked=forked)
+    for lock in _property_locks:
+        lock.renew()
+    if forked:
+        set_threads(1)
+        if cv2 := sys.modules.get("cv2"):
+            cv2.setNumThreads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 Item = TypeVar("Item")
@@ -252,6 +328,9 @@ def _same_inference_mode() -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.inference_mode(enabled)
 
 
+_property_locks: list[locked_cached_property[Any]] = []  # one for each in the program's classes
+
+
 class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as a decorator
     """`functools.cached_property` for what takes seconds or much memory to compute.
 
@@ -261,6 +340,11 @@ class locked_cached_property(cached_property[Result]):  # noqa: N801 – used as
 
     def __init__(self, compute: Callable[[Any], Result]) -> None:
         super().__init__(compute)
+        self.renew()
+        _property_locks.append(self)
+
+    def renew(self) -> None:
+        """Take a fresh lock."""
         self._lock = threading.RLock()
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Result:  # type: ignore[override]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ConfigError, OutputError, nearest
 from anomaly.files.writing import write
+from anomaly.runtime.parallel import cores
 from anomaly.sample_data import brushed_plate, woven_fabric
 from anomaly.sample_data.camera import Camera, Field, scene_side, visible_change
 from anomaly.storage.folder import appearing
@@ -185,7 +185,7 @@ def write_sample_data(
     total, done = sum(map(len, shots.values())), 0
     for product, folder in folders.items():
         # The threads end before their draft does, also on an error.
-        with appearing(folder) as draft, ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        with appearing(folder) as draft, ThreadPoolExecutor(workers or cores()) as pool:
             write(draft / "readme.txt", _readme(product, seed, size, shots[product]))
             for _ in pool.map(partial(_write_shot, draft, seed, size), shots[product]):
                 done += 1

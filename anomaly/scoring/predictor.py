@@ -25,6 +25,7 @@ from anomaly.imaging.loading import (
     to_unusable,
 )
 from anomaly.imaging.read import Image
+from anomaly.runtime.devices import check_fork
 from anomaly.runtime.parallel import apply_thread_limit, in_parallel
 from anomaly.scoring.image_statistics import ImageStatistics, nearest
 from anomaly.scoring.prediction import Patches, Prediction
@@ -170,6 +171,7 @@ class Predictor:
             One result for each image, in the batches' order.
         """
         apply_thread_limit()
+        check_fork(self.reference_model.device)
         tiled = self.reference_model.config.image.tile is not None
         # A large image's tiles go side by side already.
         together = map if tiled else partial(in_parallel, device=self.reference_model.device)

@@ -24,6 +24,15 @@ def test_kept_aspect_has_the_area_and_the_multiple(height: int, width: int) -> N
         assert abs(np.log(rows / columns) - np.log(height / width)) < 0.25
 
 
+@pytest.mark.parametrize("size", [(8000, 100), (60, 12_000), (1, 100_000)])
+def test_a_strip_of_any_length_is_seen_in_tiles(size: tuple[int, int]) -> None:
+    with pytest.raises(DataError, match=r"too thin: .*set image\.tile"):
+        Sizing(None, None, 256, 16).view(size)
+    view = Sizing(None, None, 256, 16, tile=128, overlap=16).view(size)
+    assert view.source == size
+    assert max(view.size) == 256
+
+
 def test_crop_is_centred() -> None:
     view = Sizing(256, 224, 256, 16).view((900, 600))
     assert view.size == (224, 224)

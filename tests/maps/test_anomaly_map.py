@@ -1,5 +1,6 @@
 """Maps against SciPy and PyTorch; marks come back where they were planted."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,22 @@ def test_a_relative_score_is_over_the_median_of_what_counts() -> None:
 
 def _twice(scores: torch.Tensor, maps: torch.Tensor) -> list[tuple[Any, Any]]:
     return [(scores, maps), (scores.numpy(), maps.numpy())]
+
+
+def test_the_map_of_a_long_strip_takes_little_memory() -> None:
+    """Whole, the matrix of its longer axis would take 4 GB."""
+    tiling = Sizing(None, None, 256, 8, None, 1024, 128).view((200_000, 40))
+    grid = tuple(len(pieces) * pieces[0].size // 8 for pieces in tiling.axes)
+    scores = np.ones(grid, np.float32)
+    scores[grid[0] // 2] = 3
+    tracemalloc.start()
+    try:
+        found = source_map(scores, tiling, 4.0)
+        assert tracemalloc.get_traced_memory()[1] < 400e6
+    finally:
+        tracemalloc.stop()
+    assert found.shape == (200_000, 40)
+    assert 90_000 < int(found.max(axis=1).argmax()) < 110_000
+    np.testing.assert_array_equal(
+        source_map(scores, tiling, 4.0, slice(99_000, 99_500)), found[99_000:99_500]
+    )

@@ -6,6 +6,7 @@ import zlib
 
 import cv2
 import numpy as np
+import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pil
@@ -31,6 +32,8 @@ def test_floats_come_back_bit_by_bit(size: tuple[int, int]) -> None:
     np.testing.assert_array_equal(_by_opencv(data).view(np.uint32), scores.view(np.uint32))
     with Pil.open(io.BytesIO(data)) as picture:
         np.testing.assert_array_equal(np.asarray(picture), scores)
+    # tifffile reads for scikit-image, too; here without its annex imagecodecs.
+    np.testing.assert_array_equal(tifffile.imread(io.BytesIO(data)), scores)
 
 
 def test_float_maps_are_smaller_than_floats() -> None:

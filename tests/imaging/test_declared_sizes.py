@@ -1,0 +1,160 @@
+"""Images from memory are refused by the size that they say they have, before anything is copied."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pil
+
+from anomaly.errors import ImageError
+from anomaly.imaging.array_input import ArrayFormat, is_one, sources
+from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape, load
+from anomaly.imaging.read import Image
+
+_SIDE = 30_000  # squared, 900 million pixels
+_MOST_BYTES = 1_000_000
+
+
+def _lazy_png(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A PIL image whose file was opened, not decoded."""
+    monkeypatch.setattr(Pil, "MAX_IMAGE_PIXELS", None)
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    ]
+    return Pil.open(io.BytesIO(b"\x89PNG\r\n\x1a\n" + b"".join(parts)))
+
+
+def _strided(dtype: Any, *shape: int) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+HUGE: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "bytes": (lambda: _strided(np.uint8, _SIDE, _SIDE, 3), None),
+    "grey": (lambda: _strided(np.uint8, _SIDE, _SIDE), None),
+    "one channel": (lambda: _strided(np.uint16, _SIDE, _SIDE, 1), None),
+    "doubles": (lambda: _strided(np.float64, _SIDE, _SIDE, 3), None),
+    "big-endian": (lambda: _strided(">u2", _SIDE, _SIDE, 3), None),
+    "channels first": (lambda: _strided(np.float32, 3, _SIDE, _SIDE), "CHW"),
+    "every other row": (lambda: _strided(np.uint8, 2 * _SIDE, _SIDE, 3)[::2], None),
+    "a long line": (lambda: _strided(np.uint8, 1, 2_000_000, 3), None),
+    "tensor": (lambda: torch.zeros(()).expand(3, _SIDE, _SIDE), "CHW"),
+    "bfloat16": (lambda: torch.zeros((), dtype=torch.bfloat16).expand(_SIDE, _SIDE), "HW"),
+    "meta": (lambda: torch.empty(3, _SIDE, _SIDE, device="meta"), "CHW"),
+    "decoded": (
+        lambda: Image(_strided(np.uint8, _SIDE, _SIDE, 3), 255.0, "rgb8", "array", ""),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_huge_arrays_are_refused_by_their_shape(kind: str) -> None:
+    make, layout = HUGE[kind]
+    given = ArrayFormat(full_scale=1.0, layout=layout)  # type: ignore[arg-type]
+    _refused(make(), given, "pixels")
+
+
+def test_huge_pil_images_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _refused(_lazy_png(monkeypatch), ArrayFormat(), "900.0 million pixels, more than")
+
+
+def _refused(image: Any, given: ArrayFormat, why: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImageError, match=why) as raised:
+            given.source(image)
+        assert raised.value.status == "unsupported"
+        assert tracemalloc.get_traced_memory()[1] < _MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        _strided(np.int64, 20_000, 10_000, 3),
+        _strided(np.complex128, 20_000, 10_000),
+        _strided(object, 20_000, 10_000),
+        _strided(np.uint8, 20_000, 10_000, 4),
+        _strided(np.uint8, 100, 100, 100, 100),
+        memoryview(bytes(1000)),
+        b"bytes",
+        [[1, 2], [3, 4]],
+    ],
+    ids=lambda image: f"{type(image).__name__} {getattr(image, 'dtype', '')}",
+)
+def test_what_is_no_image_is_refused_unconverted(image: Any) -> None:
+    _refused(image, ArrayFormat(), "image")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(8, 8, device="meta"),
+        torch.zeros(8, 8).to_sparse(),
+        torch.zeros(8, 8, dtype=torch.complex64).conj(),
+    ],
+    ids=["meta", "sparse", "complex"],
+)
+def test_odd_tensors_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ImageError):
+        ArrayFormat(full_scale=1.0, layout="HW").source(tensor)
+
+
+def test_float8_tensors_are_taken() -> None:
+    tensor = torch.full((8, 8), 0.5).to(torch.float8_e4m3fn)
+    taken = ArrayFormat(full_scale=1.0, layout="HW").source(tensor)
+    assert isinstance(taken, Image)
+    assert (taken.pixels == 0.5).all()
+
+
+def test_other_libraries_arrays_are_one_image() -> None:
+    class Foreign:
+        def __array__(self, *_: object) -> np.ndarray:
+            raise AssertionError("copied")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10**9))
+
+    assert is_one(Foreign())
+    assert is_one(memoryview(b"abc"))
+    ((_, refused),) = sources([Foreign()], ArrayFormat())  # type: ignore[list-item]
+    assert isinstance(refused, UnusableImage)
+    assert "Foreign can't be used as an image" in refused.reason
+
+
+def test_a_picture_without_pixels() -> None:
+    for empty in (np.zeros((0, 4, 3), np.uint8), Pil.new("RGB", (0, 4))):
+        with pytest.raises(ImageError, match="it has no pixels"):
+            ArrayFormat().source(empty)
+
+
+def test_batches_of_large_arrays_are_small() -> None:
+    """A camera's pictures of 60 MB wait for one another only up to a bound."""
+    loading = Preprocessing(Sizing(None, None, 32, 8), None, 250_000_000)
+    pixels = _strided(np.uint8, 4000, 5000, 3)
+
+    def arrivals() -> Iterator[NetworkInput | UnusableImage]:
+        small = Image(np.zeros((40, 50, 3), np.uint8), 255.0, "rgb8", "array", "")
+        item = load(0, small, loading)
+        assert isinstance(item, NetworkInput)
+        for index in itertools.count():
+            image = Image(pixels, 255.0, "rgb8", "array", "")
+            yield NetworkInput(index, "", item.view, item.pixels, item.render, image=image)
+
+    first = next(by_shape(arrivals(), 32))
+    assert isinstance(first, list)
+    assert len(first) == 5  # 300 MB; the fifth goes beyond 256
