@@ -27,7 +27,14 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
 from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
-from anomaly.imaging.read import MAX_PIXELS, Image, read_image
+from anomaly.imaging.read import (
+    MAX_PIXELS,
+    Image,
+    bits_used,
+    has_16_bits,
+    read_image,
+    say_bits_used,
+)
 from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -111,11 +118,6 @@ class SplitSummary:
     with_mask: int
     sizes: dict[str, int]
     modes: dict[str, int]
-
-
-def has_16_bits(mode: str) -> bool:
-    """Whether samples stored in this mode are whole numbers of 16 bits; floats of 16 aren't."""
-    return mode.endswith("16") and "float" not in mode
 
 
 @dataclass(frozen=True)
@@ -351,18 +353,12 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _bits_used(images: Sequence[_CheckedImage]) -> int | None:
-    """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less."""
-    brightest = max((i.brightest for i in images if i.size and has_16_bits(i.mode)), default=0.0)
-    return round(brightest * 65535).bit_length() if 0 < brightest < 0.25 else None
+    return bits_used(i.brightest for i in images if i.size and has_16_bits(i.mode))
 
 
 def _bit_depth(bits: int | None) -> Iterator[Fault]:
     if bits is not None:
-        detail = (
-            f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so "
-            f"with image.bit_depth={bits}, or they are seen all but black"
-        )
-        yield _fault("bit_depth", "train", None, detail)
+        yield _fault("bit_depth", "train", None, say_bits_used(bits))
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:

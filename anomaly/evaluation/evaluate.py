@@ -24,6 +24,7 @@ from anomaly.evaluation.metrics.images import (
     recall_at_false_reject_rates,
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
+from anomaly.evaluation.splits import threshold_images
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
@@ -84,6 +85,7 @@ class Evaluation:
         intervals: of the image figures, by name, each with at least 95 % confidence.
         by_type: each type of defect's figures against all good images.
         thresholds: the model's own; None where it has none.
+        n_threshold_images: how many of the images the thresholds were chosen with.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Evaluation:
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     by_type: dict[str, Metrics] = field(default_factory=dict)
     thresholds: Thresholds | None = None
+    n_threshold_images: int = 0
 
     @property
     def n_good(self) -> int:
@@ -200,6 +203,7 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
     """The figures of scored images."""
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
+    chosen_with = threshold_images(detector)
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
     return Evaluation(
         detector.config.name,
@@ -208,6 +212,7 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,
+        sum(row.image_sha256 in chosen_with for row in rows),
     )
 
 

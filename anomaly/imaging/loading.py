@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.looks import Look, look_of
-from anomaly.imaging.read import Image, described, out_of_memory, read_header, read_image
+from anomaly.imaging.read import (
+    Image,
+    described,
+    has_16_bits,
+    is_out_of_memory,
+    out_of_memory,
+    read_header,
+    read_image,
+)
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
@@ -70,6 +78,8 @@ class NetworkInput:
         whole: the tiling that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
         look: what tells the image from others; None where nobody asked for it.
+        brightest: the highest value of a file of 16 bits whose depth isn't declared, of full scale;
+            None for others.
     """
 
     index: int
@@ -83,6 +93,7 @@ class NetworkInput:
     whole: Tiling | None = None
     turn: int = 0
     look: Look | None = None
+    brightest: float | None = None
 
     @property
     def name(self) -> str:
@@ -166,7 +177,12 @@ def load(
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
         look = look_of(image) if looks else None
-        return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
+        brightest = None
+        if has_16_bits(image.mode) and loading.bit_depth is None:
+            brightest = float(image.pixels.max()) / image.full_scale
+        return NetworkInput(
+            index, image.sha256, view, pixels, render, path, image, look=look, brightest=brightest
+        )
     except Exception as error:  # a shift mustn't end because of one image
         return to_unusable(index, name, error)
 
@@ -177,7 +193,7 @@ def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
         return UnusableImage(index, "unsupported", f"{name}: {error}")
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return UnusableImage(index, "failed", f"{name}: {what}")
