@@ -222,13 +222,15 @@ class AnomalyDetector(_Scoring):
         review_rate: float | None = None,
         threshold: float | None = None,
         review_threshold: float | None = None,
+        force: bool = False,
         channels: Channels = "rgb",
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> AnomalyDetector:
         """A detector with other thresholds; this one and its folder stay as they are.
 
-        The change is a line in the history of the folder that the new one is saved to.
+        The log says how far they move, and which images move them. The change is a line in the
+        history of the folder that the new one is saved to.
 
         Args:
             good_images: a folder, or a list of images as for `predict`, that the detector hasn't
@@ -239,13 +241,15 @@ class AnomalyDetector(_Scoring):
                 default.
             threshold: reject above this image score, instead of by rates.
             review_threshold: review above this image score; without it there is no review.
+            force: take a reject threshold, found by rates, that is higher by more than chance
+                explains, as it is where defects are among the good images.
             channels: order of an array's colours, as for `predict`.
             full_scale: an array's value that means white, as for `predict`.
             layout: an array's axes, as for `predict`.
 
         Raises:
-            DataError: no image can be used, one belongs to the test split, or rates or thresholds
-                contradict each other.
+            DataError: no image can be used, one belongs to the test split, rates or thresholds
+                contradict each other, or the reject threshold rises by more than chance explains.
             ImageError: an array can't be used as an image.
         """
         return AnomalyDetector(
@@ -257,6 +261,7 @@ class AnomalyDetector(_Scoring):
                 review_rate=review_rate,
                 threshold=threshold,
                 review_threshold=review_threshold,
+                force=force,
             )
         )
 

@@ -7,8 +7,15 @@ that nobody has foreseen; anything else is a defect of this program and keeps it
 from __future__ import annotations
 
 import difflib
+import errno
 import json
+import os
+import re
+import shutil
+import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 
 class AnomalyError(Exception):
@@ -55,6 +62,35 @@ class OutputError(AnomalyError):
     """A result can't be written, or would overwrite an earlier one."""
 
 
+class WriteError(OutputError):
+    """Results can't be written until a disk is mended: it is full, broken or read-only."""
+
+    exit_code = 4
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def unwritable(file: Path | str, error: OSError, what: str = "{} can't be written") -> OutputError:
+    """The error to raise where the system refuses to write: a `WriteError` where the disk does.
+
+    Args:
+        file: that couldn't be written.
+        error: what the system has said.
+        what: the message, with `{}` for the file.
+    """
+    if error.errno not in DISK:
+        return OutputError(f"{what.format(file)}: {why(error)}")
+    free = ""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError, StopIteration):
+            there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
+            free = f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
+    remedy = "mend the disk" if error.errno in (errno.EROFS, errno.EIO) else "make room there"
+    said = os.strerror(error.errno)  # libraries add their own words
+    return WriteError(f"{what.format(file)}: {said}{free}; {remedy}")
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """`"did you mean 'a', 'b'?"` of the known names most like `name`; empty without such."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
@@ -78,6 +114,23 @@ def some(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
     """The first few of several names, and how many more there are, as a phrase for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+_CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories
+_JOINERS = "\u200c\u200d"  # spelling needs them
+
+
+def visible(text: str) -> str:
+    """A text in which nothing controls a terminal, breaks a line or turns the writing direction.
+
+    Such characters, and bytes of file names that are no text, stand as JSON writes them: `\\u001b`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        json.dumps(c)[1:-1] if unicodedata.category(c) in _CONTROLS and c not in _JOINERS else c
+        for c in text
+    )
 
 
 def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list[str]:
@@ -118,12 +171,28 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     )
 
 
+# How a path begins that isn't one of this system, and what to do about it.
+_FOREIGN = {
+    r"[a-z][a-z0-9+.-]+:/": "; it is a URL, which `anomaly manifest` takes",
+    r"~": "; ~ stands for no folder here, write the path in full",
+    r"[A-Za-z]:|.*\\": "; it is a Windows path, write it as this system has it",
+}
+
+
+def _foreign(error: OSError) -> str:
+    """What to do about a missing file whose path isn't one of this system; else empty."""
+    if not isinstance(error, FileNotFoundError) or os.name == "nt":
+        return ""
+    name = os.fsdecode(error.filename or "")
+    return next((hint for start, hint in _FOREIGN.items() if re.match(start, name)), "")
+
+
 def why(error: BaseException) -> str:
     """Why a file can't be used, in words for the user of a program that a library has failed."""
     if isinstance(error, AnomalyError):
         return str(error)
     if isinstance(error, OSError):
-        return error.strerror or "it can't be reached"
+        return (error.strerror or "it can't be reached") + _foreign(error)
     if isinstance(error, UnicodeError):
         return "it isn't text in UTF-8"
     if isinstance(error, json.JSONDecodeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from os import PathLike
@@ -10,12 +11,15 @@ from typing import Any
 
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, open_dataset
+from anomaly.datasets.masks import strays
 from anomaly.detector import AnomalyDetector, ProductSet
 from anomaly.errors import DataError
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.methods.base import Progress
 from anomaly.report.category import Category, evaluated
 from anomaly.report.index import write_report
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,6 +113,8 @@ def _test_images(
         where, mask_above = data.data, data.data.mask_above
         data = open_dataset(where.format, where.root, where.category)
     if isinstance(data, Dataset):
+        if unused := strays(data.unused_masks):
+            log.warning("%s", unused)
         return list(data.test), str(data.folder), mask_above
     samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
     if not all(isinstance(sample, Sample) for sample in samples):

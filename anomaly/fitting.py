@@ -13,7 +13,7 @@ import torch
 
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample, check_good_inputs
+from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import ConfigError, DataError, ImageError
@@ -48,7 +48,8 @@ def fit(
     Args:
         images: good images only. A folder (all images in it and its subfolders), a list of paths,
             arrays, PIL images or tensors as for `AnomalyDetector.predict`, or a data set that
-            `anomaly.open_dataset` has listed, whose training split is taken.
+            `anomaly.open_dataset` has listed, whose training split is taken; none of its images
+            may be among the defects as well.
         config: settings, as in a config file: a `Config`, a dict of them
             (`{"model": {"kind": "padim"}}`), or None for the defaults. `data` isn't read.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
@@ -65,15 +66,18 @@ def fit(
     Raises:
         ConfigError: an unknown key, a wrong type or range.
         ImageError: an array can't be used as an image; says which and why.
-        AnomalyError: no image can be used, or weights or layers can't be used as configured.
+        AnomalyError: no image can be used, one is labelled good and defective, or weights or layers
+            can't be used as configured.
     """
     settings = _settings(config)
     limits = settings.image.bit_depth, settings.image.max_pixels
     samples = _samples(images, ArrayFormat(channels, full_scale, layout, *limits))
+    test = images.test if isinstance(images, Dataset) else ()
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         training = train(
             settings,
             samples,
+            defects=[sample for sample in test if sample.is_defect],
             device=device_of(device),
             scratch=Path(scratch),
             workers=workers,
@@ -130,7 +134,7 @@ def _in_memory(index: int, image: ImageLike, given: ArrayFormat) -> Sample:
 def _files(inputs: list[Path]) -> list[Sample]:
     """The images of files and folders, named by their place below the folder that holds all."""
     paths = find_inputs(inputs, option="images").paths
-    check_good_inputs(inputs, paths)
+    check_inputs(inputs, paths)
     within = [path if path.is_dir() else path.parent for path in inputs]
     common = os.path.commonpath([path.absolute() for path in within])
     return [Sample(path, path.absolute().relative_to(common).as_posix()) for path in paths]

@@ -44,6 +44,7 @@ sys.exit(main(["serve", "--models", run]))
 """
 
 
+@pytest.mark.slow
 def test_the_core_works_without_its_annexes(tmp_path: Path, product: Path) -> None:
     left_out = shutil.ignore_patterns("__pycache__", *_ANNEXES)
     shutil.copytree(REPOSITORY / "anomaly", tmp_path / "core" / "anomaly", ignore=left_out)

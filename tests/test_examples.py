@@ -22,6 +22,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_camera_judges_each_frame_and_keeps_what_is_not_good(elsewhere: Path) -> None:
     camera = importlib.import_module("camera")
     counts = camera.main([])
@@ -34,6 +35,7 @@ def test_a_camera_judges_each_frame_and_keeps_what_is_not_good(elsewhere: Path) 
         camera.inspect(None, "nothing.avi", elsewhere)
 
 
+@pytest.mark.slow
 def test_several_products_and_one_that_cannot_be_used(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +50,7 @@ def test_several_products_and_one_that_cannot_be_used(
     assert next((elsewhere / "products" / "ring").rglob("report.html")).is_file()
 
 
+@pytest.mark.slow
 def test_a_folder_is_sent_though_the_service_is_away_at_first(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,7 @@ def _assert_equal_on_terms(here: Path, there: Path) -> None:
     assert len(scores) == 18
 
 
+@pytest.mark.slow
 @X86
 @pytest.mark.skipif(bool(HELD), reason="compares with the whole of this processor")
 @pytest.mark.parametrize(

@@ -290,13 +290,18 @@ def _fill_buffers(network: nn.Module) -> None:
 
 
 def _is_usable(key: str, values: Tensor) -> bool:
-    if values.is_sparse or values.is_meta:
+    plain = values.layout == torch.strided and not values.is_quantized
+    if not plain or values.is_meta or values.is_complex():
+        return False
+    try:
+        numbers = values.float()  # formats of 8 bits have no minimum of their own
+    except RuntimeError:  # those of 4 bits and fewer can't be computed with
         return False
     if not values.is_floating_point():
-        return not values.is_complex()  # counters, and indices of windows
+        return True  # counters, and indices of windows
     if not values.numel():
         return True
-    low, high = values.float().aminmax()  # formats of 8 bits have none of their own
+    low, high = numbers.aminmax()
     # A variance below 0 makes NaN of every image.
     return bool(low.isfinite() and high.isfinite()) and not (
         key.endswith("running_var") and low < 0

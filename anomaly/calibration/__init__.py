@@ -3,6 +3,7 @@
 Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
+from anomaly.calibration.changes import ThresholdChange
 from anomaly.calibration.model_thresholds import (
     Thresholds,
     thresholds_by_cost,
@@ -17,6 +18,7 @@ __all__ = [
     "Costs",
     "GoodScores",
     "Threshold",
+    "ThresholdChange",
     "Thresholds",
     "recall_at",
     "thresholds_by_cost",

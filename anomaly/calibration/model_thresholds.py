@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.calibration.rates import ScoreScale
+from anomaly.calibration.rates import ScoreScale, rate_showing
 from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
@@ -27,6 +27,7 @@ from anomaly.calibration.thresholds import (
 # threshold for it to be worth a word.
 _HIGHEST = 5
 _WORTH_A_WORD = 0.1
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,30 @@ class Thresholds:
                 listed = count
             before = value
         return highest[:listed]
+
+    @property
+    def decisive(self) -> tuple[str, float]:
+        """The good image that the reject threshold stands on, and its score: the next below it.
+
+        The lowest of all where none is below.
+        """
+        rows = sorted(zip(self.good.image, self.good.names, strict=True))
+        score, name = next((row for row in reversed(rows) if row[0] <= self.image), rows[0])
+        return name, score
+
+    @cached_property
+    def reject_up_to(self) -> float:
+        """The upper end of the reject threshold's 95 % interval: where other images may put it.
+
+        The share of good parts above the threshold is Beta distributed; the end is the score that
+        is as rare as that share may be low. Beyond the highest score that is read off the tail of
+        `ScoreScale`.
+        """
+        above = sum(score > self.image for score in self.good.image)
+        if above == self.images:
+            return self.image
+        share = rate_showing(above + 1, self.images, (1 - _CONFIDENCE) / 2)
+        return max(self.image, self._scale.score_of(share))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the scores."""

@@ -183,6 +183,13 @@ class ScoreScale:
         rarities: Floats = np.where(short > 0, np.minimum(below, inside), inside + beyond)
         return rarities
 
+    def score_of(self, share: float) -> float:
+        """The score that this share of good parts exceeds: the way back, not below the lowest."""
+        rarity = -math.log10(share)
+        inside = float(np.interp(rarity, self._rarities, self._knots))
+        beyond = max(rarity - float(self._rarities[-1]), 0.0)
+        return inside + beyond * self._upper_excess * math.log(10)
+
 
 # All relative to the scores. Half a gap is one and a half times the noise of 1e-4.
 GAP = 3e-4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import logging
 import os
 import shlex
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal
+from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal, plain_output
 from anomaly.cli.stopping import Interrupted, Stopping
-from anomaly.errors import AnomalyError, nearest, needs_training
+from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
 from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
@@ -63,10 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 130 interrupted
-        (by SIGTERM: 143).
+        The exit code: 0 all done, 3 some images couldn't be used, 2 nothing done, 4 results
+        couldn't be written to a disk, 130 interrupted (by SIGTERM: 143).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with plain_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
     _set_environment()
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     if arguments and command is None and not arguments[0].startswith("-"):
@@ -78,8 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AnomalyError as error:  # its annex isn't installed
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
     started = time.monotonic()
     with ExitStack() as listeners:
         listeners.enter_context(log_to_terminal(quiet=options.quiet, verbose=options.verbose))
@@ -131,6 +132,7 @@ def _report_error(error: Exception, command: str) -> int:
         case OSError():  # what nobody has foreseen of disks, networks and permissions
             where = "" if error.filename is None else f"{error.filename}: "
             log.error("%s%s", where, error.strerror or error)
+            return WriteError.exit_code if error.errno in DISK else 2
         case RuntimeError() if type(error).__name__ == "OutOfMemoryError":  # of torch
             log.error(
                 "the GPU hasn't enough memory left: end what else runs there, train with a smaller "

@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.calibration import Costs, recall_at, thresholds_by_cost, thresholds_from
+from anomaly.calibration import (
+    Costs,
+    ThresholdChange,
+    recall_at,
+    thresholds_by_cost,
+    thresholds_from,
+)
 from anomaly.cli.common_options import (
     add_device,
     add_paths,
@@ -19,8 +26,8 @@ from anomaly.cli.common_options import (
     number,
 )
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train_report import report_raised
-from anomaly.datasets import check_good_inputs
+from anomaly.cli.train_report import advise_without, report_raised
+from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import by_hand, known_scores, score_held_out
@@ -79,11 +86,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = hand.add_argument
     add("--threshold", type=number, metavar="X", help="reject above this image score")
     add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="take a reject threshold that is higher by more than chance explains",
+    )
     add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Choose thresholds and write them into the model folder."""
+    """Choose thresholds and write them into the model folder.
+
+    Returns:
+        0 done, 3 done without some images that can't be used, 1 the reject threshold would rise by
+        more than chance explains, and nothing was written.
+    """
     _check(options)
     check_images(options, "good", "defects")
     model = find_model(options.model, exported=False).resolve()
@@ -100,15 +117,18 @@ def _run(options: argparse.Namespace) -> int:
     new, choice = _choose(options, model, good, defects)
     _warn_of_unusual(before, new, good)
     print("\n".join(new.lines()))
-    report_raised(new, options.model)
+    learned = model.manifest["training_images"]
+    if report_raised(new):
+        advise_without(new, options.model, learned=any(n in learned for n in new.good.names))
     recall = None if defects is None else _print_recall(new, defects, choice)
     exit_code = 3 if any(images.refused for images in scored.values()) else 0
-    learned = model.manifest["training_images"]
     if any(out.name in learned for out in good.left_out):
         log.info(
             "the model itself has still learned from what was left out; if that isn't good, remove "
             "it from the training images and train again"
         )
+    if before is not None and not _agreed(ThresholdChange(before, new), options):
+        return 1
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return exit_code
@@ -119,6 +139,19 @@ def _run(options: argparse.Namespace) -> int:
     history = find_model(options.model) / HISTORY
     print(f"model {model.model_id} is now {model_id}; the change is in {history}")
     return exit_code
+
+
+def _agreed(moved: ThresholdChange, options: argparse.Namespace) -> bool:
+    """Say what moves, and whether it may: `--yes`, or a person, agrees to what is doubtful."""
+    print("\n".join(moved.lines()))
+    if moved.caution:
+        log.warning(moved.caution)
+    if options.yes or not moved.is_doubtful:
+        return True
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return input("Take the new thresholds all the same? [y/N] ").strip().lower() in ("y", "yes")
+    log.error("nothing was changed; leave out what isn't good (--without), or add --yes")
+    return False
 
 
 def _score_images(
@@ -134,7 +167,8 @@ def _score_images(
     files = {
         name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items() if paths
     }
-    check_good_inputs(options.good, files.get("good", ()))
+    for name, found in files.items():
+        check_inputs(given[name], found, defects=name == "defects")
     # Copies under other names are found by their hashes, once all are scored.
     if twice := set(files.get("good", ())) & set(files.get("defects", ())):
         raise _twice(min(twice))

@@ -26,7 +26,7 @@ from anomaly.cli.train_report import TrainOptions, trained_run
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
-from anomaly.errors import AnomalyError, ConfigError, ModelError, first_of
+from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
 from anomaly.files.outputs import locked
 from anomaly.report.category import evaluated
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--data-root names a data set to test with, --good and --defects images")
     if options.good or options.defects:  # before torch is imported, which takes seconds
         _check_one_product(options.model)
-        _check_masks(options)
+        open_test_images(options.good, options.defects, options.masks)
     with locked(options.output):
         if not options.compare:
             return _run(options)
@@ -112,22 +112,6 @@ def run(options: argparse.Namespace) -> int:
         print(summary(comparison))
         print(f"all of it: {options.output / 'comparison.html'}")
         return 0
-
-
-def _check_masks(options: argparse.Namespace) -> None:
-    """See that the named images can be listed, and warn of defects without masks."""
-    samples = open_test_images(options.good, options.defects, options.masks)
-    defects = [sample for sample in samples if sample.is_defect]
-    unmasked = [sample for sample in defects if sample.mask_path is None]
-    if unmasked and options.masks is not None:
-        log.warning(
-            "%d of %d defects have no mask in %s, %s for one; they count in the figures of images, "
-            "not in those of pixels",
-            len(unmasked),
-            len(defects),
-            options.masks,
-            unmasked[0].path,
-        )
 
 
 def _check_one_product(folders: Sequence[Path]) -> None:
@@ -164,6 +148,8 @@ def _run(options: argparse.Namespace) -> int:
             categories.append(replace(category, tiles={}))
             if source.product:
                 product_sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
+        except WriteError:  # the others couldn't be written either
+            raise
         except AnomalyError as error:
             log.error("%s", error)
             failures.append(Failure(str(source), str(error)))

@@ -30,7 +30,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import OutputOptions, Outputs
 from anomaly.inference.rows import counts_of, say_counts, say_verdicts
-from anomaly.inference.run import infer_files
+from anomaly.inference.run import infer_files, resumable
 from anomaly.report.gallery import write_gallery
 from anomaly.scoring.predictor import check_product
 from anomaly.storage.folder import find_products
@@ -190,31 +190,32 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         if not options.resume:
             outputs.clear(model)
         journal = RunJournal(options.output / JOURNAL, about)
-        with ProgressLine() as progress:
-            thumbnails = infer_files(
-                model,
-                found,
-                [] if options.list else options.input,
-                outputs,
-                journal,
-                decoders,
-                stopped=lambda: stop.signal is not None,
-                progress=partial(progress, "scoring"),
-            )
-    rows = journal.rows()
-    is_complete = len(rows) == total
-    page = None
-    if is_complete and thumbnails is not None:
-        named = ", ".join(map(str, options.input or [options.list]))
-        page = write_gallery(
-            model, options.model, named, lambda: rows, options.output, thumbnails, about
-        )
-    _print_rows(rows, total, options.output, page)
-    _print_learned(model, rows)
-    if not is_complete:
+        with resumable(lambda: f"{len(journal.done)} of {total} images are"):
+            with ProgressLine() as progress:
+                thumbnails = infer_files(
+                    model,
+                    found,
+                    [] if options.list else options.input,
+                    outputs,
+                    journal,
+                    decoders,
+                    stopped=lambda: stop.signal is not None,
+                    progress=partial(progress, "scoring"),
+                )
+            rows = journal.rows()
+            is_complete = len(rows) == total
+            page = None
+            if is_complete and thumbnails is not None:
+                named = ", ".join(map(str, options.input or [options.list]))
+                page = write_gallery(
+                    model, options.model, named, lambda: rows, options.output, thumbnails, about
+                )
+            _print_rows(rows, total, options.output, page)
+            _print_learned(model, rows)
+            if is_complete:
+                return _finish(options.output, journal, rows, model.name, begun)
         print("stopped; go on with --resume")
         return stop.exit_code
-    return _finish(options.output, journal, rows, model.name, begun)
 
 
 def _print_learned(model: AnyModel, rows: list[Row]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 from collections import Counter
@@ -17,13 +16,14 @@ from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import passed_over, say_passed_over
-from anomaly.errors import DataError, OutputError
-from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED
-from anomaly.files.writing import claim, remove_drafts
+from anomaly.errors import DataError, OutputError, visible
+from anomaly.files.outputs import FOLDERS, INFER, JOURNAL, WATCHED, left_by_system
+from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
+from anomaly.inference.run import resumable
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
 from anomaly.report.gallery import write_gallery
@@ -102,25 +102,20 @@ def _follow(
     outputs.write_scale(model)
     decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
-    try:
-        with journal:
-            watch(
-                model,
-                options.input,
-                options.output,
-                journal,
-                decoders,
-                settle=options.settle,
-                stopped=lambda: stop.signal is not None,
-                options=outputs.options,
-                thumbnails=thumbnails,
-                trouble=log.warning,
-                looking=_warner_of_changes(model),
-            )
-    except OutputError as error:
-        failure = OutputError(f"{error}; once that is mended, go on with --resume")
-        failure.exit_code = 3 if counts["ok"] else 2
-        raise failure from None
+    with resumable(lambda: f"{counts['ok']} images are"), journal:
+        watch(
+            model,
+            options.input,
+            options.output,
+            journal,
+            decoders,
+            settle=options.settle,
+            stopped=lambda: stop.signal is not None,
+            options=outputs.options,
+            thumbnails=thumbnails,
+            trouble=log.warning,
+            looking=_warner_of_changes(model),
+        )
     return counts
 
 
@@ -152,7 +147,7 @@ def _warner_of_changes(model: AnyModel) -> Callable[[], None]:
 def _rows(output: Path) -> Iterator[Row]:
     """The rows written so far, of earlier runs there, too."""
     with (output / "results.jsonl").open(encoding="utf-8") as lines:
-        yield from (Row(**json.loads(line)) for line in lines)
+        yield from (Row(**from_json(line)) for line in lines)
 
 
 def _line(row: Row) -> str:
@@ -165,8 +160,7 @@ def _line(row: Row) -> str:
         text += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
         text += f"  {row.product}" if row.product else ""
         text += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
-    printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return f"{row.time[11:19]} UTC  {printable}"
+    return f"{row.time[11:19]} UTC  {visible(text)}"
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
@@ -180,9 +174,9 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
 
 
 def _is_within(place: Path, other: Path) -> bool:
-    """Whether who follows one folder sees what is in another; hidden ones are passed over."""
+    """Whether who follows one folder sees what is in another; a system's are passed over."""
     return place.is_relative_to(other) and not any(
-        part.startswith(".") for part in place.relative_to(other).parts
+        map(left_by_system, place.relative_to(other).parts)
     )
 
 

@@ -15,19 +15,22 @@ A command prints its results and logs everything else:
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import platform
+import re
 import shlex
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from anomaly.errors import OutputError, why
+from anomaly.errors import OutputError, visible, why
 from anomaly.files.writing import at_home
 from anomaly.version import __version__
 
@@ -60,10 +63,57 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
+def plain_output() -> Iterator[None]:
+    """Let nothing that is printed control the terminal, inside the `with` statement.
+
+    Names of files, settings and models, and what libraries say of them, may hold such characters.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
+    sys.excepthook = _show_defect
+    with redirect_stdout(_Plain(sys.stdout)), redirect_stderr(_Plain(sys.stderr)):
+        yield
+
+
+def _plain(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def _show_defect(*error: Any) -> None:
+    print(_plain("".join(traceback.format_exception(*error))), end="", file=sys.stderr)
+
+
+class _Plain:
+    """A stream that shows no control characters but ends of lines."""
+
+    def __init__(self, shown: TextIO) -> None:
+        self.shown = shown
+
+    def write(self, text: str) -> int:
+        self.shown.write(_plain(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.shown, name)
+
+
+class _PlainLines(logging.Formatter):
+    """Records as plain text; a name can't begin a line of its own, which ours indent."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        record.message = re.sub(r"(?<!^)\n(?!  )", r"\\n", record.message)
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _plain(super().format(record))
+
+
+@contextmanager
 def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
     """Show what is logged on the terminal, inside the `with` statement."""
     own = logging.getLogger("anomaly")
     level, handler = own.level, _Terminal()
+    handler.setFormatter(_PlainLines())
     handler.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
     own.setLevel(min(handler.level, logging.INFO))
     logging.root.addHandler(handler)
@@ -88,9 +138,7 @@ def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
         handler = _File(place, encoding="utf-8", errors="replace")
     except OSError as error:
         raise OutputError(f"--log-file {file} can't be written: {why(error)}") from None
-    form = logging.Formatter(
-        "%(asctime)s.%(msecs)03dZ %(levelname)-8s %(message)s", "%Y-%m-%dT%H:%M:%S"
-    )
+    form = _PlainLines("%(asctime)s.%(msecs)03dZ %(levelname)-8s %(message)s", "%Y-%m-%dT%H:%M:%S")
     form.converter = time.gmtime
     handler.setFormatter(form)
     logging.root.addHandler(handler)
@@ -128,7 +176,7 @@ class _Terminal(logging.Handler):
             text = f"{_coloured(record.levelname, stream)}: {text}"
         if stream is sys.stderr and stream.isatty():
             text = f"\r\x1b[K{text}"  # over a line of progress
-        print(text, file=stream, flush=True)
+        print(text, file=getattr(stream, "shown", stream), flush=True)
 
 
 def _coloured(level: str, stream: TextIO) -> str:
@@ -151,21 +199,18 @@ class _File(logging.FileHandler):
         log.warning("the log file ends here: %s", why(cast(Exception, sys.exc_info()[1])))
 
 
-class _Copied:
+class _Copied(_Plain):
     """A stream whose lines go to a log file, too."""
 
     def __init__(self, shown: TextIO, file: logging.Handler) -> None:
-        self.shown = shown
+        super().__init__(shown)
         self._file, self._begun = file, ""
 
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
             self._file.handle(_record(RESULT, line))
-        return self.shown.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.shown, name)
+        return super().write(text)
 
 
 def _record(level: int, text: str, error: Any = None) -> logging.LogRecord:
@@ -213,7 +258,8 @@ class ProgressLine:
         self._stage, self._done, self._total = stage, done, total
         if self._terminal and (now - self._shown >= 0.1 or done >= total):
             self._shown = now
-            print(f"\r  {self._text()}\x1b[K", end="", file=sys.stderr, flush=True)
+            stream = getattr(sys.stderr, "shown", sys.stderr)
+            print(f"\r  {self._text()}\x1b[K", end="", file=stream, flush=True)
 
     def _speak(self) -> None:
         while not self._ended.wait(_PLAIN_SECONDS):

@@ -20,15 +20,16 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import ModelConfig, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, advice, check
-from anomaly.datasets.recognise import chosen, recognise
-from anomaly.errors import OutputError
+from anomaly.datasets.recognise import LIST_SUFFIXES, chosen, recognise, with_copies_together
+from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, write
 from anomaly.runtime.parallel import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
-    from anomaly.datasets.check import Advice
+    from anomaly.datasets import Dataset
+    from anomaly.datasets.check import Advice, DataReport
     from anomaly.datasets.recognise import Recognised
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _start(options: argparse.Namespace, name: str) -> int:
     output: Path = options.output
-    taken = chosen(
-        recognise(options.folder, options.format), input if options.interactive else None
-    )
+    ask = input if options.interactive else None
+    taken = chosen(recognise(options.folder, options.format, ask), ask)
     config = output / f"{name}.yaml"
     check_run_folder(output)
     claim(output, ("model",), overwrite=options.overwrite)
@@ -80,7 +80,8 @@ def _start(options: argparse.Namespace, name: str) -> int:
     network, why = _network(options.overrides)
     if network is not None:
         log.info(f"the network is {network}: {why}")
-    hints, tested, usable = _look(taken)
+    taken, dataset, report = _look(taken, output.absolute() / "images.csv")
+    usable, hints = report.splits["train"].usable, list(advice(report))
     given = dict(setting.replace(" ", "").partition("=")[::2] for setting in options.overrides)
     kind = given.get("model.kind", ModelConfig().kind)
     hints = [hint for hint in hints if kind in (readers(hint.key) or [kind])]
@@ -90,7 +91,7 @@ def _start(options: argparse.Namespace, name: str) -> int:
     write(config, config_text(name, taken, network, why, hints))
     log.info(f"the settings are in {config}, with the reasons; change what you know better")
     code = _train(options, config, single=usable == 1)
-    return _show(options, None if tested else taken.root, code) if code in (0, 3) else code
+    return _show(options, None if dataset.test else taken.root, code) if code in (0, 3) else code
 
 
 def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
@@ -98,7 +99,10 @@ def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
     settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
     if execute(["check", *of_config]) == 2:
-        log.info("the faults are listed above; training goes on without the files at fault")
+        log.info(
+            "the faults are listed above; files at fault are left out. Where that isn't "
+            "enough, what follows is refused"
+        )
     if single:
         log.info("one image doesn't show how good parts differ: no thresholds, so no verdicts")
     uncalibrated = ["--no-calibrate"] if single else []
@@ -179,8 +183,16 @@ def config_text(
     return "\n".join(lines) + "\n"
 
 
-def _look(taken: Recognised) -> tuple[list[Advice], bool, int]:
-    """What suits the images, whether there are any to test with, and how many to learn from."""
+def _look(taken: Recognised, listing: Path) -> tuple[Recognised, Dataset, DataReport]:
+    """What the images are taken for, the data set that they make, and what there is to know of it.
+
+    Args:
+        taken: what they are recognised as.
+        listing: where they are listed, if their split is drawn and would part copies.
+
+    Raises:
+        DataError: none of the images to learn from can be used.
+    """
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:
         report = check(
@@ -189,7 +201,18 @@ def _look(taken: Recognised) -> tuple[list[Advice], bool, int]:
             workers=cores(),
             progress=partial(progress, "looking"),
         )
-    return list(advice(report)), bool(dataset.test), report.splits["train"].usable
+    if not report.splits["train"].usable:
+        raise DataError(next(f.detail for f in report.faults if f.kind == "too_few_images"))
+    learned = {sample.name for sample in dataset.train}
+    parted = any(0 < len(learned & {*names}) < len(names) for names in report.copies)
+    if dataset.drawn and parted:
+        write(listing, with_copies_together(dataset, report.copies))
+        log.info(
+            f"images that show the same are all learned from or all tested with, see {listing}"
+        )
+        taken = replace(taken, layout="csv", root=listing)
+        dataset = open_dataset("csv", listing, None)
+    return taken, dataset, report
 
 
 def _network(settings: Sequence[str]) -> tuple[str | None, str]:
@@ -203,5 +226,5 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
 
 def _name_of(folder: Path) -> str:
     place = at_home(folder).absolute()
-    name = place.stem if place.suffix.lower() == ".csv" else place.name
+    name = place.stem if place.suffix.lower() in LIST_SUFFIXES else place.name
     return name.lstrip(".") or "model"

@@ -13,7 +13,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import METHODS, by_product
 from anomaly.datasets import open_dataset
-from anomaly.errors import AnomalyError, OutputError, first_of, some
+from anomaly.errors import AnomalyError, OutputError, WriteError, first_of, some
 from anomaly.files.outputs import locked
 from anomaly.scoring.image_statistics import LEAST_IMAGES
 from anomaly.storage.folder import MANIFEST, read_manifest
@@ -85,6 +85,8 @@ def train_products(
             codes.append(
                 _train_unless_there(own_config, dataset, output / product, options, product, remedy)
             )
+        except WriteError:  # there is no room for the others either
+            raise
         except AnomalyError as error:
             log.error("%s: %s", product, error)
             codes.append(2)
@@ -195,11 +197,13 @@ def train_and_report(
             line(f"{product}, {stage}" if product else stage, done, total)
 
         training, summary = train_run(config, dataset, output, **vars(options), progress=progress)
-    _report(summary, output, training.detector.thresholds)
+    _report(summary, output, training.detector.thresholds, config.data.root)
     return 3 if training.refused else 0
 
 
-def _report(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
+def _report(
+    summary: dict[str, Any], output: Path, thresholds: Thresholds | None, root: Path | None
+) -> None:
     images, vectors = summary["images"]["learned"], summary["bank_vectors"]
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(
@@ -210,7 +214,6 @@ def _report(summary: dict[str, Any], output: Path, thresholds: Thresholds | None
         print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
     else:
         print("\n".join(thresholds.lines()))
-        report_raised(thresholds, output)
     if images < LEAST_IMAGES:
         log.info(
             "%d images are too few to notice another product, a lens cap or a blurred image as "
@@ -227,6 +230,14 @@ def _report(summary: dict[str, Any], output: Path, thresholds: Thresholds | None
         )
     _report_patch_size(summary, one_grid)
     _report_suspects(summary, output)
+    raised = thresholds is not None and report_raised(thresholds)
+    if raised or summary["suspects"] or summary["stand_out"]:
+        again = ["anomaly", "train", "--config", str(output / "model" / "config.yaml")]
+        again += ["--set", f"data.root={root}", "--output", str(output), "--overwrite"]
+        log.info("where one of these isn't good, remove it and train again:")
+        log.info("  %s", shlex.join(again))
+    if raised and thresholds is not None:
+        advise_without(thresholds, output, learned=True)
     for reason in first_of([*summary["refused"].values()], "; train.json lists all"):
         log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
@@ -265,8 +276,8 @@ def _report_suspects(summary: dict[str, Any], output: Path) -> None:
         )
 
 
-def report_raised(thresholds: Thresholds, model: Path) -> None:
-    """Say which good images put the reject threshold so high, and what to do about it."""
+def report_raised(thresholds: Thresholds) -> bool:
+    """Say which good images put the reject threshold so high; returns whether some do."""
     raised = thresholds.raised_by()
     for i, (name, score, value) in enumerate(raised):
         without = "without it" if i == 0 else f"without it and the {i} before"
@@ -274,13 +285,26 @@ def report_raised(thresholds: Thresholds, model: Path) -> None:
             f"{name} scores {score:.5g} and raises the reject threshold: "
             f"{without} that would be {value:.5g} instead of {thresholds.image:.5g}"
         )
-    if raised:
-        out = [image.name for image in thresholds.good.left_out]  # or they would count again
-        names = shlex.join([*out, *(name for name, _, _ in raised)])
-        log.info(
-            "  look at what raises it; where it isn't good: "
-            f"anomaly calibrate --model {shlex.quote(str(model))} --without {names}"
-        )
+    return bool(raised)
+
+
+def advise_without(thresholds: Thresholds, model: Path, *, learned: bool) -> None:
+    """Say how the images that raise the reject threshold are left out of it, and what that misses.
+
+    Args:
+        thresholds: that some images raise.
+        model: the run or model folder.
+        learned: whether the model has learned from these images.
+    """
+    out = [image.name for image in thresholds.good.left_out]  # or they would count again
+    names = shlex.join([*out, *(name for name, _, _ in thresholds.raised_by())])
+    log.info(
+        "leaving out what raises the threshold lowers that alone; the model keeps what it has "
+        "learned from it, and defects like it may pass:"
+        if learned
+        else "look at what raises it; where it isn't good:"
+    )
+    log.info("  anomaly calibrate --model %s --without %s", shlex.quote(str(model)), names)
 
 
 def _report_patch_size(summary: dict[str, Any], one_grid: bool) -> None:

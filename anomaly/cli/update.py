@@ -17,7 +17,7 @@ from anomaly.cli.common_options import (
     device_and_threads,
 )
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.datasets import Sample, check_good_inputs
+from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import tested_of
@@ -98,8 +98,8 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     for reason in first_of(refused):
         log.warning("skipped: %s", reason)
     print("\n".join(updated.lines()))
-    if updated.caution:
-        log.warning(updated.caution)
+    if updated.moved.caution:
+        log.warning(updated.moved.caution)
     if updated.learned.suspects:
         print("look at the suspects again; where they are good, add --include-suspects")
     if not compare[DEFECTS]:
@@ -124,7 +124,8 @@ def _images(
         find_inputs(given, option=option).paths if given else []
         for option, given in (("--good", options.good), ("--defects", options.defects))
     )
-    check_good_inputs(options.good, good_files)
+    check_inputs(options.good, good_files)
+    check_inputs(options.defects or (), defect_files, defects=True)
     # Folders of defects have names in common; good images keep theirs in the model.
     good, past = [Sample(file, file.name) for file in good_files], []
     defects = [Sample(file, str(file)) for file in defect_files]

@@ -310,4 +310,4 @@ class ShardWorker:
         self._model = replace(model, device=device_of(model.device.type))
         stride, patch = model.extractor.coarsest_stride, model.extractor.patch
         loading = loading_of(model.config, stride, model.region, model.aspect, patch)
-        self._decoders = Decoders(job.threads, Task(loading)).__enter__()
+        self._decoders = Decoders(job.threads, Task(loading, looks=True)).__enter__()

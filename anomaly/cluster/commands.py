@@ -13,10 +13,11 @@ from pathlib import Path, PurePosixPath
 from anomaly.cli.common_options import Command
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cluster.parts import merge
-from anomaly.datasets.image_manifest import check_parquet, read_manifest, write_manifest
+from anomaly.datasets.image_manifest import check_parquet, checked, read_manifest, write_manifest
 from anomaly.datasets.inputs import is_table, say_passed_over
 from anomaly.errors import DataError, OutputError
 from anomaly.files import storage
+from anomaly.files.outputs import matched
 from anomaly.files.tables import header_of, marked_encoding, rows_of
 from anomaly.files.writing import looked_in
 from anomaly.imaging.listing import each_file, is_folder, is_image
@@ -170,7 +171,9 @@ class Listing:
             yield str(path)  # as its folder would give it
         elif has_magic(str(path)):
             found = map(Path, iglob(str(path), recursive=True))  # noqa: PTH207, takes absolute ones
-            yield from (str(file) for file in found if file.is_file())
+            yield from (
+                str(f) for f in found if matched(f.as_posix(), path.as_posix()) and f.is_file()
+            )
         else:
             raise DataError(f"--input {given} doesn't exist{looked_in(path)}")
 
@@ -184,11 +187,21 @@ def _listed(place: str) -> Iterator[str]:
             yield from _of_parquet(stream, name)
             return
         encoding, _ = marked_encoding(head) or ("utf-8", b"")
-        with io.TextIOWrapper(stream, encoding, newline="") as text:
+        # Names that aren't UTF-8 are told by their lines.
+        with io.TextIOWrapper(stream, encoding, "surrogateescape", newline="") as text:
             try:
                 yield from _of_text(text, name, place)
             except UnicodeDecodeError:
-                raise DataError(f"{name} isn't text in UTF-8; save it as CSV UTF-8") from None
+                raise DataError(f"{name} isn't text in {encoding}; save it as CSV UTF-8") from None
+
+
+def _checked(entry: str, name: str, line: int) -> str:
+    """The image that an entry of a list means."""
+    try:
+        checked(entry)
+    except DataError as error:
+        raise DataError(f"{name} line {line}: {error}") from None
+    return storage.named(entry)
 
 
 def _of_text(text: io.TextIOWrapper, name: str, place: str) -> Iterator[str]:
@@ -196,10 +209,11 @@ def _of_text(text: io.TextIOWrapper, name: str, place: str) -> Iterator[str]:
     header, _ = header_of(first, _COLUMN)
     if is_table(header, place):
         rows = rows_of(first, text, name, _COLUMN, _COLUMN)
-        yield from (row["path"] for _, row in rows if row["path"])
+        yield from (_checked(row["path"], name, line) for line, row in rows if row["path"])
         return
-    lines = itertools.chain([first], text)
-    yield from (line.rstrip("\r\n") for line in lines if line.strip())
+    for number, line in enumerate(itertools.chain([first], text), 1):
+        if line.strip():
+            yield _checked(line.rstrip("\r\n"), name, number)
 
 
 def _of_parquet(stream: object, name: str) -> Iterator[str]:
@@ -211,10 +225,10 @@ def _of_parquet(stream: object, name: str) -> Iterator[str]:
         file = pyarrow.parquet.ParquetFile(stream)
         if "path" not in file.schema_arrow.names:
             raise DataError(f"{name} lacks the column 'path'")
-        for batch in file.iter_batches(columns=["path"]):
-            for value in batch.column(0).to_pylist():
-                if not isinstance(value, str):
-                    raise DataError(f"{name}: {value!r} in the column 'path' isn't text")
-                yield value
-    except pyarrow.ArrowException:
+        values = (v for b in file.iter_batches(columns=["path"]) for v in b.column(0).to_pylist())
+        for number, value in enumerate(values, 1):
+            if not isinstance(value, str):
+                raise DataError(f"{name}: {value!r} in the column 'path' isn't text")
+            yield _checked(value, name, number)
+    except (pyarrow.ArrowException, OSError, ValueError):
         raise DataError(f"{name} is a damaged Parquet file") from None

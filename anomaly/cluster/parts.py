@@ -26,7 +26,7 @@ from anomaly.errors import DataError, OutputError, some
 from anomaly.files import storage
 from anomaly.files.outputs import INFER, JOB, PARTS
 from anomaly.files.tables import csv_text
-from anomaly.files.writing import as_json
+from anomaly.files.writing import as_json, from_json
 from anomaly.inference.journal import check_same
 from anomaly.inference.rows import Row, parquet_schema
 
@@ -94,7 +94,7 @@ def read_job(dest: str) -> dict[str, Any]:
     """
     place = storage.inside(dest, JOB)
     try:
-        return dict(json.loads(storage.read(place)))
+        return dict(from_json(storage.read(place)))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError):
@@ -198,7 +198,8 @@ def _part(dest: str, chunk: int, job: Mapping[str, Any]) -> Any:
     place = part_of(dest, chunk)
     try:
         part = pyarrow.parquet.read_table(io.BytesIO(storage.read(place)))
-        about = json.loads((part.schema.metadata or {})[b"anomaly"])
+        part.validate(full=True)
+        about = from_json((part.schema.metadata or {})[b"anomaly"])
         found, number, _ = dict(about["job"]), about["chunk"], part.select(_COLUMNS)
     except (OSError, pyarrow.ArrowException, KeyError, ValueError, TypeError):
         raise DataError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from datetime import date
+import os
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,8 +24,8 @@ log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[1]
 FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 
-# What PyYAML raises for text that isn't YAML: a date like 2020-13-45 is a ValueError.
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+# Far more than any settings need; what is read takes a second at most.
+_LONGEST, _MOST_NODES, _DEEPEST, _MOST_DIGITS = 1_000_000, 50_000, 20, 40
 
 
 def parse_config(
@@ -90,17 +92,21 @@ _WANTED = {
 }
 
 
+_SHORT = reprlib.Repr()  # of a value, however long or deep
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
 def _explain(error: dict[str, Any]) -> str:
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "invalid_key"):
         return f"unknown key {key!r}; {nearest(str(location[-1]), _known_keys(location[:-1]))}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
     keys = ", ".join(_known_keys(location)) if kind == "model_type" else ""
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}
-    return f"{key} is {error['input']!r}: {wanted.format(keys=keys, **limits)}"
+    return f"{key[:200]} is {_SHORT.repr(error['input'])}: {wanted.format(keys=keys, **limits)}"
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
@@ -189,29 +195,25 @@ def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...])
     if base is None:
         return values
     places = [file.parent, *folders]
-    base_file = next((at for place in places if (at := place / str(base)).is_file()), None)
+    # Of `os.path`, which takes any name, of any length.
+    found = (at for place in places if os.path.isfile(at := place / str(base)))  # noqa: PTH113
+    base_file = next(found, None)
     if base_file is None:
         looked = ", ".join(str(place) for place in places if place.is_dir())
         raise ConfigError(
-            f"{file}: there is no base {base} (looked in: {looked}); correct the `base` line"
+            f"{file}: there is no base {str(base)[:200]} (looked in: {looked}); correct the "
+            "`base` line"
         )
     return _merge(_read_with_base(base_file, folders, (*seen, file.resolve())), values)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        with file.open("rb") as stream:
+            text = stream.read(_LONGEST + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} can't be read: {why(error)}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    except _NO_YAML as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"{file}{place} isn't valid YAML: write `key: value` lines, indented by blanks, and "
-            "put dates and values that hold `: ` or brackets in quotes"
-        ) from None
+    values = parse_yaml(text, str(file))
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -219,22 +221,114 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return values
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML, and refuses a key that stands twice: the first one would be lost."""
+def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
+    """The values in YAML, as far as settings need YAML.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    Args:
+        text: of a file, or one value.
+        where: its source, for messages.
+        lines: name the line, too.
+
+    Raises:
+        ConfigError: it isn't YAML, is larger or deeper than settings are, or holds a key twice, a
+            tag, or a number that isn't read as it is written.
+    """
+    if len(text) > _LONGEST:
+        raise ConfigError(f"{where}: this is longer than {_LONGEST:,} bytes; give settings alone")
+    try:
+        return _Loader(text).get_single_data()
+    except _RefusedError as error:
+        what, line = error.args
+    except (yaml.YAMLError, ValueError) as error:
+        what = (
+            "this isn't valid YAML; write `key: value` lines, indented by blanks, and put values "
+            "that hold `: ` or brackets in quotes"
+        )
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1  # of a control character
+        if mark := getattr(error, "problem_mark", None):
+            line = f"{mark.line + 1}, column {mark.column + 1}"
+    raise ConfigError(f"{where}{f' line {line}' if lines else ''}: {what}")
+
+
+class _RefusedError(ConfigError):
+    """What is wrong, and in which line."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses what would be lost, read otherwise, or endless."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._nodes = 0
+        self._sizes: dict[int, int] = {}  # of nodes, with all that their aliases stand for
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """See yaml.SafeLoader."""
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
-                continue
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        line = event.start_mark.line + 1
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise _RefusedError(f"this has the tag {event.tag}; remove it", line)
+        self._depth += 1
+        self._nodes += 1
+        if self._depth > _DEEPEST:
+            what = f"this is nested more than {_DEEPEST} levels deep; check brackets and indents"
+            raise _RefusedError(what, line)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(inner)] for inner in _inside(node))
+        elif id(node) not in self._sizes:
+            raise _RefusedError(f"*{event.anchor} lies inside what it repeats; remove it", line)
+        if max(self._nodes, self._sizes[id(node)]) > _MOST_NODES:
+            raise _RefusedError(
+                f"there are more than {_MOST_NODES:,} values up to here, counting those that "
+                "aliases (*) repeat; write fewer",
+                line,
+            )
+        return node
+
+    def number(self, node: yaml.ScalarNode) -> float:
+        """A number that is written as one; in YAML 010 is 8, and 1:30 is 90."""
+        text = node.value
+        if re.match(r"[-+]?0[0-9_xb]|.*:", text) or len(text) > _MOST_DIGITS:
+            raise _RefusedError(
+                f"{text[:_MOST_DIGITS]} isn't a plain number; write it in at most {_MOST_DIGITS} "
+                "digits, without a leading 0 or `:`, or put text in quotes",
+                node.start_mark.line + 1,
+            )
+        whole = node.tag.endswith("int")
+        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+
+
+def _inside(node: yaml.Node | None) -> list[yaml.Node]:
+    """What lies in a mapping, keys among it, or in a list.
+
+    Raises:
+        _RefusedError: a key stands twice: the first one would be lost.
+    """
+    if not isinstance(node, yaml.MappingNode):
+        return node.value if isinstance(node, yaml.SequenceNode) else []
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             line = key.start_mark.line + 1
-            if seen.setdefault(key.value, line) != line:
-                raise ConfigError(
-                    f"{key.value} stands twice, in line {seen[key.value]} and in line {line}; "
-                    "write all of its settings in one place"
+            if key.value in seen:
+                raise _RefusedError(
+                    f"{key.value} stands in line {seen[key.value]}, too; write all of its settings "
+                    "in one place",
+                    line,
                 )
-        return super().construct_mapping(node, deep)
+            seen[key.value] = line
+    return [inner for pair in node.value for inner in pair]
+
+
+_KINDS: dict[str, Callable[[_Loader, Any], Any]] = {
+    "int": _Loader.number,
+    "float": _Loader.number,
+    "timestamp": _Loader.construct_scalar,  # no setting is a date
+}
+for _kind, _construct in _KINDS.items():
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,15 +351,13 @@ def _apply(values: dict[str, Any], override: str) -> str:
         raise ConfigError(
             f"--set {override}: must look like key=value, e.g. --set model.kind=padim"
         )
-    try:
-        value = yaml.safe_load(text)
-    except _NO_YAML:
-        raise ConfigError(f"--set {override}: {text!r} isn't a YAML value") from None
     plain = text.strip()
-    if (isinstance(value, str) and plain[0] not in "'\"|>") or (
-        key.strip() in _TEXTS and isinstance(value, int | float | date)
-    ):
-        value = plain  # ` #` is no comment here, and a folder may be called 2024
+    if key.strip() in _TEXTS and re.match(r"[-+.0-9]", plain):
+        value: Any = plain  # a folder may be called 2024
+    else:
+        value = parse_yaml(text, f"--set {override[:300]}", lines=False)
+        if isinstance(value, str) and plain[0] not in "'\"|>":
+            value = plain  # ` #` is no comment here
     *sections, last = key.strip().split(".")
     inner = values
     for section in sections:

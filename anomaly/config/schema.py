@@ -133,7 +133,16 @@ class DataConfig(_Section):
     """Where the images are: in `root/category`, or in `root` without a category."""
 
     format: Literal[
-        "mvtec", "mvtec_ad_2", "mvtec_loco", "btad", "visa", "folder", "good_defect", "csv"
+        "mvtec",
+        "mvtec_ad_2",
+        "mvtec_loco",
+        "mvtec_3d",
+        "btad",
+        "visa",
+        "folder",
+        "good_defect",
+        "coco",
+        "csv",
     ] = "mvtec"
     """What lies where."""
     root: Path | None = None

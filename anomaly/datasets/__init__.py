@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.datasets.layouts import FORMATS, check_good_inputs, folders_in, open_test_images
+from anomaly.datasets.layouts import FORMATS, check_inputs, folders_in, open_test_images
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, looked_in
@@ -17,7 +17,7 @@ __all__ = [
     "GOOD",
     "Dataset",
     "Sample",
-    "check_good_inputs",
+    "check_inputs",
     "ground_truth",
     "open_dataset",
     "open_test_images",
@@ -27,14 +27,16 @@ log = logging.getLogger(__name__)
 
 # What each format tests with, for messages.
 TEST_IMAGES = {
-    "folder": "learns from all of it",
+    "folder": "learns from all of it, unless files are named as good and as defective",
     "mvtec": "has them in test/good and test/<type of defect>",
     "mvtec_ad_2": "has them in test_public/good and test_public/bad",
     "mvtec_loco": "has them in test/good and test/<type of defect>",
+    "mvtec_3d": "has them in test/good/rgb and test/<type of defect>/rgb",
     "btad": "has them in test/ok and test/ko",
     "visa": "has them in split_csv/1cls.csv with the split `test`",
+    "coco": "has them in test/, and images with annotations in train/",
     "csv": "has them in rows with the split `test`, or in a list without splits",
-    "good_defect": "has them in defect/ or defect/<type>/, and a fifth of good/",
+    "good_defect": "has them in defect/ or defect/<type>/, and a fifth of good/, or in test/",
 }
 
 HOW_TO_GET_MVTEC = (

@@ -5,19 +5,28 @@ Decodes every image and mask, and trains nothing.
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
 from anomaly.datasets import Dataset, Sample, ground_truth
+from anomaly.datasets.copies import (
+    contradiction,
+    frames,
+    near_copies,
+    none_usable,
+    too_few_different,
+)
+from anomaly.datasets.masks import strays
+from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
 from anomaly.imaging.loading import UnusableImage, to_unusable
+from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import (
     MAX_PIXELS,
     Image,
@@ -46,8 +55,20 @@ class Severity(StrEnum):
 
 # What a kind of fault leads to, where that isn't an unusable file.
 _SEVERITIES = {
-    **dict.fromkeys(("leak", "mask_on_good", "too_few_images"), Severity.WRONG),
-    **dict.fromkeys(("duplicate", "no_masks", "few_images", "bit_depth"), Severity.NOTE),
+    **dict.fromkeys(
+        (
+            *("leak", "two_labels", "too_few_images"),
+            *("mask_size", "mask_inverted", "mask_on_good"),
+        ),
+        Severity.WRONG,
+    ),
+    **dict.fromkeys(
+        (
+            *("duplicate", "near_copies", "no_masks"),
+            *("mask_maybe_turned", "few_images", "bit_depth"),
+        ),
+        Severity.NOTE,
+    ),
 }
 
 
@@ -56,8 +77,9 @@ class Fault:
     """Something wrong with a data set.
 
     Attributes:
-        kind: `unreadable`, `unsupported`, `failed`, `region`, `leak`, `duplicate`, `no_masks`,
-            `mask_missing`, `mask_empty`, `mask_unusable`, `mask_on_good`, `too_few_images`,
+        kind: `unreadable`, `unsupported`, `failed`, `region`, `leak`, `two_labels`, `duplicate`,
+            `near_copies`, `no_masks`, `mask_missing`, `mask_empty`, `mask_unusable`, `mask_size`,
+            `mask_inverted`, `mask_maybe_turned`, `mask_on_good`, `mask_unused`, `too_few_images`,
             `few_images`, `aspect` or `bit_depth`.
         severity: what it leads to.
         split: `train`, `validation` or `test`.
@@ -106,11 +128,13 @@ class DataReport:
         splits: by name.
         faults: all of them.
         bit_depth: bits that the images seem to have, where these are fewer than their files'.
+        copies: names of good images that show the same, exactly or but for noise or compression.
     """
 
     splits: dict[str, SplitSummary]
     faults: tuple[Fault, ...]
     bit_depth: int | None = None
+    copies: tuple[tuple[str, ...], ...] = ()
 
     def has(self, severity: Severity) -> bool:
         """Whether there is a fault of this severity."""
@@ -142,8 +166,7 @@ class _CheckedImage:
     faults: tuple[Fault, ...]
     size: tuple[int, int] | None = None
     mode: str = ""
-    brightest: float = 0.0  # of full scale
-    picture: bytes = b""  # hash of the pixels
+    look: Look | None = None
 
     @property
     def usable(self) -> bool:
@@ -173,15 +196,25 @@ def check(
     for image in _check_all(everything, reading, workers):
         images.append(image)
         progress(len(images), len(everything))
-    bits = None if reading.bit_depth is not None else _bits_used(images)
+    bits = bits_used(image.look.brightest for image in images if image.look is not None)
+    bits = None if reading.bit_depth is not None else bits
     faults = [fault for image in images for fault in image.faults]
-    faults += [*_missing_masks(images), *_repeated(images), *_too_few(images), *_bit_depth(bits)]
+    faults += [_fault("mask_unused", "test", None, strays([m])) for m in dataset.unused_masks]
+    looks = _good_looks(images)
+    shown = frames(looks)
+    faults += [*_missing_masks(images), *_repeated(images)]
+    faults += _nearly_repeated(images, looks, shown)
+    faults += [*_too_few(images), *_bit_depth(bits)]
     if one_grid:
         faults += _other_aspects(images)
     order = list(Severity)
     faults.sort(key=lambda fault: order.index(fault.severity))
     splits = {name: _summary([s for s in images if s.split == name]) for name in dataset.splits}
-    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits)
+    together: dict[int, list[str]] = {}
+    for i, frame in shown.items():
+        together.setdefault(frame, []).append(images[i].sample.name)
+    copies = tuple(tuple(names) for names in together.values() if len(names) > 1)
+    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits, copies)
 
 
 def _check_all(
@@ -211,12 +244,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
         *_region_faults(split, sample, image, reading.region),
         *_mask_faults(split, sample, image, reading.mask_above),
     )
-    brightest = float(image.pixels.max()) / image.full_scale
-    # Equal for equal pictures, whatever kind of file holds them.
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{image.pixels.shape}{image.pixels.dtype}{image.full_scale}".encode())
-    digest.update(image.pixels.data)
-    return _CheckedImage(split, sample, faults, image.size, image.mode, brightest, digest.digest())
+    return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
 
 
 def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedImage:
@@ -239,15 +267,15 @@ def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterat
         return
     try:
         marked = bool(ground_truth(sample, image.size, above).any())
-    except (DataError, ImageError) as error:
-        yield _fault("mask_unusable", split, sample, str(error))
+    except (MaskError, ImageError) as error:
+        kind = error.kind if isinstance(error, MaskError) else "mask_unusable"
+        yield _fault(kind, split, sample, str(error))
         return
     if sample.is_defect and not marked:
         detail = f"{sample.mask_path} marks no defect, but {sample.path} is said to show one"
         yield _fault("mask_empty", split, sample, detail)
-    if marked and not sample.is_defect:
-        detail = f"{sample.mask_path} marks a defect, but {sample.path} is said to be good"
-        yield _fault("mask_on_good", split, sample, detail)
+    if doubt := maybe_turned(sample, image):
+        yield _fault("mask_maybe_turned", split, sample, doubt)
 
 
 def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
@@ -267,9 +295,12 @@ def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
-    first: dict[bytes, _CheckedImage] = {}
+    first: dict[str, _CheckedImage] = {}
     for image in images:
-        if not image.picture or (other := first.setdefault(image.picture, image)) is image:
+        if image.look is None or (other := first.setdefault(image.look.picture, image)) is image:
+            continue
+        if contrary := contradiction(other.sample, image.sample):
+            yield _fault("two_labels", image.split, image.sample, str(contrary))
             continue
         detail = f"{image.sample.path} is the same picture as {other.sample.path}"
         if leaks := other.split != image.split:
@@ -277,21 +308,47 @@ def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         yield _fault("leak" if leaks else "duplicate", image.split, image.sample, detail)
 
 
-def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
-    usable = sum(image.split == "train" and image.usable for image in images)
-    if usable < _LEAST_IMAGES:
-        detail = f"{usable} usable training images; at least {_LEAST_IMAGES} are needed, better 50"
-        yield _fault("too_few_images", "train", None, detail)
-    elif usable < _FEW_IMAGES:
+def _good_looks(images: Sequence[_CheckedImage]) -> dict[int, Look]:
+    """Of good images; of a defect, a small mark may be all that tells it from a good part."""
+    good = {i: image.look for i, image in enumerate(images) if not image.sample.is_defect}
+    return {i: look for i, look in good.items() if look is not None}
+
+
+def _nearly_repeated(
+    images: Sequence[_CheckedImage], looks: Mapping[int, Look], shown: Mapping[int, int]
+) -> Iterator[Fault]:
+    samples = {i: images[i].sample for i in looks}
+    learned = {i: look for i, look in looks.items() if images[i].split == "train"}
+    if detail := near_copies(samples, learned):
+        yield _fault("near_copies", "train", None, detail)
+    pictures = {look.picture for look in learned.values()}
+    in_training = {shown[i]: i for i in learned}
+    others = {i: look for i, look in looks.items() if i not in learned}
+    alike = [i for i, o in others.items() if shown[i] in in_training and o.picture not in pictures]
+    if alike:
+        one, other = samples[alike[0]].path, samples[in_training[shown[alike[0]]]].path
         detail = (
-            f"{usable} usable training images are few: a single odd one among them sets the "
-            f"thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
+            f"{len(alike)} of {len(others)} other good images are near copies of training images, "
+            f"which differ by noise or compression only ({one} of {other}): figures promise too "
+            "much; keep the images of one part in one split"
+        )
+        yield _fault("near_copies", "test", None, detail)
+
+
+def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
+    train = [image for image in images if image.split == "train"]
+    pictures = {image.look.picture for image in train if image.look and image.usable}
+    if not pictures:
+        refused = [image.faults[0].detail for image in train if image.faults]
+        yield _fault("too_few_images", "train", None, str(none_usable(refused)))
+    elif len(pictures) < _LEAST_IMAGES:
+        yield _fault("too_few_images", "train", None, str(too_few_different(len(pictures))))
+    elif len(pictures) < _FEW_IMAGES:
+        detail = (
+            f"{len(pictures)} different training images are few: a single odd one among them sets "
+            f"the thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
         )
         yield _fault("few_images", "train", None, detail)
-
-
-def _bits_used(images: Sequence[_CheckedImage]) -> int | None:
-    return bits_used(i.brightest for i in images if i.size and has_16_bits(i.mode))
 
 
 def _bit_depth(bits: int | None) -> Iterator[Fault]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from anomaly.errors import AnomalyError, DataError
 from anomaly.files import storage
+from anomaly.files.writing import from_json
 
 CHUNK = 1000  # images, where nothing else is said
 _FORMAT = "anomaly-images/1"
@@ -67,9 +68,7 @@ class ImageManifest:
         import pyarrow
 
         try:
-            if storage.local(self.place) is None:
-                return storage.again(self.place, partial(self._read, number))
-            return self._read(number)
+            return storage.again(self.place, partial(self._read, number))
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise DataError(f"{self.place} can't be read any more") from None
@@ -103,6 +102,8 @@ def read_manifest(place: str) -> ImageManifest:
     try:
         return storage.again(place, partial(_opened, place))
     except OSError as error:
+        if storage.local(place) is not None and error.errno is None:  # pyarrow's, of its bytes
+            raise DataError(f"{place} is damaged; make it again with: anomaly manifest") from None
         raise DataError(f"{place} can't be read: {storage.answer(error)}") from None
 
 
@@ -113,7 +114,7 @@ def _opened(place: str) -> ImageManifest:
     try:
         with storage.opened(place) as stream:
             about = pyarrow.parquet.read_metadata(stream)
-        header = json.loads((about.metadata or {})[_KEY])
+        header = from_json((about.metadata or {})[_KEY])
         if header["format"] != _FORMAT:
             raise KeyError
         sizes = (about.row_group(i).num_rows for i in range(about.num_row_groups))
@@ -189,7 +190,7 @@ class _ByHash:
     def sorted(self, names: Iterable[str]) -> Iterator[str]:
         """Each name once."""
         for name in names:
-            data = _checked(name)
+            data = checked(name)
             self._waiting[_bucket(data)].append(data)
             self.taken += 1
             if self.taken % _HELD == 0:
@@ -217,14 +218,23 @@ def _bucket(data: bytes) -> int:
     return int.from_bytes(_hash(data)[:2], "big") * _BUCKETS >> 16
 
 
-def _checked(name: str) -> bytes:
+def checked(name: str) -> bytes:
+    """A name as a manifest holds it.
+
+    Raises:
+        DataError: it can't be in one.
+    """
     try:
         data = name.encode()
     except UnicodeEncodeError:
-        shown = name.encode("utf-8", "backslashreplace").decode()
         raise DataError(
-            f"{shown}: its name isn't UTF-8, which a manifest needs; rename it"
+            f"{_shown(name)}: its name isn't UTF-8, which a manifest needs; rename it, or, where a "
+            "list names it, save that as CSV UTF-8"
         ) from None
     if not data or b"\0" in data:
-        raise DataError(f"{name!r} can't be the name of an image")
+        raise DataError(f"'{_shown(name)}' is empty or holds a null character; correct it")
     return data
+
+
+def _shown(name: str) -> str:
+    return repr(name[:200])[1:-1]

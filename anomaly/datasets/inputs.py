@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import itertools
+import logging
 import os
 import re
 import sys
@@ -14,9 +15,13 @@ from pathlib import Path
 
 from anomaly.datasets.layouts import COLUMNS
 from anomaly.errors import DataError
+from anomaly.files.outputs import left_by_system
+from anomaly.files.storage import named
 from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import looked_in, short_name
 from anomaly.imaging.listing import is_folder, is_image, list_files
+
+log = logging.getLogger(__name__)
 
 _COLUMNS = ("path", "group")
 
@@ -70,7 +75,9 @@ def find_inputs(
     paths: dict[Path, None] = {}
     others: set[Path] = set()
     for given in inputs:
-        if is_folder(given):
+        if len(inputs) > 1 and left_by_system(given.name) and not given.name.startswith("."):
+            log.warning("passed over, as what the system keeps beside your files: %s", given)
+        elif is_folder(given):
             files = list_files(given)
             paths.update(dict.fromkeys(filter(is_image, files)))
             others.update(itertools.filterfalse(is_image, files))
@@ -118,13 +125,13 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     lines = _lines(data, name)
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not is_table(header, list_file):
-        return [Path(line) for line in lines], {}
+        return [Path(named(line)) for line in lines], {}
     if "image_sha256" in header:
-        return [Path(path) for path in _of_results(data, name)], {}
+        return [Path(named(path)) for path in _of_results(data, name)], {}
     if set(header) <= set(COLUMNS) - {"group"}:  # a path a line, or the list of a data set
         of_data_set = len(header) > 1 and list_file != "-"
         folder = Path(list_file).parent if of_data_set else Path()
-        return [folder / path for path in _paths(data, name)], {}
+        return [folder / named(path, folder) for path in _paths(data, name)], {}
     groups = _grouped(data, name)
     return [Path(path) for path in groups], groups
 
@@ -164,7 +171,7 @@ def _grouped(data: bytes, name: str) -> dict[str, str]:
     """The part of each image, by its path."""
     groups: dict[str, str] = {}
     for line, row in read_rows(data, name, _COLUMNS, _COLUMNS):
-        path, group = str(Path(row["path"])), row["group"]
+        path, group = str(Path(named(row["path"]))), row["group"]
         if not row["path"] or not group:
             raise DataError(f"{name}, line {line}: path and group mustn't be empty")
         if groups.setdefault(path, group) != group:
@@ -197,8 +204,8 @@ def picture_names(
             is given a thousand times, nobody has to ask for all the earlier ones.
     """
     numbers = {} if numbers is None else numbers
-    folders = [p if os.path.isdir(p) else p.parent for p in inputs]  # noqa: PTH112, never raises
-    common = os.path.commonpath(map(_plain, folders or [p.parent for p in paths]))
+    folders = [_plain(p) if os.path.isdir(p) else _plain(p).parent for p in inputs]  # noqa: PTH112, never raises
+    common = os.path.commonpath(folders or [_plain(p).parent for p in paths])
     taken: set[str] = set()
     names = []
     for path in paths:
@@ -220,4 +227,5 @@ def picture_names(
 
 def _plain(path: Path) -> Path:
     """Absolute, and without `..`, which would lead out of the pictures' folder."""
-    return Path(os.path.normpath(path.absolute()))
+    # What begins with two slashes lies in no folder that begins with one.
+    return Path(os.path.normpath(path.absolute()).replace("//", "/"))

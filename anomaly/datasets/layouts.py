@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.exports import annotations_in, coco_samples, manifest_rows
+from anomaly.datasets.labels import (
+    Label,
+    by_file_names,
+    label_of,
+    meant_by,
+    only_places,
+    says_masks,
+)
+from anomaly.datasets.masks import Masks, entries_of, strays
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -18,80 +27,51 @@ from anomaly.datasets.samples import (
     no_training_images,
     set_apart,
 )
-from anomaly.errors import DataError, nearest
-from anomaly.files.outputs import own_outputs
+from anomaly.errors import DataError, nearest, some
+from anomaly.files.outputs import left_by_system, own_outputs
+from anomaly.files.storage import named
 from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
-from anomaly.imaging.listing import is_folder, is_image
+from anomaly.imaging.listing import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
 
 # Columns and splits of a list of one's own.
 COLUMNS = ("path", "label", "mask", "split", "group")
 _SPLITS = ("train", "validation", "test")
+_CLEAR = {Label.GOOD, Label.DEFECTIVE}
 _VISA_LIST = Path("split_csv") / "1cls.csv"
 
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-GOOD_WORDS = frozenset(("good", "ok", "normal", "io", "gut", "gute", "pass", "passed", "healthy"))
-_MASKS = frozenset(("mask", "masks", "gt", "truth", "groundtruth"))
-_NEGATIONS = frozenset(("no", "not", "non"))
-_NOT_GOOD = re.compile(
-    "defect(s|ive)?|defekte?|fehler|fault(s|y)?|flaws?|bad|ko|ng|nok|nio|fail(ed|ures?)?|"
-    "reject(s|ed)?|scrap|anomal(y|ies|ous)|abnormal|tests?|testing|masks?|gt|truth|groundtruth"
-)
-# What names are coupled with: `bad_parts`, `test_public`, `ground_truth`.
-_BESIDE = re.compile(
-    "ground|public|private|mixed|set|data|split|types?|parts?|images?|imgs?|samples?|pictures?"
-)
-
-
-def says_not_good(name: str) -> bool:
-    """Whether a folder's name is that of defects, of masks or of a test split.
-
-    All of its words have to be: `bad_parts`, `test_public`, `not-ok`, but not `no_defects` or
-    `test_line_3`.
-    """
-    words = _words(name)
-    telling = {word for word in words if not _BESIDE.fullmatch(word)}
-    if words & _NEGATIONS:
-        return bool(words & GOOD_WORDS) and telling <= GOOD_WORDS | _NEGATIONS
-    return bool(telling) and all(map(_NOT_GOOD.fullmatch, telling))
-
-
-def says_good(name: str) -> bool:
-    """Whether a folder's name is that of good images."""
-    words = _words(name)
-    return bool(words & GOOD_WORDS) and not (
-        words & _NEGATIONS or any(map(_NOT_GOOD.fullmatch, words))
-    )
-
-
-def says_masks(name: str) -> bool:
-    """Whether a folder's name is that of masks."""
-    return bool(_words(name) & _MASKS)
+# Folders of splits, where the folders in them say what their images are.
+_SPLIT_FOLDERS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "val", "validation"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 
 
 def first_not_good(folders: Iterable[Path], top: Path) -> Path | None:
-    """The first folder that doesn't look like good images by its name, or its neighbours'.
+    """The first folder whose images aren't good by its name, or by its neighbours'.
 
-    Beside a folder `good`, others mean something else.
+    Beside a folder of good images others mean something else, and so do images beside it.
 
     Args:
         folders: that hold images, inside `top` or `top` itself.
-        top: its own name counts; those of the folders around it don't.
+        top: counts where its name is clear and that of no product; those around it don't.
     """
-    known = {f for folder in folders for f in (folder, *folder.parents) if f.is_relative_to(top)}
-    beside_good = {folder.parent for folder in known - {top} if says_good(folder.name)}
+    holding = set(folders)
+    known = {f for folder in holding for f in (folder, *folder.parents) if f.is_relative_to(top)}
+    labels = {f: label_of(f.name, alone=f == top) for f in known}
+    if labels.get(top) is Label.UNCLEAR:
+        labels[top] = Label.UNKNOWN
+    good = {f for f in known if any(labels.get(g) is Label.GOOD for g in (f, *f.parents))}
+    beside = {f.parent for f in known - {top} if labels[f] is Label.GOOD}
     for folder in sorted(known):
-        if says_not_good(folder.name):
+        if labels[folder] not in (Label.GOOD, Label.UNKNOWN):
             return folder
-        if folder != top and folder.parent in beside_good and not says_good(folder.name):
+        if folder not in good and (folder.parent in beside or folder in beside & holding):
             return folder
     return None
-
-
-def _words(name: str) -> set[str]:
-    return {word.lower() for word in _WORD.findall(name)}
 
 
 @dataclass(frozen=True)
@@ -118,13 +98,19 @@ class KnownLayout:
 
 
 KNOWN_LAYOUTS = (
+    KnownLayout("mvtec_3d", "rgb/ in train/good, and in test", ("train/good/rgb", "test")),
     KnownLayout("mvtec_ad_2", "train/good beside test_public", ("train/good", "test_public")),
-    KnownLayout("mvtec_loco", "train, validation and test", ("train/good", "validation", "test")),
+    KnownLayout(
+        "mvtec_loco",
+        "train, validation and test",
+        ("train/good", "validation", "test"),
+        ("train/good/rgb",),
+    ),
     KnownLayout(
         "mvtec",
         "train/good, and test/ where there is one",
         ("train/good",),
-        ("test_public", "validation"),
+        ("test_public", "validation", "valid", "val", "train/good/rgb"),
     ),
     KnownLayout("btad", "train/ok beside test", ("train/ok", "test")),
     KnownLayout("visa", "a category beside split_csv", ("../split_csv",)),
@@ -142,7 +128,9 @@ class _FolderLayout:
         test: holds a folder for each kind of image.
         good: the name that good images' folders have in there.
         masks: holds a folder for each kind of defect: `<stem>_mask.png`, `<stem>.png` or a
-            folder `<stem>` with several masks.
+            folder `<stem>` with several masks, see `Masks`.
+        images: the folder in each of these that has the images; empty for themselves. Then `gt`
+            beside it has the masks.
     """
 
     name: str
@@ -151,53 +139,202 @@ class _FolderLayout:
     test: str = "test"
     good: str = GOOD
     masks: str = "ground_truth"
+    images: str = ""
 
     def __call__(self, folder: Path) -> Dataset:
-        train = _good(folder / self.train, folder)
+        learned = folder / self.train / self.images
+        if is_folder(learned / "rgb"):
+            raise DataError(
+                f"{folder} has images in {self.train}/rgb, as MVTec 3D AD: use --set "
+                "data.format=mvtec_3d"
+            )
+        train = _good(learned, folder)
         if not train:
             raise no_training_images(
-                folder / self.train,
+                learned,
                 f"{self.name} layout keeps good images in {self.train}; for a plain folder of "
-                "good images use --set data.format=folder",
+                "good images use --set data.format=folder, for folders with names of your own "
+                "data.format=good_defect",
             )
-        validation = listed(folder / self.validation, folder)
-        return Dataset(folder, tuple(train), tuple(self._tested(folder)), tuple(validation))
+        for other in folders_in(folder / "train"):
+            place = folder / "train" / other
+            if not learned.is_relative_to(place) and list_images(place):
+                raise DataError(
+                    f"{place} is beside {learned}, but {self.name} layout has good images alone in "
+                    "train; use --set data.format=good_defect, which takes folders by their names"
+                )
+        validation = _good(folder / self.validation / self.images, folder)
+        finder = Masks()
+        test = self._tested(folder, finder)
+        left = finder.left_in(_mask_folder(folder / self.masks))
+        return Dataset(folder, tuple(train), tuple(test), tuple(validation), left)
 
-    def _tested(self, folder: Path) -> list[Sample]:
-        test, masks = folder / self.test, folder / self.masks
+    def _tested(self, folder: Path, finder: Masks) -> list[Sample]:
+        test, masks = folder / self.test, _mask_folder(folder / self.masks)
         samples: list[Sample] = []
         for kind in folders_in(test):
-            if kind == self.good:
-                samples += listed(test / kind, folder)
-            elif test / kind != masks:
-                finder = Masks()
-                samples += [
-                    replace(s, mask_path=finder.of(s.path, masks / kind))
-                    for s in listed(test / kind, folder, kind)
-                ]
+            place = test / kind / self.images
+            label = Label.GOOD if kind == self.good else label_of(kind)
+            where = test / kind / "gt" if self.images else masks / kind
+            if label is Label.GOOD:
+                samples += (good := _good(place, folder))
+                for sample in good:  # its mask, which marks nothing, isn't needed
+                    finder.of(sample.path, where)
+            elif test / kind != masks and (inside := listed(place, folder, kind)):
+                if label in (Label.ASIDE, Label.UNCLEAR) or only_places(kind):
+                    raise _undecided(test, [kind])
+                check_defects((sample.path for sample in inside), place)
+                samples += [replace(s, mask_path=finder.of(s.path, where)) for s in inside]
         return samples
 
 
 def _good_only(folder: Path) -> Dataset:
+    if told := annotations_in(folder):
+        layout, root, what = told
+        raise DataError(
+            f"{folder} has {what}, which says which images are good: use --set "
+            f"data.format={layout} {_root(root)}"
+        )
     train = listed(folder, folder)
-    check_good((s.path for s in train), folder, lambda bad: _other_layout(bad, _plain(folder)))
     if not train:
-        raise DataError(f"no images in {folder}; data.root must hold good images to learn from")
-    return Dataset(folder, tuple(train), ())
+        raise DataError(
+            f"no images in {folder}{other_files(folder)}; data.root must hold good images to learn "
+            "from"
+        )
+    paths = [sample.path for sample in train]
+    _check_folders(paths, folder, lambda bad: _other_layout(bad, _plain(folder)))
+    named = by_file_names(path.stem for path in paths)
+    if named is None:
+        return Dataset(folder, tuple(train), ())
+    if open_ := [path.name for path in paths if named[path.stem] not in _CLEAR]:
+        raise _undecided(folder, open_, "files")
+    good = [s for s in train if named[s.path.stem] is Label.GOOD]
+    bad = [replace(s, defect_type="defect") for s in train if s not in good]
+    log.info("%s: %s", folder, say_named(len(good), len(bad)))
+    learned, tested = set_apart(good)
+    return Dataset(folder, tuple(learned), (*tested, *bad), drawn=True)
+
+
+def say_named(good: int, defective: int) -> str:
+    """What is said where the names of files tell good images from defective ones."""
+    return f"{good} images are good by the names of their files, {defective} defective"
+
+
+def labels_in(folder: Path) -> dict[Path, Label]:
+    """What folders' names say of the images that lie right in them.
+
+    Args:
+        folder: its own name doesn't count.
+
+    Returns:
+        By the folder with images, relative to `folder`: unclear where names on the way to it
+        contradict each other, aside for masks.
+    """
+    return {
+        inner: _label_within(inner)
+        for inner in dict.fromkeys(i.parent.relative_to(folder) for i in list_images(folder))
+    }
+
+
+def _label_within(inner: Path) -> Label:
+    parts = inner.parts[_split_within(inner) != "" :]
+    if any(map(says_masks, parts)):
+        return Label.ASIDE
+    said = {label_of(part) for part in parts} - {Label.UNKNOWN}
+    if len(said) > 1 or not said <= _CLEAR:
+        return Label.UNCLEAR
+    return said.pop() if said else Label.UNKNOWN
+
+
+def _split_within(inner: Path) -> str:
+    return _SPLIT_FOLDERS.get(inner.parts[0].lower(), "") if inner.parts else ""
+
+
+def sorted_by_names(
+    folder: Path, answers: Mapping[Path, Label] | None = None
+) -> tuple[list[tuple[str, Sample]], tuple[Path, ...]]:
+    """Good and defective images, told by the names of their folders, with the split of each.
+
+    Behind them, the files among the masks that are no image's.
+
+    Args:
+        folder: its own name doesn't count.
+        answers: what folders hold whose names don't tell, relative to `folder`; those that are
+            neither good nor defective are left out.
+
+    Raises:
+        DataError: a folder's name doesn't tell.
+    """
+    labels = labels_in(folder)
+    masks = {_masks_in(inner) for inner, label in labels.items() if label is Label.ASIDE}
+    labels |= answers or {}
+    if open_ := [i for i, label in labels.items() if label not in {*_CLEAR, Label.ASIDE}]:
+        raise _undecided(folder, [inner.as_posix() for inner in open_])
+    finder = Masks()
+    samples: list[tuple[str, Sample]] = []
+    for image in list_images(folder):
+        inner = image.parent.relative_to(folder)
+        sample = Sample(image, image.relative_to(folder).as_posix())
+        split = _split_within(inner)
+        if labels[inner] is Label.GOOD:
+            samples.append((split, sample))
+            for i in range(len(inner.parts)):  # its mask, which marks nothing, isn't needed
+                for mask in masks:
+                    finder.of(image, folder / mask / Path(*inner.parts[i:]))
+        elif labels[inner] is Label.DEFECTIVE:
+            said = _says_defect(inner)
+            # A subfolder names the kind; masks may leave out what is above it.
+            kind = (inner.parts[said : said + 2] or inner.parts[-1:] or ("defect",))[-1]
+            ends = [Path(*inner.parts[i:]) for i in range(said + 2)]
+            places = (folder / mask / end for mask in sorted(masks) for end in ends)
+            found = next(filter(None, (finder.of(image, place) for place in places)), None)
+            sample = replace(sample, defect_type=kind, mask_path=found)
+            samples.append((split and "test", sample))
+    left = (file for mask in sorted(masks) for file in finder.left_in(folder / mask))
+    return samples, tuple(left)
+
+
+def _masks_in(inner: Path) -> Path:
+    """The topmost folder of masks on the way to one."""
+    return next(p for p in (*reversed(inner.parents), inner) if says_masks(p.name))
+
+
+def _says_defect(inner: Path) -> int:
+    """Which part of a path says that it holds defects; the number of its parts where none does."""
+    labels = (label_of(part) for part in inner.parts)
+    return next((i for i, said in enumerate(labels) if said is Label.DEFECTIVE), len(inner.parts))
+
+
+def _undecided(folder: Path, names: Sequence[str], what: str = "folders") -> DataError:
+    return DataError(
+        f"{folder}: the names of these {what} don't tell whether images are good or defective: "
+        f"{some(names)}. Rename them (`good …`, `defect …`), move them elsewhere, or list the "
+        "images in a CSV file with the columns path and label (data.format=csv)"
+    )
 
 
 def _good_and_defect(folder: Path) -> Dataset:
-    """`good/`, `defect/` or `defect/<type>/`, and masks of the same names below `masks/`."""
-    train, test = set_apart(_good(folder / "good", folder))
-    if not train:
-        hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
-        raise no_training_images(folder / "good", hint)
-    test += _defects_in(folder / "defect", folder, folder / "masks", Masks())
-    return Dataset(folder, tuple(train), tuple(test))
+    """Folders that say by their names what they hold: `good/`, `defect/` or `defect/<type>/`.
+
+    In folders of splits (`train/good`) they are taken for these. Masks have the same names below
+    `masks/`.
+    """
+    hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
+    samples, left = sorted_by_names(folder)
+    return replace(_in_splits(folder, samples, hint), unused_masks=left)
+
+
+def _annotated(folder: Path) -> Dataset:
+    """Images with annotations in COCO's form, as Roboflow exports them."""
+    return _in_splits(folder, coco_samples(folder), "Images without annotations are the good ones.")
 
 
 def open_test_images(
-    good: Sequence[Path], defects: Sequence[Path], masks: Path | None = None
+    good: Sequence[Path],
+    defects: Sequence[Path],
+    masks: Path | None = None,
+    *,
+    tell: bool = False,
 ) -> tuple[Sample, ...]:
     """Images to test with from folders of good and of defective ones.
 
@@ -206,6 +343,7 @@ def open_test_images(
         defects: folders of defects; a subfolder names their type, else the folder itself.
         masks: a folder with the defects' masks, under their paths in `defects`, or under these in
             a folder named like the one of `defects`.
+        tell: log a warning that names masks of no image.
 
     Raises:
         DataError: a folder is missing or holds no images, good ones by their folders' names aren't,
@@ -234,20 +372,19 @@ def open_test_images(
             f"none of {len(bad)} defects has a mask in {masks}: that of {bad[0].path} would be "
             f"{wanted}, say; masks are named like their images, with or without _mask behind it"
         )
+    if tell and masks is not None and (unused := strays(finder.left_in(masks))):
+        log.warning("%s", unused)
     return tuple(samples.values())
 
 
 def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> list[Sample]:
     """Defects by type: the name of the subfolder that they are in, else the folder's own."""
     samples = []
-    for sample in listed(folder, root, folder.name):
+    inside = listed(folder, root, folder.name)
+    check_defects((sample.path for sample in inside), folder)
+    for sample in inside:
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
-        if kind.lower() in (GOOD, "ok"):
-            raise DataError(
-                f"{sample.path} lies among defects, but its folder's name says that it is good; "
-                "move it to the good images, or rename the folder"
-            )
         mask = None
         if masks is not None:  # of several folders' defects, each folder's are in one of its name
             mask = finder.of(sample.path, masks / folder.name / inner.parent)
@@ -267,7 +404,7 @@ def check_good(
     folder: Path,
     remedy: Callable[[Path], str] = lambda bad: "name the folder of good images alone",
 ) -> None:
-    """Refuse images that are to be taken as good where the names of their folders say otherwise.
+    """Refuse images that are to be taken as good where names say otherwise.
 
     Args:
         images: files in `folder`.
@@ -275,31 +412,76 @@ def check_good(
         remedy: what to do about images in such a folder, for the message.
 
     Raises:
-        DataError: the message names the first such folder.
+        DataError: the message names the first such folder or file.
     """
+    paths = list(images)
+    _check_folders(paths, folder, remedy)
+    _check_files(paths, folder, Label.GOOD)
+
+
+def _check_folders(images: Iterable[Path], folder: Path, remedy: Callable[[Path], str]) -> None:
     top = _plain(folder)
-    bad = first_not_good((_plain(image).parent for image in images), top)
+    bad = first_not_good({_plain(image.parent) for image in images}, top)
     if bad is not None:
         all_in = "" if bad == top else f", like all in {top}"
+        said = label_of(bad.name) in (Label.UNKNOWN, Label.GOOD)
+        why = "beside folders named as good it may hold" if said else "by its name it holds"
         raise DataError(
-            f"the images in {bad} would be taken as good{all_in}, but by its name it holds others: "
-            f"{remedy(bad)}. If they are good, rename that folder"
+            f"the images in {bad} would be taken as good{all_in}, but {why} others: {remedy(bad)}. "
+            "If they are good, rename that folder"
         )
 
 
-def check_good_inputs(inputs: Iterable[Path], images: Iterable[Path]) -> None:
-    """Refuse files and folders that were given as good where their folders' names say otherwise.
+def _check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
+    named = by_file_names(path.stem for path in images)
+    if named is None:
+        return
+    other = next(path for path in images if named[path.stem] is not wanted)
+    told = next(path for path in images if named[path.stem] is wanted)
+    raise DataError(
+        f"the images in {folder} would all be taken as {wanted}, but the names of files tell some "
+        f"({told.name}) from others ({other.name}): move those elsewhere, or rename them"
+    )
+
+
+def check_defects(images: Iterable[Path], folder: Path) -> None:
+    """Refuse images that are to be taken as defects where names say otherwise.
+
+    Args:
+        images: files in `folder`.
+        folder: as given; its own name counts, those of the folders around it don't.
+
+    Raises:
+        DataError: the message names the first such folder or file.
+    """
+    paths, top = [_plain(image) for image in images], _plain(folder)
+    for place in sorted({p for path in paths for p in path.parents if p.is_relative_to(top)}):
+        label = label_of(place.name, alone=place == top)
+        inner = place != top or says_masks(top.name)
+        if label is Label.GOOD or (label is Label.ASIDE and inner):
+            told = "it is good" if label is Label.GOOD else "it shows no part"
+            raise DataError(
+                f"what is in {place} lies among defects, but its folder's name says that {told}; "
+                "move it elsewhere, or rename the folder"
+            )
+    _check_files(paths, folder, Label.DEFECTIVE)
+
+
+def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
+    """Refuse files and folders that were given as good, or as defects, where names say otherwise.
 
     Args:
         inputs: as given.
         images: what was found in them.
+        defects: whether they were given as defects.
 
     Raises:
-        DataError: as `check_good`.
+        DataError: as `check_good` and `check_defects`.
     """
     files = list(images)
     for folder in {place if is_folder(place) else place.parent for place in inputs}:
-        check_good((file for file in files if file.is_relative_to(folder)), folder)
+        inside = (file for file in files if file.is_relative_to(folder))
+        (check_defects if defects else check_good)(inside, folder)
 
 
 def _other_layout(folder: Path, top: Path) -> str:
@@ -312,10 +494,10 @@ def _other_layout(folder: Path, top: Path) -> str:
                 alone = f", or {_root(place / layout.folders[0])} for its good images alone"
                 return fits if layout.name == "visa" else fits + alone
     for place in around:
-        if named := [name for name in folders_in(place) if says_good(name)]:
+        if named := [name for name in folders_in(place) if label_of(name) is Label.GOOD]:
             return (
-                f"use {_root(place / named[0])} for the good images alone, or name {folder.name} "
-                f"`defect`, {named[0]} `good`, and use --set data.format=good_defect {_root(place)}"
+                f"use {_root(place / named[0])} for the good images alone, or --set "
+                f"data.format=good_defect {_root(place)}, which takes folders by their names"
             )
     return (
         "use --set data.root=… for a folder of good images alone, or lay them out as good/ and "
@@ -331,49 +513,12 @@ def _plain(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
 
 
-class Masks:
-    """Finds the masks of images in folders: each folder is read once."""
-
-    def __init__(self) -> None:
-        self._listed: dict[Path, dict[str, list[str]]] = {}
-        self._owners: dict[Path, Path] = {}  # each mask is one image's
-
-    def of(self, image: Path, folder: Path) -> Path | None:
-        """`1_mask.png`, `1.png` or a folder `1` with several masks, for `1.jpg`.
-
-        Suffixes are any that can be read; capitals don't matter where nothing has the same ones.
-        """
-        names = self._names_in(folder)
-        for stem in (f"{image.stem}_mask", image.stem):
-            if same := names.get(stem.lower()):
-                exact = [name for name in same if name.startswith(stem)] or same
-                mask = folder / min(exact, key=lambda name: (name != image.name, name))
-                if (owner := self._owners.setdefault(mask, image)) != image:
-                    raise DataError(
-                        f"{mask} would be the mask of {owner} and of {image}; give each its own, "
-                        "of several folders in folders of their names"
-                    )
-                return mask
-        return None
-
-    def _names_in(self, folder: Path) -> dict[str, list[str]]:
-        """Names of pictures and of folders, by their stem in small letters."""
-        if folder not in self._listed:
-            names: dict[str, list[str]] = {}
-            for entry in _inside(folder) if is_folder(folder) else ():
-                if is_image(entry):
-                    names.setdefault(entry.stem.lower(), []).append(entry.name)
-                elif entry.is_dir():
-                    names.setdefault(entry.name.lower(), []).append(entry.name)
-            self._listed[folder] = names
-        return self._listed[folder]
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
+def _mask_folder(folder: Path) -> Path:
+    """The folder of masks of a layout, or the only one beside it that is named as one."""
+    if is_folder(folder):
+        return folder
+    named = [name for name in folders_in(folder.parent) if says_masks(name)]
+    return folder.parent / named[0] if len(named) == 1 else folder
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -384,16 +529,21 @@ def folders_in(folder: Path) -> list[str]:
     """
     if not is_folder(folder):
         return []
-    inside = _inside(folder)
-    own = own_outputs(folder, [inner.name for inner in inside])
-    return sorted(e.name for e in inside if e.is_dir() and e.name not in own)
+    entries = entries_of(folder)
+    own = own_outputs(folder, [entry.name for entry in entries])
+    return sorted(
+        e.name for e in entries if e.is_dir() and e.name not in own and not left_by_system(e.name)
+    )
 
 
 def open_list(file: Path) -> Dataset:
     """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
 
-    Paths are taken from the list's own folder. A label is `good` (or another of `GOOD_WORDS`, `0`
-    or nothing) or a kind of defect. Without a column `split`, good images are learned from, but for
+    Or a manifest of SageMaker, which has paths and labels.
+
+    Paths are taken from the list's own folder. A label is `good` (or another word for it, or `0`)
+    or a kind of defect; where no row has one, all are good, unless their folders' names say
+    otherwise. Without a column `split`, good images are learned from, but for
     a fifth that is tested with, like all defects; views of one part stay together. The order of
     the lines changes nothing: images are taken in the order of their paths, as from a folder.
 
@@ -402,6 +552,7 @@ def open_list(file: Path) -> Dataset:
     """
     samples: list[tuple[str, Sample]] = []
     seen: dict[str, int] = {}
+    unlabelled: list[int] = []
     for line, row in _rows(file, COLUMNS, ("path",)):
         if not seen and "label" not in row and (others := sorted(row.keys() - {*COLUMNS})):
             log.warning(
@@ -413,12 +564,33 @@ def open_list(file: Path) -> Dataset:
         where = f"{file} line {line}"
         if not row["path"].strip():
             raise DataError(f"{where} has no path; fill it in or remove the line")
-        sample = _sample(row, file.parent)
+        sample = _sample(row, file.parent, where)
         if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
             raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
         seen[name] = line
+        unlabelled += [] if row.get("label", "").strip() else [line]
         samples.append((_split_of(row, sample, where), sample))
+    if unlabelled and len(unlabelled) < len(samples):
+        raise DataError(
+            f"{file}: {len(unlabelled)} of {len(samples)} rows have no label (lines "
+            f"{some([str(line) for line in unlabelled])}). Fill in `good` or a kind of defect, or "
+            "remove these lines"
+        )
+    if unlabelled:
+        folders = [_plain(sample.path.parent) for _, sample in samples]
+        label_them = "give the list a column label, with `good` or a kind of defect in each row"
+        paths = [sample.path for _, sample in samples]
+        check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
     samples.sort(key=lambda entry: entry[1].name)
+    hint = (
+        "A list needs good images with the split `train`; good ones have the label good, another "
+        "word for it, or 0"
+    )
+    return _in_splits(file, samples, hint)
+
+
+def _in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
+    """Samples as the splits that each is in; those with none are drawn, all defects are tested."""
     train, validation, test = ([s for n, s in samples if n == split] for split in _SPLITS)
     undecided = [s for n, s in samples if not n]
     # Of a part with a defect all views are tested with, and so are those of a part that is tested.
@@ -427,7 +599,10 @@ def open_list(file: Path) -> Dataset:
     learned, tested = set_apart(s for s in undecided if not s.is_defect and s.group not in parts)
     train += learned
     test += [*tested, *(s for s in undecided if s.is_defect)]
-    return _dataset(file, train, test, validation)
+    if not train:
+        raise no_training_images(where, hint)
+    drawn = len(undecided) == len(samples)
+    return Dataset(where, tuple(train), tuple(test), tuple(validation), drawn=drawn)
 
 
 def open_visa(folder: Path) -> Dataset:
@@ -439,48 +614,31 @@ def open_visa(folder: Path) -> Dataset:
     root, category = folder.parent, folder.name
     file = root / _VISA_LIST
     rows = list(_rows(file, ("object", "split", "label", "image", "mask")))
-    own = [row for _, row in rows if row["object"] == category]
+    own = [(line, row) for line, row in rows if row["object"] == category]
     if not own:
         known = nearest(category, (row["object"] for _, row in rows))
         raise DataError(f"{file} lists no category {category!r}; {known}")
-    splits: dict[str, list[Sample]] = {"train": [], "test": []}
-    for row in own:
-        defect_type = GOOD if row["label"] == "normal" else row["label"]
+    samples = []
+    for line, row in own:
+        where = f"{file} line {line}"
+        if not row["label"].strip():
+            raise DataError(f"{where} has no label; it must be `normal` or `anomaly`")
         mask = root / row["mask"] if row["mask"] else None
+        defect_type = meant_by(row["label"], where)
         sample = Sample(root / row["image"], row["image"], defect_type, mask)
-        splits.setdefault(row["split"], []).append(sample)
-    return _dataset(folder, splits["train"], splits["test"])
+        samples.append((_split_of(row, sample, where), sample))
+    return _in_splits(folder, samples, f"{file} must list some with the split `train`")
 
 
-def _dataset(
-    where: Path, train: Sequence[Sample], test: Sequence[Sample], validation: Sequence[Sample] = ()
-) -> Dataset:
-    if not train:
-        raise no_training_images(
-            where,
-            "A list needs good images with the split `train`; good ones have the label "
-            f"{', '.join(sorted(GOOD_WORDS))}, 0 or none",
-        )
-    return Dataset(where, tuple(train), tuple(test), tuple(validation))
-
-
-def _sample(row: dict[str, str], folder: Path) -> Sample:
-    path, mask = row["path"].strip(), row.get("mask", "").strip()
+def _sample(row: dict[str, str], folder: Path, where: str) -> Sample:
+    path, mask = (named(row.get(name, "").strip(), folder) for name in ("path", "mask"))
     return Sample(
         path=folder / path,
         name=Path(path).as_posix(),
-        defect_type=meant_by(row.get("label", "")),
+        defect_type=meant_by(row.get("label", ""), where),
         mask_path=folder / mask if mask else None,
         group=row.get("group", "").strip() or None,
     )
-
-
-def meant_by(label: str) -> str:
-    """What a label in a list says that an image is: `good`, or a kind of defect."""
-    label = label.strip()
-    if label.lower() in GOOD_WORDS | {"", "0"}:
-        return GOOD
-    return "defect" if label == "1" else label
 
 
 def _split_of(row: dict[str, str], sample: Sample, where: str) -> str:
@@ -503,6 +661,8 @@ def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Row
         raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
     except OSError as error:
         raise DataError(f"{file} can't be read ({error.strerror})") from None
+    if data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return manifest_rows(data, file)
     return read_rows(data, str(file), columns, needed or columns)
 
 
@@ -510,8 +670,10 @@ FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "mvtec": _FolderLayout("MVTec AD"),
     "mvtec_ad_2": _FolderLayout("MVTec AD 2", test="test_public", masks="test_public/ground_truth"),
     "mvtec_loco": _FolderLayout("MVTec LOCO AD"),
+    "mvtec_3d": _FolderLayout("MVTec 3D AD", images="rgb"),
     "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
     "folder": _good_only,
+    "coco": _annotated,
     "good_defect": _good_and_defect,
     "visa": open_visa,
     "csv": open_list,

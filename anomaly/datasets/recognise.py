@@ -5,23 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.exports import annotations_in
+from anomaly.datasets.labels import Label, by_file_names, label_of
 from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
-    Masks,
     folders_in,
-    meant_by,
-    says_good,
-    says_masks,
-    says_not_good,
+    labels_in,
+    say_named,
+    sorted_by_names,
 )
-from anomaly.datasets.samples import GOOD
-from anomaly.errors import DataError, nearest
+from anomaly.datasets.samples import Dataset, Sample
+from anomaly.errors import DataError, nearest, some
+from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
-from anomaly.imaging.listing import is_folder, list_images
+from anomaly.imaging.listing import is_folder, list_images, other_files
+
+# Lists of images, as CSV or as a manifest of SageMaker.
+LIST_SUFFIXES = (".csv", ".manifest", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,20 @@ class Recognised:
     listing: str = ""
 
 
-def recognise(place: Path, layout: str | None = None) -> tuple[Recognised, ...]:
+def recognise(
+    place: Path, layout: str | None = None, ask: Callable[[str], str] | None = None
+) -> tuple[Recognised, ...]:
     """What a folder, or a list of images, can be taken for; the likeliest first.
 
     Args:
         place: as a user named it.
         layout: takes it for that one, whatever it looks like.
+        ask: shows a question and returns the answer, or raises EOFError: what folders hold whose
+            names don't tell, beside others whose names do; None where there is no one to ask.
 
     Raises:
-        DataError: it doesn't exist, holds several data sets or no images.
+        DataError: it doesn't exist, holds several data sets or no images, or its folders' names
+            don't tell which are good.
         AnomalyError: its `~` stands for nobody's home folder.
     """
     place = Path(os.path.abspath(at_home(place)))  # noqa: PTH100, links stay
@@ -58,13 +68,21 @@ def recognise(place: Path, layout: str | None = None) -> tuple[Recognised, ...]:
     if layout is not None:
         return (Recognised(layout, place, "as you say"),)
     if not is_folder(place):
-        if place.suffix.lower() != ".csv":
-            raise DataError(f"{place} is a file; give the folder that it is in, or a CSV list")
+        if place.suffix.lower() not in LIST_SUFFIXES:
+            raise DataError(
+                f"{place} is a file; give the folder that it is in, or a list ("
+                f"{', '.join(LIST_SUFFIXES)})"
+            )
         return (Recognised("csv", place, "a list of images"),)
-    known = tuple(Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place))
+    if told := annotations_in(place):
+        return (Recognised(*told),)
+    known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
+    if known and known[0].layout != "good_defect":
+        return tuple(known)
     if not known:
         _check_whole(place)
-    return known or (_own_names(place) or _plain(place),)
+        _check_one(place)
+    return (_own_names(place, ask) or _plain(place),)
 
 
 def _check_whole(place: Path) -> None:
@@ -73,7 +91,7 @@ def _check_whole(place: Path) -> None:
     Raises:
         DataError: it is one.
     """
-    if says_good(place.name) or place.name == "train":
+    if label_of(place.name) is Label.GOOD or place.name == "train":
         return
     for around in (place.parent, place.parent.parent):
         for known in KNOWN_LAYOUTS:
@@ -85,59 +103,123 @@ def _check_whole(place: Path) -> None:
                 )
 
 
-def _own_names(place: Path) -> Recognised | None:
-    """Folders of good images and of others under names of one's own: a list is made of them."""
-    folders = folders_in(place)
-    good = [name for name in folders if says_good(name)]
-    if not good:
-        return None
-    masks = [name for name in folders if says_masks(name)]
-    left = [name for name in folders if name not in good and name not in masks]
-    others = [name for name in left if list_images(place / name)]  # no runs, no notes
-    if not others:
-        root = place / good[0] if len(good) == 1 else place
-        return Recognised("folder", root, f"good images in {', '.join(good)}")
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "label", "mask"))
-    finder = Masks()
-    for folder in [*good, *others]:
-        for image in list_images(place / folder):
-            inner = image.relative_to(place / folder)
-            kind = inner.parts[0] if len(inner.parts) > 1 else folder
-            if meant_by(kind) != kind or kind == GOOD:  # `ng/0`, `ng/good`: taken for good ones
-                kind = f"{folder} {kind}" if len(inner.parts) > 1 else f"folder {kind}"
-            places = [p for m in masks for p in (place / m / folder, place / m)]
-            candidates = (finder.of(image, p / inner.parent) for p in places)
-            mask = None if folder in good else next(filter(None, candidates), None)
-            rows.writerow((image, GOOD if folder in good else kind, mask or ""))
-    reason = f"good images in {', '.join(good)}, others in {', '.join(others)}"
-    if masks:
-        reason += f", their masks in {', '.join(masks)}"
-    # Marked as UTF-8, so that the bytes of names that are none are kept.
-    return Recognised("csv", place, reason, "\ufeff" + text.getvalue())
-
-
-def _plain(place: Path) -> Recognised:
-    """Good images alone, unless the folder says otherwise."""
-    inside = folders_in(place)
-    sets = [name for name in inside if any(k.fits(place / name) for k in KNOWN_LAYOUTS)]
+def _check_one(place: Path) -> None:
+    """Refuse a folder of several data sets."""
+    sets = [name for name in folders_in(place) if any(k.fits(place / name) for k in KNOWN_LAYOUTS)]
     if sets:
         raise DataError(
             f"{place} holds several data sets: {', '.join(sets[:8])}"
             f"{' …' if len(sets) > 8 else ''}; give one of them, e.g. {place / sets[0]}"
         )
-    if any(says_not_good(name) for name in inside):
-        raise DataError(
-            f"{place} has folders of defects or tests ({', '.join(inside[:8])}), but none that is "
-            "named as good; rename the folder of good parts to `good`, or give it alone"
-        )
-    lists = sorted(place.glob("*.csv"))
+
+
+def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | None:
+    """Folders whose names say what they hold; None where none does."""
+    labels = labels_in(place)
+    if set(labels.values()) <= {Label.UNKNOWN, Label.ASIDE}:
+        return None
+    open_ = [i for i, label in labels.items() if label in (Label.UNKNOWN, Label.UNCLEAR)]
+    answers: dict[Path, Label] = {}
+    if ask is not None:
+        known = {p for i in labels.keys() - set(open_) for p in (i, *i.parents)}
+        # Once for all folders in one that holds none of a clear name.
+        outer = {
+            i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_
+        }
+        told = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
+        answers = {inner: told[top] for inner, top in outer.items()}
+    good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
+    if not good and (Label.DEFECTIVE in labels.values() or answers):
+        raise _no_good(place, [inner.as_posix() for inner in labels])
+    samples, _ = sorted_by_names(place, answers)
+    masks = [inner.as_posix() for inner, label in labels.items() if label is Label.ASIDE]
+    others = dict.fromkeys(
+        s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect
+    )
+    reason = f"{_exporter(place)}good images in {some([i.as_posix() for i in good], most=8)}"
+    if others:
+        reason += f", others in {some(list(others), most=8)}"
+    if any(sample.mask_path for _, sample in samples):
+        reason += f", their masks in {some(masks)}"
+    if answers:
+        return Recognised("csv", place, reason, _listing(samples))
+    tops = {inner.parts[0] for inner in good}
+    if not others and not masks and not any(split for split, _ in samples):
+        root = place / tops.pop() if len(tops) == 1 else place
+        return Recognised("folder", root, reason)
+    return Recognised("good_defect", place, reason)
+
+
+def _exporter(place: Path) -> str:
+    """The product that exports such folders, for people; empty where it isn't known."""
+    if all(is_folder(place / "train" / name) for name in ("normal", "anomaly")):
+        return "AWS Lookout for Vision, "
+    return "Roboflow, " if list(place.glob("README.roboflow.txt")) else ""
+
+
+def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
+    """What someone says that a folder holds."""
+    question = (
+        f"Are the images in {folder} good or defective, or to be left out? [good/defective/out] "
+    )
+    answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
+    try:
+        answer = ask(question).strip().lower()
+    except EOFError:  # Ctrl-D
+        answer = ""
+    for name, label in answers.items():
+        if answer and name.startswith(answer):
+            return label
+    raise DataError(
+        f"{folder}: {answer!r} doesn't say whether its images are good; nothing was done"
+    )
+
+
+def _listing(samples: Sequence[tuple[str, Sample]]) -> str:
+    """A list of samples; marked as UTF-8, so that the bytes of names that are none are kept."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("path", "label", "mask", "split", "group"))
+    for split, sample in samples:
+        kind = sample.defect_type
+        if sample.is_defect:  # `0`, and what somebody has said is one
+            kinds = (kind, f"defect {kind}", "defect")
+            kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
+        rows.writerow((sample.path, kind, sample.mask_path or "", split, sample.group or ""))
+    return "\ufeff" + text.getvalue()
+
+
+def with_copies_together(dataset: Dataset, copies: Iterable[Sequence[str]]) -> str:
+    """The lines of a list of a data set's images in which copies are views of one part.
+
+    Args:
+        dataset: whose split is drawn.
+        copies: names of images that show the same.
+    """
+    part = {name: f"copies of {names[0]}" for names in copies for name in names}
+    samples = [*dataset.train, *dataset.test]
+    return _listing([("", replace(s, group=s.group or part.get(s.name))) for s in samples])
+
+
+def _no_good(place: Path, folders: Sequence[str]) -> DataError:
+    return DataError(
+        f"{place} has folders of defects or tests ({some(folders, most=8)}), but none that is "
+        "named as good; rename the folder of good parts to `good`, or give it alone"
+    )
+
+
+def _plain(place: Path) -> Recognised:
+    """Good images alone, unless the folder says otherwise."""
+    inside = folders_in(place)
+    if any(label_of(name) in (Label.DEFECTIVE, Label.ASIDE) for name in inside):
+        raise _no_good(place, inside)
+    lists = [p for p in sorted(place.glob("*.csv")) if not left_by_system(p.name)]
     if len(lists) == 1 and not list_images(place):
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
     if not list_images(place):
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
-        raise DataError(f"no images in {place}{listed or '; give a folder of good images'}")
+        give = listed or f"{other_files(place)}; give a folder of good images"
+        raise DataError(f"no images in {place}{give}")
     unclear = [name for name in inside if list_images(place / name)]
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(
@@ -145,7 +227,11 @@ def _plain(place: Path) -> Recognised:
             f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "
             "folders hold good parts, add --format folder"
         )
-    return Recognised("folder", place, "good images alone")
+    named = by_file_names(image.stem for image in list_images(place))
+    if named is None:
+        return Recognised("folder", place, "good images alone")
+    counts = Counter(named.values())
+    return Recognised("folder", place, say_named(counts[Label.GOOD], counts[Label.DEFECTIVE]))
 
 
 def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import DataError
-from anomaly.imaging.listing import is_folder, list_images
-from anomaly.imaging.read import Image, read_mask
+from anomaly.errors import DataError, ImageError
+from anomaly.imaging.listing import is_folder, list_images, other_files
+from anomaly.imaging.read import Image, read_header, read_mask
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five
+# A mask that marks as much of its image is inverted, or has a background that isn't 0.
+_NEARLY_ALL = 0.98
+_UPRIGHT, _SIDEWAYS = 1, 5  # EXIF orientations; from 5 on the sides are swapped
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,16 @@ class Dataset:
         train: good images.
         test: good and defective images.
         validation: further good images, where the data set sets some apart: not learned from.
+        unused_masks: files among the masks that are no image's.
+        drawn: whether nobody has said which of the good images to test with.
     """
 
     folder: Path
     train: tuple[Sample, ...]
     test: tuple[Sample, ...]
     validation: tuple[Sample, ...] = ()
+    unused_masks: tuple[Path, ...] = ()
+    drawn: bool = False
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(some)} {name}" for name, some in self.splits.items() if some)
@@ -74,6 +82,19 @@ class Dataset:
     def splits(self) -> dict[str, tuple[Sample, ...]]:
         """The splits by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}
+
+
+class MaskError(DataError):
+    """A mask contradicts its image.
+
+    Args:
+        message: what is wrong with which mask, and what to do.
+        kind: `mask_size`, `mask_inverted`, `mask_on_good` or `mask_unusable`.
+    """
+
+    def __init__(self, message: str, kind: str = "mask_unusable") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArray[np.bool_]:
@@ -88,25 +109,87 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
         (H0, W0); all False for an image without a mask.
 
     Raises:
-        DataError: a mask has another size than its image, or a folder holds no masks.
+        MaskError: a mask has another size than its image, marks nearly all of it, or a defect on a
+            good image; or a folder holds no masks.
         ImageError: a mask can't be read.
     """
     whole = np.zeros(size, dtype=bool)
     if sample.mask_path is None:
         return whole
-    whole_folder = is_folder(sample.mask_path)
-    files = list_images(sample.mask_path) if whole_folder else [sample.mask_path]
+    files = mask_files(sample.mask_path)
     if not files:
-        raise DataError(f"{sample.mask_path} holds no masks; add them or remove the folder")
+        raise MaskError(f"{sample.mask_path} holds no masks; add them or remove the folder")
     for file in files:
         mask = read_mask(file, above=above)
         if mask.shape != size:
-            raise DataError(
+            raise MaskError(
                 f"mask {file} is {mask.shape[1]}×{mask.shape[0]} pixels, but its image "
-                f"{sample.path} is {size[1]}×{size[0]}; masks must have the size of their images"
+                f"{sample.path} is {size[1]}×{size[0]}; {_fitting_size(sample, size, mask.shape)}",
+                "mask_size",
             )
         whole |= mask
+    if sample.is_defect and (marked := float(whole.mean())) >= _NEARLY_ALL:
+        raise MaskError(
+            f"{sample.mask_path} marks {marked:.1%} of {sample.path} as defect. If the defect is "
+            "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, set "
+            "data.mask_above to the background's value; if all of the part is defective, remove "
+            "the mask",
+            "mask_inverted",
+        )
+    if not sample.is_defect and whole.any():
+        raise MaskError(
+            f"{sample.mask_path} marks a defect, but {sample.path} is said to be good; remove the "
+            "mask, or move the image to the defects",
+            "mask_on_good",
+        )
     return whole
+
+
+def mask_files(mask: Path) -> list[Path]:
+    """A mask's file, or the files of a folder of masks."""
+    return list_images(mask) if is_folder(mask) else [mask]
+
+
+def _fitting_size(sample: Sample, image: tuple[int, int], mask: tuple[int, int]) -> str:
+    """What to do about a mask whose size (H, W) isn't its image's."""
+    height, width = image
+    if mask == (width, height) and _orientation(sample.path) >= _SIDEWAYS:
+        return (
+            "the image is turned by its EXIF orientation, and the mask fits its pixels as they are "
+            "stored. Turn the mask upright as well: draw it on the image as a viewer shows it"
+        )
+    return (
+        "masks must have the size of their images: draw it on the image itself, or scale it "
+        f"(magick MASK -sample {width}x{height}! MASK)"
+    )
+
+
+def maybe_turned(sample: Sample, image: Image) -> str:
+    """That nobody can say whether a mask is upright as its image is; empty where it surely is.
+
+    Args:
+        sample: whose mask, if it has one, is of the size of its image.
+        image: its image.
+    """
+    orientation, (height, width) = image.orientation, image.size
+    told_by_size = orientation >= _SIDEWAYS and height != width
+    if sample.mask_path is None or orientation == _UPRIGHT or told_by_size:
+        return ""
+    if any(_orientation(file) != _UPRIGHT for file in mask_files(sample.mask_path)):
+        return ""
+    return (
+        f"{sample.path} is turned by its EXIF orientation ({orientation}), and its mask "
+        f"{sample.mask_path} says nothing of one: see that it is drawn on the image as a viewer "
+        "shows it, or it marks another place"
+    )
+
+
+def _orientation(path: Path) -> int:
+    """EXIF orientation of a picture, 1 to 8; 1 where it can't be read."""
+    try:
+        return read_header(path).orientation
+    except ImageError:
+        return _UPRIGHT
 
 
 def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
@@ -120,20 +203,24 @@ def set_apart(good: Iterable[Sample]) -> tuple[list[Sample], list[Sample]]:
     """Good images to learn from and, a fifth, to test with, where nobody has said which.
 
     The draw hangs on the names alone, so that images added later hardly move the others. Views of
-    one part stay together.
+    one part stay together; those of a part with more views than a fifth of all are learned from.
     """
     samples = list(good)
     draw = {
         part: zlib.crc32(part.encode("utf-8", "surrogateescape")) for part in map(_part, samples)
     }
-    parts = sorted(draw, key=lambda part: (draw[part], part))
-    test = set(parts[: len(parts) // _TEST_SHARE])
+    views = Counter(map(_part, samples))
+    left, test = len(samples) // _TEST_SHARE, set[str]()
+    for part in sorted(draw, key=lambda part: (draw[part], part)):
+        if views[part] <= left:
+            test.add(part)
+            left -= views[part]
     return [s for s in samples if _part(s) not in test], [s for s in samples if _part(s) in test]
 
 
 def no_training_images(where: Path, hint: str) -> DataError:
     """The error of a data set without good images."""
-    missing = "" if where.exists() else " (that folder doesn't exist)"
+    missing = other_files(where) if where.exists() else " (that folder doesn't exist)"
     return DataError(f"no training images in {where}{missing}. {hint}")
 
 

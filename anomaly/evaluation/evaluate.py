@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
+from anomaly.datasets.copies import contradiction
+from anomaly.datasets.samples import maybe_turned
 from anomaly.errors import DataError, ImageError, some
 from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.evaluation.metrics.images import (
@@ -24,6 +26,7 @@ from anomaly.evaluation.metrics.images import (
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.looks import picture_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -134,14 +137,17 @@ def score_test_split(
         visit: called with every scored image; nothing of it is kept here.
 
     Raises:
-        DataError: no images at all, or a mask that doesn't fit its image. An image whose mask can't
-            be read is left out like one that can't be read itself.
+        DataError: no images at all, one picture as good and as a defect, or a mask that contradicts
+            its image. An image whose mask can't be read is left out like one that can't be read
+            itself.
     """
     if not samples:
         raise DataError("the test split is empty: there is nothing to evaluate")
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
     unmarked: list[str] = []
+    first: dict[str, Sample] = {}  # that shows a picture
+    good = {sha256: name for name, sha256 in detector.manifest.get("training_images", {}).items()}
     with Decoders(1) as masks:
         for result in detector.score_all(
             [s.source for s in samples], workers=workers, keep_images=True
@@ -150,6 +156,10 @@ def score_test_split(
             try:
                 if isinstance(result, UnusableImage):
                     raise ImageError(result.reason, result.status)
+                assert result.image is not None
+                same = first.setdefault(picture_of(result.image), sample)
+                if contrary := contradiction(same, sample) or _learned(sample, result.sha256, good):
+                    raise contrary
                 mask = _mask(masks, sample, result.view.source, mask_above)
             except ImageError as error:
                 scored[result.index] = Scored(sample, None, str(error))
@@ -161,6 +171,8 @@ def score_test_split(
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)
+                    if doubt := maybe_turned(sample, result.image):
+                        log.warning("%s", doubt)
                 visit(result, sample, anomaly_map, mask)
             progress(len(scored), len(samples))
     if unmarked:
@@ -169,6 +181,16 @@ def score_test_split(
             "not in those of pixels",
             len(unmarked),
             some(unmarked),
+        )
+    defects = [sample for sample in samples if sample.is_defect]
+    unmasked = [str(sample.path) for sample in defects if sample.mask_path is None]
+    if 0 < len(unmasked) < len(defects):
+        log.warning(
+            "%d of %d defects have no mask (%s); they count in the figures of images, not in those "
+            "of pixels",
+            len(unmasked),
+            len(defects),
+            some(unmasked),
         )
     rows = tuple(scored[i] for i in range(len(samples)))
     return _evaluation(detector, rows, pixels.result())
@@ -186,6 +208,23 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,
+    )
+
+
+def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError | None:
+    """The error of a defect that was learned as good.
+
+    Args:
+        sample: to test with.
+        sha256: of its file.
+        good: names of the images that were learned from, by theirs.
+    """
+    if not sample.is_defect or sha256 not in good:
+        return None
+    return DataError(
+        f"{sample.path} is said to show a defect ({sample.defect_type}), but the model has learned "
+        f"it as good ({good[sha256]}); look at it. If it is a defect, remove it from the training "
+        "images and train again; if it is good, remove it from the defects"
     )
 
 

@@ -11,8 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
-from anomaly.datasets import check_good_inputs
+from anomaly.calibration import (
+    GoodScores,
+    ThresholdChange,
+    Thresholds,
+    thresholds_by_hand,
+    thresholds_from,
+)
+from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, ImageError, some
 from anomaly.evaluation.splits import tested_hashes
@@ -190,6 +196,7 @@ def recalibrated(
     review_rate: float | None,
     threshold: float | None,
     review_threshold: float | None,
+    force: bool,
 ) -> Model:
     """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
     asked = {
@@ -217,6 +224,14 @@ def recalibrated(
         limits = thresholds_from(scores, *wanted)
     else:
         limits = by_hand(scores, threshold, review_threshold)
+    if detector.thresholds is not None:
+        moved = ThresholdChange(detector.thresholds, limits)
+        for line in moved.lines():
+            log.info(line)
+        if moved.is_doubtful and not force:
+            raise DataError(f"{moved.caution}; leave out what isn't good, or give force=True")
+        if moved.caution:
+            log.warning(moved.caution)
     asked = {name: value for name, value in asked.items() if value is not None}
     hashes = {"good": unseen.named_hashes()} if unseen else {}
     made = change(asked, detector.thresholds, limits, hashes) | {"model_before": detector.model_id}
@@ -283,11 +298,13 @@ def sources(
     """
     if isinstance(images, str | Path):
         paths = find_inputs([Path(images)], option=what).paths
-        if what == "good images":
-            check_good_inputs([Path(images)], paths)
+        check_inputs([Path(images)], paths, defects=what == "defects")
         return list(paths)
     named: list[Path | Image] = []
-    for index, image in enumerate([images] if is_one(images) else images):
+    given = [images] if is_one(images) else list(images)
+    files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
+    check_inputs(files, files, defects=what == "defects")
+    for index, image in enumerate(given):
         try:
             named.append(array_format.source(image))
         except ImageError as error:

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
-from anomaly.errors import DataError, some
+from anomaly.datasets.masks import strays
+from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
 from anomaly.scoring.pipeline import Model
 from anomaly.training.runs import trained_on
@@ -43,9 +44,11 @@ def images_to_test(
         DataError: there are none, or nothing says where they are.
     """
     if good or defects:
-        samples = not_learned(model, folder, open_test_images(good, defects, masks))
+        samples = not_learned(model, folder, open_test_images(good, defects, masks, tell=True))
         return samples, ", ".join(map(str, [*good, *defects]))
     dataset = dataset_of(model, folder, data_root)
+    if unused := strays(dataset.unused_masks):
+        log.warning("%s", unused)
     if dataset.test:
         return dataset.test, str(dataset.folder)
     layout = model.config.data.format
@@ -87,9 +90,11 @@ def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
 
 
 def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sample]:
-    """The images that the model hasn't learned from; unreadable files stay and are reported later.
+    """The images that the model hasn't learned from.
 
-    A warning says how many good images and defects it has learned from.
+    Unreadable files, and defects that were learned as good, stay and are reported later.
+
+    A warning says how many it has learned from.
 
     Args:
         model: what learned.
@@ -100,23 +105,7 @@ def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sam
         DataError: it has learned from all of them.
     """
     learned = frozenset(model.manifest["training_images"].values())
-    samples = []
-    by_label: dict[bool, dict[str, str]] = {False: {}, True: {}}
-    for sample in named:
-        sha256 = content_hash(sample)
-        if sha256 in learned:
-            continue
-        if sha256:
-            by_label[sample.is_defect][sha256] = sample.name
-        samples.append(sample)
-    good, defective = by_label[False], by_label[True]
-    if both := [defective[sha256] for sha256 in good if sha256 in defective]:
-        log.warning(
-            "%d images are among the good ones and among the defects, by their content (%s): "
-            "one of the two is wrong, and so are the figures",
-            len(both),
-            some(both),
-        )
+    samples = [s for s in named if s.is_defect or content_hash(s) not in learned]
     if len(samples) < len(named):
         out = len(named) - len(samples)
         log.warning("the model has learned from %d of %d images; left out", out, len(named))

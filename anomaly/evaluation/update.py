@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration import ThresholdChange, Thresholds
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, first_of, some
@@ -107,7 +107,6 @@ def verdict_changes(
 
 
 _LISTED = 10  # changed verdicts of a kind
-_FAR = 1.1  # times the reject threshold so far, above which a new one is reported as higher
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,25 +155,17 @@ class Update:
         return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
 
     @property
-    def caution(self) -> str:
-        """Said where the reject threshold rises by far, as it does where defects are learned."""
-        limits = self.detector.thresholds
-        assert limits is not None
-        if limits.image <= _FAR * self.before.image:
-            return ""
-        return (
-            f"the reject threshold rises from {self.before.image:.4g} to {limits.image:.4g}, and "
-            "what scores between them is no longer rejected: look at the new images again, for "
-            "defects among them are learned as good"
-        )
+    def moved(self) -> ThresholdChange:
+        """What the thresholds found anew change."""
+        assert self.detector.thresholds is not None
+        return ThresholdChange(self.before, self.detector.thresholds)
 
     def lines(self) -> list[str]:
         """What was learned and what it changes, for people."""
         return [*self._learned(), *self._changed()]
 
     def _learned(self) -> Iterator[str]:
-        new, limits = self.learned.good, self.detector.thresholds
-        assert limits is not None
+        new, limits = self.learned.good, self.moved.after
         if self.known:
             yield f"left out, as known already or copies of others: {self.known}"
         for name, score in self.learned.suspects.items():
@@ -187,6 +178,7 @@ class Update:
                 f"the thresholds were found {self.before.label} so far, and are found by rates now"
             )
         yield from limits.lines()
+        yield from self.moved.lines()
         yield (
             f"{len(new.names)} new images alone can't guarantee a false-reject rate below "
             f"{percent(supported_rate(len(new.names)))}"
@@ -339,8 +331,8 @@ def updated(
         log.warning("skipped: %s", reason)
     for line in made.lines():
         log.info(line)
-    if made.caution:
-        log.warning(made.caution)
+    if made.moved.caution:
+        log.warning(made.moved.caution)
     if made.learned.suspects:
         log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
     if made.escapes and not force:

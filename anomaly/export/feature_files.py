@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from anomaly.errors import DataError, OutputError, why
+from anomaly.errors import DataError, OutputError, unwritable, why
 from anomaly.files.tables import csv_rows, csv_text
-from anomaly.files.writing import as_json, claim, clear, write
+from anomaly.files.writing import as_json, claim, clear, from_json, write
 from anomaly.scoring.build import differences
 
 Array: TypeAlias = NDArray[np.float32]
@@ -172,7 +172,7 @@ def _append_index(folder: Path, new: Sequence[Saved]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise OutputError(f"{folder / INDEX} can't be written: {error.strerror}") from None
+        raise unwritable(folder / INDEX, error) from None
 
 
 def _lines(index: Sequence[Saved]) -> list[tuple[str, ...]]:
@@ -187,7 +187,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     """
     file = folder / SETTINGS
     try:
-        settings = json.loads(file.read_text("utf-8"))
+        settings = from_json(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{folder} holds no features: {SETTINGS} can't be read ({why(error)})"

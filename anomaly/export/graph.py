@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -239,7 +240,11 @@ def write_graph(
         quantise(file)
     if ENGINES[engine][2] != ".onnx":
         openvino = installed(engine, "this export is for")
-        openvino.save_model(openvino.Core().read_model(file), folder / name, compress_to_fp16=False)
+        model = openvino.Core().read_model(file)
+        try:
+            openvino.save_model(model, folder / name, compress_to_fp16=False)
+        except RuntimeError:  # says nothing of the system's answer
+            raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
     return {"file": name, "inputs": inputs, "outputs": outputs}

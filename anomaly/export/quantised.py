@@ -219,7 +219,7 @@ def _learned_again(
     fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
     with (
         tempfile.TemporaryDirectory(prefix=".patches-", dir=draft) as scratch,
-        Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders,
+        Decoders(min(workers, len(samples)), Task(detector.loading, looks=True)) as decoders,
         closing(
             FeatureCache(
                 detector,

@@ -21,6 +21,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, unwritable
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,31 @@ LOCK = ".anomaly-lock"
 _ATTEMPTS = 100
 _NOTE_SECONDS = 0.05  # after which a run that has just got the lock has said who it is
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+# What systems keep beside a user's files. No name that a user may have given: a folder `recycled`.
+_SYSTEM = re.compile(
+    r"[$#@~]recycled?([ ._-]?bin)?|recycle[ ._-]?bin|recycler"
+    r"|[#@~]_*(snapshots?|recently-snapshots?|thumbs?|eadir|te?mp|syno\w*|share\w*|trash|recover\w*)"
+    r"|\$(sysreset|winreagent|extend|windows\.~\w+)|~\$.*|found\.\d{3}|system volume information"
+    r"|__macosx|__pycache__|ipynb_checkpoints|lost\+found|network trash folder|temporary items"
+    r"|thevolumesettingsfolder|files_trashbin|(eh)?thumbs(_vista)?\.db|desktop\.ini|desktop d[bf]",
+    re.IGNORECASE,
+)
 # Real paths of what is locked, and the thread that has locked it.
 _held: set[tuple[str, int]] = set()
+
+
+def left_by_system(name: str) -> bool:
+    """Whether a file or folder of this name is a system's own, never data.
+
+    Hidden ones, recycle bins, snapshots, thumbnails of network storage, what an archive of macOS
+    holds beside the files.
+    """
+    return name.startswith(".") or _SYSTEM.fullmatch(name) is not None
+
+
+def matched(name: str, pattern: str) -> bool:
+    """Whether a match of a pattern isn't a system's own, but for what the pattern spells out."""
+    return not any(map(left_by_system, set(name.split("/")) - set(pattern.split("/"))))
 
 
 def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
@@ -100,7 +124,7 @@ def foreign(folder: Path, name: str) -> Path | None:
     """A file in one of a run's folders that the run hasn't written; None where there is none.
 
     Files are recognised by their suffixes; a folder that its run wasn't to write holds foreign
-    ones only. What file managers leave (hidden files, and `Thumbs.db`) isn't counted.
+    ones only. What file managers leave (`left_by_system`) isn't counted.
 
     Args:
         folder: a run's.
@@ -117,9 +141,11 @@ def foreign(folder: Path, name: str) -> Path | None:
 
 def _files(folder: Path) -> Iterator[Path]:
     for entry in os.scandir(folder):
+        if left_by_system(entry.name):
+            continue
         if entry.is_dir(follow_symlinks=False):
             yield from _files(Path(entry.path))
-        elif not entry.name.startswith(".") and entry.name != "Thumbs.db":
+        else:
             yield Path(entry.path)
 
 
@@ -130,7 +156,7 @@ def _may_have_written(folder: Path, name: str) -> bool:
             return f'href="{PAGES}/'.encode() in (folder / PAGE).read_bytes()
         settings = _SETTINGS.get(name)
         return settings is None or not settings.isdisjoint(_about(folder)["set of outputs"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         return True
 
 
@@ -160,7 +186,7 @@ def _head(file: Path) -> bytes:
 def _explained(file: Path) -> list[str]:
     try:
         return [_EXPLANATION, *map(str, json.loads(file.read_bytes())["pictures"])]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
 
 
@@ -212,7 +238,7 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
             file, handle = _take(what, lock)
         except OSError as error:
             where = what if error.filename in (None, str(lock)) else error.filename
-            raise OutputError(f"{where} can't be written to: {error.strerror}") from None
+            raise unwritable(where, error, "{} can't be written to") from None
         _held.add(holder)
         try:
             yield

@@ -6,6 +6,7 @@ What it does answer, that there is no such object or that access is denied, is b
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.files.outputs import JOB, SHARDED
+from anomaly.files.outputs import JOB, SHARDED, left_by_system, matched
 from anomaly.files.writing import draft, write
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
@@ -29,6 +30,21 @@ def local(place: str) -> Path | None:
     """The path that a place is on this machine; None for storage elsewhere."""
     name = place.removeprefix("file://")
     return None if "://" in name else Path(name)
+
+
+def named(entry: str, folder: Path = Path()) -> str:
+    """The place that an entry of a list means.
+
+    Args:
+        entry: a path, or a URL. A path with backslashes has slashes where only that file exists.
+        folder: that paths lead from.
+    """
+    name = entry.removeprefix("file://")
+    slashed = name if os.name == "nt" or "://" in name else name.replace("\\", "/")
+    # Of `os.path`, which takes any name: too long, with null characters.
+    if slashed == name or os.path.lexists(folder / name):
+        return name
+    return slashed if os.path.exists(folder / slashed) else name  # noqa: PTH110
 
 
 def inside(place: str, name: str) -> str:
@@ -168,10 +184,10 @@ def opened(place: str) -> IO[bytes]:
 
 
 def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = DataError) -> Result:
-    """Do something with storage elsewhere, several times if it doesn't answer.
+    """Do something with a file; with one of storage elsewhere several times if it doesn't answer.
 
     Args:
-        place: for messages.
+        place: the file.
         act: what to do.
         kind: of the error.
 
@@ -179,6 +195,8 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
         OSError: what it has answered.
         AnomalyError: it doesn't answer.
     """
+    if local(place) is not None:
+        return act()
     for pause in (*_PAUSES, None):
         try:
             return act()
@@ -202,9 +220,8 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
 def each_file(place: str) -> Iterator[str]:
     """The files of storage elsewhere that a place means: an object, a pattern, or a folder's.
 
-    In folders, files and folders whose names start with a dot are skipped, and so is what `infer`
-    has written. A folder is listed when it is come to; a pattern is listed as a whole, and may have
-    no matches.
+    A system's own files and folders are skipped, and so is what `infer` has written in folders. A
+    folder is listed when it is come to; a pattern is listed as a whole, and may have no matches.
 
     Raises:
         DataError: there is no such object or folder, or it can't be listed.
@@ -213,7 +230,8 @@ def each_file(place: str) -> Iterator[str]:
     try:
         if any(c in name for c in "*?[") and not again(place, partial(fs.exists, name)):
             matches = again(place, partial(fs.glob, name, detail=True)).items()
-            yield from (fs.unstrip_protocol(n) for n, about in matches if about["type"] == "file")
+            files = (n for n, about in matches if about["type"] == "file" and matched(n, name))
+            yield from map(fs.unstrip_protocol, files)
         elif again(place, partial(fs.isfile, name)):
             yield fs.unstrip_protocol(name)
         else:
@@ -228,7 +246,7 @@ def _walk(place: str, fs: Any, folder: str) -> Iterator[str]:
     entries = {path.rpartition("/")[2]: (path, kind) for path, kind in paths}
     own = SHARDED if JOB in entries else ()
     for name, (path, kind) in sorted(entries.items()):
-        if name.startswith(".") or name in own or path == folder.rstrip("/"):
+        if left_by_system(name) or name in own or path == folder.rstrip("/"):
             continue
         if kind == "directory":
             yield from _walk(place, fs, path)

@@ -137,6 +137,9 @@ def text_of(data: bytes, name: str) -> str:
             continue
         if "\0" not in text:
             return text
+    before, null, _ = rest.decode(encoding or "latin-1", "replace").partition("\0")
+    if null:
+        name += f" line {before.count(chr(10)) + 1} holds a null character: it"
     raise DataError(f"{name} isn't text in UTF-8, UTF-16 or Windows-1252; save it as CSV UTF-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -12,11 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import AnomalyError, OutputError, closest, why
+from anomaly.errors import AnomalyError, OutputError, closest, unwritable
 from anomaly.files.outputs import foreign, is_model, own_outputs
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
+_MOST_DIGITS = 40
 _DRAFT, _DRAFT_SUFFIX = ".anomaly-", ".part"
 
 
@@ -65,7 +67,7 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
         if not os.access(folder, os.W_OK):
             raise OutputError(f"{folder} can't be written to; give another --output")
     except OSError as error:
-        raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+        raise unwritable(error.filename or folder, error, "{} can't be used") from None
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
@@ -85,7 +87,7 @@ def clear(folder: Path, names: Iterable[str]) -> None:
             else:
                 path.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"{error.filename or folder} can't be used: {error.strerror}") from None
+        raise unwritable(error.filename or folder, error, "{} can't be used") from None
 
 
 def at_home(path: Path) -> Path:
@@ -157,6 +159,31 @@ def as_json(values: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def from_json(text: str | bytes) -> Any:
+    """The values in JSON that this program, or a person, has written.
+
+    Raises:
+        ValueError: it isn't JSON, is nested too deep, or holds a number that isn't finite or has
+            more digits than any that is written.
+    """
+    try:
+        return json.loads(
+            text, parse_constant=_read_number, parse_float=_read_number, parse_int=_read_number
+        )
+    except RecursionError:
+        raise DamagedError("it is nested too deep") from None
+
+
+class DamagedError(AnomalyError, ValueError):
+    """A file holds values that can't be meant."""
+
+
+def _read_number(text: str) -> float:
+    if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
+        raise DamagedError(f"it holds the number {text[:_MOST_DIGITS]}, which can't be meant")
+    return int(text) if text.lstrip("-").isdigit() else number
+
+
 def draft_of(path: Path) -> Path:
     """A name beside `path` that nobody else uses, for what isn't finished."""
     return path.with_name(f"{_DRAFT}{secrets.token_hex(8)}{_DRAFT_SUFFIX}")
@@ -203,7 +230,7 @@ def draft(file: Path) -> Iterator[Path]:
         yield unfinished
         unfinished.replace(file)
     except OSError as error:
-        raise OutputError(f"{file} can't be written: {why(error)}") from None
+        raise unwritable(file, error) from None
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -253,7 +280,7 @@ class GrowingFile:
                 f"{file} is gone, or its folder is; give --overwrite or another --output"
             ) from None
         except OSError as error:
-            raise OutputError(f"{file} can't be written: {error.strerror}") from None
+            raise unwritable(file, error) from None
 
     def append(self, data: bytes) -> None:
         """Write one more piece; the system has it when this returns.
@@ -267,7 +294,7 @@ class GrowingFile:
                 left = left[self._stream.write(left) :]
         except OSError as error:
             self._drop_torn()
-            raise OutputError(f"{self._file} can't be written: {error.strerror}") from None
+            raise unwritable(self._file, error) from None
         self.end += len(data)
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ class Decoders:
             task, self._of[index] = self._task, process
         assert task is not None
         if isinstance(source, Image):
-            return _finished(load(index, source, task.loading))
+            return _finished(load(index, source, task.loading, looks=task.looks))
         return process.submit(_load, process, task, index, source)
 
     def map(self, function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:

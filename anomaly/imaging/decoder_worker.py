@@ -60,11 +60,13 @@ class Task:
         loading: how files become network inputs.
         pictures: what to write for each image; None for nothing.
         keep_image: whether the decoded image is handed over with the network's input.
+        looks: whether what each image looks like is told.
     """
 
     loading: Preprocessing
     pictures: Drawing | None = None
     keep_image: bool = False
+    looks: bool = False
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
@@ -201,10 +203,10 @@ class Worker:
             return to_unusable(index, name_of(index, source), error)
 
     def _load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        loaded = load(index, source, self.task.loading)
+        loaded = load(index, source, self.task.loading, looks=self.task.looks)
         if isinstance(loaded, UnusableImage) and loaded.status == "unsupported" and self._kept:
             self._kept.clear()  # they may take the memory that this one needs
-            loaded = load(index, source, self.task.loading)
+            loaded = load(index, source, self.task.loading, looks=self.task.looks)
         return loaded
 
     def _keep(self, index: int, image: Image) -> None:

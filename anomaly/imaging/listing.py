@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from anomaly.errors import DataError, some, why
-from anomaly.files.outputs import is_model, own_outputs
+from anomaly.files.outputs import is_model, left_by_system, own_outputs
 from anomaly.imaging.read import FORMATS
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,24 @@ def list_images(folder: Path) -> list[Path]:
         DataError: as `list_files`.
     """
     return [path for path in list_files(folder) if is_image(path)]
+
+
+def other_files(folder: Path) -> str:
+    """What a folder without pictures holds, in brackets, for a message; empty for no files.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    kinds = Counter(
+        path.suffix.lower() or path.name
+        for path in (list_files(folder, tell=False) if is_folder(folder) else ())
+    )
+    if not kinds:
+        return ""
+    found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
+    *names, last = (known.NAME for known in FORMATS.values())
+    readable = f"{', '.join(names)} and {last}"
+    return f" (but {found}, of which none can be read; pictures are {readable}: convert them)"
 
 
 def is_image(path: Path) -> bool:
@@ -50,7 +69,7 @@ def is_folder(path: Path) -> bool:
 def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
     """List the files in a folder and its subfolders, sorted by path.
 
-    Files and folders whose names start with a dot are skipped, and so is what this program has
+    A system's own files and folders are skipped (`left_by_system`), and so is what this program has
     written itself. Links are followed, except to a folder that the link lies in.
 
     Args:
@@ -93,7 +112,7 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> 
     outputs = own_outputs(folder, names)
     for entry in sorted(entries, key=lambda entry: entry.name):
         path = folder / entry.name
-        if entry.name.startswith("."):
+        if left_by_system(entry.name):
             continue
         if entry.name in outputs:
             if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
+from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import (
     Image,
     described,
-    has_16_bits,
     is_out_of_memory,
     out_of_memory,
     read_header,
@@ -76,8 +76,7 @@ class NetworkInput:
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the tiling that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
-        brightest: the highest value of a file of 16 bits whose depth isn't declared, of full scale;
-            None for others.
+        look: what tells the image from others; None where nobody asked for it.
     """
 
     index: int
@@ -90,7 +89,7 @@ class NetworkInput:
     tile: tuple[int, int] = (0, 0)
     whole: Tiling | None = None
     turn: int = 0
-    brightest: float | None = None
+    look: Look | None = None
 
     @property
     def name(self) -> str:
@@ -151,6 +150,8 @@ def load(
     index: int,
     source: Path | bytes | Image,
     loading: Preprocessing,
+    *,
+    looks: bool = False,
 ) -> NetworkInput | UnusableImage:
     """Decode and render one image. Whatever happens on the way, it is this image's alone.
 
@@ -158,6 +159,7 @@ def load(
         index: its place in the list of images.
         source: the file, its bytes, or pixels that needn't be decoded.
         loading: how.
+        looks: whether to tell what it looks like.
     """
     path = source if isinstance(source, Path) else None
     name = described(index, path)
@@ -170,12 +172,8 @@ def load(
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
-        brightest = None
-        if has_16_bits(image.mode) and loading.bit_depth is None:
-            brightest = float(image.pixels.max()) / image.full_scale
-        return NetworkInput(
-            index, image.sha256, view, pixels, render, path, image, brightest=brightest
-        )
+        look = look_of(image) if looks else None
+        return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
     except Exception as error:  # a shift mustn't end because of one image
         return to_unusable(index, name, error)
 

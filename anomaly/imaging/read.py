@@ -80,11 +80,11 @@ FORMATS: MappingProxyType[str, Format] = MappingProxyType(
 HEAD_BYTES = 64
 
 _OTHERS = (
-    (b"GIF8", "a GIF"),
+    (b"GIF8", "a GIF picture"),
     (b"II+\0", "a BigTIFF picture"),
     (b"MM\0+", "a BigTIFF picture"),
     (b"%PDF", "a PDF document"),
-    (b"8BPS", "a Photoshop document"),
+    (b"8BPS", "a Photoshop picture"),
     (b"\0\0\0\x0cjP  ", "a JPEG 2000 picture"),
     (b"\xff\x4f\xff\x51", "a JPEG 2000 picture"),
     (b"\x76\x2f\x31\x01", "an OpenEXR picture"),
@@ -113,7 +113,8 @@ def identify(head: bytes) -> Format:
     *names, last = (known.NAME for known in FORMATS.values())
     most = ", ".join(names)
     if kind := _other_kind(head):
-        raise unsupported(f"it is {kind}, not a {most} or {last} picture")
+        remedy = "; convert it to one of these" if kind.endswith("picture") else ""
+        raise unsupported(f"it is {kind}, not a {most} or {last} picture{remedy}")
     raise damaged(f"it isn't a {most} or {last} picture, or its first bytes are damaged")
 
 
@@ -145,6 +146,7 @@ class Image:
             "rgba8", "greyfloat32".
         format: "png", "jpeg", "bmp", "tiff" or "webp"; "array" for pixels that came from memory.
         sha256: hex digest of the file's bytes; of the pixels where there is no file.
+        orientation: EXIF orientation by which the stored pixels were turned, 1 to 8; 1 is upright.
     """
 
     pixels: Pixels
@@ -152,6 +154,7 @@ class Image:
     mode: str
     format: str
     sha256: str
+    orientation: int = 1
 
     @property
     def size(self) -> tuple[int, int]:
@@ -190,7 +193,8 @@ def read_image(
             raise
         raise ImageError(_named(source, out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
-    return Image(np.ascontiguousarray(pixels), full_scale, header.mode, header.format, sha256)
+    upright = np.ascontiguousarray(pixels)
+    return Image(upright, full_scale, header.mode, header.format, sha256, header.orientation)
 
 
 def read_header(source: Path | bytes, *, max_pixels: int = MAX_PIXELS) -> ImageHeader:
@@ -290,16 +294,16 @@ def has_16_bits(mode: str) -> bool:
     return mode.endswith("16") and "float" not in mode
 
 
-def bits_used(brightest: Iterable[float]) -> int | None:
+def bits_used(brightest: Iterable[float | None]) -> int | None:
     """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less.
 
     Args:
-        brightest: the highest value of each 16-bit image, of full scale.
+        brightest: the highest value of each 16-bit image, of full scale; None for others.
 
     Returns:
         The bits; None where more is used, or there are no such images.
     """
-    highest = max(brightest, default=0.0)
+    highest = max((value for value in brightest if value is not None), default=0.0)
     return round(highest * 65535).bit_length() if 0 < highest < 0.25 else None
 
 

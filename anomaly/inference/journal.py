@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from anomaly.errors import OutputError, why
-from anomaly.files.writing import GrowingFile, as_json, write
+from anomaly.files.writing import GrowingFile, as_json, from_json, write
 from anomaly.inference.rows import Row
 from anomaly.maps.regions import MarkedRegion
 
@@ -98,7 +98,7 @@ class Journal:
         for text in lines:
             if not text.endswith(b"\n"):
                 return
-            line = json.loads(text)
+            line = from_json(text)
             if self._end:
                 self.take(line)
             else:
@@ -166,7 +166,7 @@ def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
         OutputError: it was another run, or nothing says which one it was.
     """
     try:
-        record = json.loads(done.read_bytes())
+        record = from_json(done.read_bytes())
         found, code = dict(record["about"]), int(record["exit_code"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OutputError(

@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from anomaly.datasets.inputs import Found, picture_names
-from anomaly.errors import OutputError
+from anomaly.errors import OutputError, WriteError
 from anomaly.files.outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -135,18 +136,24 @@ def infer_files(
         except OutputError as error:
             failure = failure or error
     if failure is not None:
-        raise _broken_off(failure, len(journal.done), len(paths))
+        raise failure
     return thumbnails
 
 
-def _broken_off(failure: OutputError, done: int, total: int) -> OutputError:
-    """What to tell of a run that couldn't write."""
-    error = OutputError(
-        f"{failure}; {done} of {total} images are done and kept: once that is mended, go on with "
-        "--resume"
-    )
-    error.exit_code = 3 if done else 2
-    return error
+@contextmanager
+def resumable(done: Callable[[], str]) -> Iterator[None]:
+    """Say of a run that couldn't write what is done, and how it goes on.
+
+    Args:
+        done: says it.
+
+    Raises:
+        WriteError: results can't be written.
+    """
+    try:
+        yield
+    except OutputError as error:
+        raise WriteError(f"{error}; {done()} done and kept: go on with --resume") from None
 
 
 # A score, what its pictures show, and the pictures on their way.

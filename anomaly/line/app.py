@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -17,25 +18,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from anomaly.errors import AnomalyError, DataError, nearest
+from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
-from anomaly.line.bodies import credentials, shown_name
+from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
+from anomaly.line.guard import credentials
 from anomaly.line.record import in_utc
 from anomaly.line.service import InspectionService
 from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__
 
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_SAFE = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 # The page's files by route, with their types.
 _PAGE = {
     "/": ("line.html", "text/html"),
@@ -58,6 +50,14 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
+class _TextResponse(JSONResponse):
+    """Values of which some may hold bytes of file names that are no text: these stand escaped."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return re.sub("[\ud800-\udfff]", lambda found: "\\" + visible(found[0]), text).encode()
+
+
 def make_app(service: InspectionService) -> FastAPI:
     """The application for a line of parts."""
     app = FastAPI(
@@ -66,9 +66,9 @@ def make_app(service: InspectionService) -> FastAPI:
         description="Scores parts, writes each answer down, and takes what people say of it.",
         docs_url=None,  # FastAPI's own pages load scripts from another site
         redoc_url=None,
+        default_response_class=_TextResponse,
     )
     app.openapi = partial(described, app)  # type: ignore[method-assign]
-    app.middleware("http")(_answers(service))
     app.add_exception_handler(RequestValidationError, _misunderstood)
     app.add_exception_handler(AnomalyError, _in_trouble)
     _score_routes(app, service)
@@ -78,37 +78,24 @@ def make_app(service: InspectionService) -> FastAPI:
     return app
 
 
-def _answers(service: InspectionService) -> Callable[..., Awaitable[Response]]:
-    async def counted(
-        request: Request, following: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        response = await following(request)
-        service.metrics.answers.labels(str(response.status_code)).inc()
-        for name, value in _SAFE.items():
-            response.headers.setdefault(name, value)
-        return response
-
-    return counted
-
-
 async def _misunderstood(request: Request, error: Exception) -> Response:
     """A parameter that isn't a legal value: 400, for 422 speaks of images."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type"):
         message = "the body isn't a JSON object; send one with Content-Type: application/json"
-        return JSONResponse({"detail": message}, 400)
+        return _TextResponse({"detail": message}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
     fault = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
-    return JSONResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
+    return _TextResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
-    """The record can't be read or written."""
-    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
+    """The record can't be read or written, or all places are taken."""
+    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
@@ -127,7 +114,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         with service.bodies.holding() as body:
             data, filename = await body.image(request)
             scored = await _answered(service, partial(slot.submit, data, filename, wanted))
-        return JSONResponse(
+        return _TextResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
         )
 
@@ -186,21 +173,21 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
         return _slot(service, name).long()
 
     @app.get("/v2/health/live", summary="Whether the service runs")
-    def live() -> dict[str, bool]:
+    async def live() -> dict[str, bool]:  # no thread, of which all may be busy
         return {"live": True}
 
     @app.get(
         "/v2/health/ready",
-        summary="Whether all models can be used, and score their golden parts as recorded",
+        summary="Whether all models can be used, and answers be written down",
     )
-    def ready() -> JSONResponse:
-        ready = service.registry.ready and not service.stopping
-        states = {slot.name: slot.state for slot in service.registry.models.values()}
-        return JSONResponse({"ready": ready, "models": states}, 200 if ready else 503)
+    async def ready() -> JSONResponse:
+        health = await asyncio.to_thread(service.health)
+        return _TextResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
-    def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics() -> Response:
+        text = await asyncio.to_thread(service.metrics.text)  # beside the routes' threads
+        return Response(text, media_type="text/plain; version=0.0.4")
 
 
 def _part_routes(app: FastAPI, service: InspectionService) -> None:
@@ -266,12 +253,14 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/v1/events", summary="What happens from now on, as server-sent events")
     async def events() -> StreamingResponse:
-        return StreamingResponse(_events(service), media_type="text/event-stream")
+        followed = service.follow()
+        await anext(followed)  # refused where too many follow already
+        return StreamingResponse(_events(followed), media_type="text/event-stream")
 
 
-async def _events(service: InspectionService) -> AsyncIterator[str]:
+async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
     yield "retry: 1000\n\n"
-    async for event in service.follow():
+    async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
 
 

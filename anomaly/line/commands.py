@@ -17,7 +17,7 @@ from anomaly.errors import AnomalyError, DataError, why
 from anomaly.files.writing import like, sha256_of, write
 from anomaly.line import serve
 from anomaly.line.drift import HORIZON, Drift, drift_html, levels_of, read_scores
-from anomaly.line.feedback import save_pictures
+from anomaly.line.feedback import model_folder, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy
 from anomaly.storage.exported import files_of, read_export
@@ -71,12 +71,12 @@ def _deploy(options: argparse.Namespace) -> int:
 def _add_drift(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    parser.add_argument(
-        "--rows",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="results.csv or results.jsonl of infer, or the record of serve (line.sqlite)",
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--rows", type=Path, metavar="FILE", help="results.csv or results.jsonl of infer"
+    )
+    where.add_argument(
+        "--record", type=Path, dest="rows", metavar="FILE", help="the record of serve (line.sqlite)"
     )
     parser.add_argument(
         "--defects",
@@ -236,7 +236,7 @@ def _feedback(options: argparse.Namespace) -> int:
 def _save(record: Path, folder: Path) -> int:
     for model, counts in save_pictures(record, folder).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
-        place = folder / model
+        place = folder / model_folder(model)
         print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
     return 0
 

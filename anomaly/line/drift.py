@@ -14,9 +14,11 @@ many parts is computed. A smaller share than the promised one only makes it smal
 from __future__ import annotations
 
 import html
-import json
 import math
+import sqlite3
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -28,8 +30,9 @@ from anomaly.calibration.model_thresholds import Thresholds
 from anomaly.calibration.rates import percent, rate_of
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
+from anomaly.files.writing import from_json
 from anomaly.inference.rows import Row
-from anomaly.line.record import open_to_read
+from anomaly.line.record import is_sqlite, open_to_read
 from anomaly.report.page import page, utc_now
 
 HORIZON = 2000  # parts that the false-alarm rate is stated for
@@ -319,13 +322,13 @@ def _svg(content: str) -> str:
 
 
 _NEEDED = ("status", "image_score", "model_id")
-_SQLITE = b"SQLite format 3\x00"
 # What a person has called a defect is none of the good parts' business, as often as it was scored.
 _RECORDED = """
-SELECT line FROM parts WHERE sha256 NOT IN (
+SELECT line FROM parts WHERE id > ? AND sha256 NOT IN (
     SELECT sha256 FROM feedback WHERE verdict = 'defect'
     AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256)) ORDER BY id
 """
+_NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0) FROM parts)"
 
 
 @dataclass(frozen=True)
@@ -357,22 +360,19 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     Raises:
         DataError: it can't be read, or holds no row of this model.
     """
-    kept, other, unscored = [], 0, 0
-    for row in _rows(file):
-        if row.get("status") != "ok" or row.get("reason"):
-            unscored += 1
-        elif row.get("model_id") not in model_ids:
-            other += 1
-        else:
-            kept.append((str(row.get("time") or ""), _number(file, row.get("image_score"))))
+    if is_sqlite(file):
+        with open_to_read(file) as db:
+            kept, other, unscored = _kept(_recorded(db), file, model_ids)
+    else:
+        kept, other, unscored = _kept(_rows(file), file, model_ids)
     if not kept:
         held = f", but {other} of other models" if other else ""
         raise DataError(f"{file} holds no scored part of this model{held}")
     notes = []
-    if all(time for time, _ in kept):
-        kept.sort(key=lambda part: part[0])
-    else:
+    if not all(time for time, _ in kept):
         notes.append("some rows don't say when; all are taken in the file's order")
+    elif not is_sqlite(file):  # a record has them in the order of its answers
+        kept.sort(key=lambda part: part[0])
     if other:
         notes.append(f"rows of other models, left out: {other}")
     if unscored:
@@ -380,14 +380,59 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     return Stream([score for _, score in kept], [time for time, _ in kept], notes)
 
 
+class RecordedDrift:
+    """The drift of one model's parts in a record that grows. Threads may share it.
+
+    Args:
+        levels: as `levels_of` gives them.
+        model_ids: as `read_scores` takes them.
+    """
+
+    def __init__(self, levels: Sequence[Level], model_ids: Collection[str]) -> None:
+        self._levels, self._ids = levels, model_ids
+        self._seen: tuple[Any, int] = (None, -1)  # newest feedback and part
+        self._drift = Drift(levels)
+        self._lock = threading.Lock()
+
+    def look(self, record: Path, since: int) -> Drift:
+        """Take what the record has from behind a part on, as `read_scores` does.
+
+        Where it can't be read, that is left out until it can.
+        """
+        with self._lock, suppress(DataError), open_to_read(record) as db:
+            db.execute("BEGIN")
+            newest = db.execute(_NEWEST).fetchone()
+            drift, after = self._drift, max(self._seen[1], since)
+            if newest[0] != self._seen[0]:  # people have said what a part was
+                drift, after = Drift(self._levels), since
+            kept, _, _ = _kept(_recorded(db, after), record, self._ids)
+            self._drift, self._seen = drift.add_all(score for _, score in kept), newest
+        return self._drift
+
+
+def _kept(
+    rows: Iterable[Mapping[str, Any]], file: Path, model_ids: Collection[str]
+) -> tuple[list[tuple[str, float]], int, int]:
+    """Time and score of each part of a model; how many are others', and how many have no score."""
+    kept, other, unscored = [], 0, 0
+    for row in rows:
+        if row.get("status") != "ok" or row.get("reason"):
+            unscored += 1
+        elif row.get("model_id") not in model_ids:
+            other += 1
+        else:
+            kept.append((str(row.get("time") or ""), _number(file, row.get("image_score"))))
+    return kept, other, unscored
+
+
+def _recorded(db: sqlite3.Connection, after: int = 0) -> Iterator[Mapping[str, Any]]:
+    for (line,) in db.execute(_RECORDED, (after,)):
+        yield from_json(line)
+
+
 def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
     try:
-        with file.open("rb") as stream:
-            head = stream.read(len(_SQLITE))
-        if head == _SQLITE:
-            with open_to_read(file) as db:
-                yield from (json.loads(line) for (line,) in db.execute(_RECORDED))
-        elif file.suffix.lower() == ".jsonl":
+        if file.suffix.lower() == ".jsonl":
             with file.open(encoding="utf-8") as lines:
                 yield from _json_lines(lines, file)
         else:
@@ -401,7 +446,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
 def _json_lines(lines: Iterable[str], file: Path) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
-            yield dict(json.loads(line))
+            yield dict(from_json(line))
         except (ValueError, TypeError):
             raise DataError(f"{file} line {number} isn't a row of results.jsonl") from None
 

@@ -98,7 +98,7 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
 
     Args:
         record: the record of `serve`, which may be in use.
-        folder: gets a folder for each model, by its name in the service.
+        folder: gets a folder for each model, as `model_folder` names it.
 
     Returns:
         How many are `good` and `defect`, and how many aren't kept (`lost`), by model.
@@ -112,14 +112,15 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
         models = [str(row[0]) for row in db.execute(_MODELS)]
         if not models:
             raise DataError(f"{record} holds no part that anybody has judged")
-        if there := [folder / model for model in models if (folder / model).exists()]:
+        places = {model: folder / model_folder(model) for model in models}
+        if there := [place for place in places.values() if place.exists()]:
             raise OutputError(f"{there[0]} exists already; give another folder for the pictures")
-        for model in models:
+        for model, place in places.items():
             counts[model] = Counter()
             for verdict, kind, part, file in _judged(db, "model", [model]):
                 counts[model][verdict if file else "lost"] += 1
                 if file:
-                    kept = folder / model / verdict / (_folder_name(kind) if kind else "")
+                    kept = place / verdict / (_folder_name(kind) if kind else "")
                     write(kept / f"part-{part}.{_suffix(file)}", file)
     return counts
 
@@ -148,6 +149,11 @@ def _marks(values: Collection[str]) -> str:
 def _suffix(file: bytes) -> str:
     kind = identify(file[:HEAD_BYTES])
     return next(name for name, one in FORMATS.items() if one is kind)
+
+
+def model_folder(model: str) -> str:
+    """A model's name in the service as a folder's name."""
+    return short_name(re.sub(r"/|^\.", "_", model))
 
 
 def _folder_name(kind: str) -> str:

@@ -7,35 +7,43 @@
     outboxes   the last part that each receiver has confirmed
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
-after the process was killed. Imports no torch.
+after the process was killed. A file that is removed or replaced meanwhile is noticed: SQLite would
+go on writing to one that has no name any more. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import random
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError, OutputError, visible
 from anomaly.inference.rows import Row
 
 log = logging.getLogger(__name__)
 
+_SQLITE = b"SQLite format 3\x00"  # the first bytes of each of its files
+_LOGS = ("-wal", "-shm")  # what their names end in beside the file
 _FORMAT = 1
 _MOST_AT_ONCE = 64  # answers in one transaction
+_LOOK_SECONDS = 0.2  # that a look at the record waits for whoever is writing
 # Takes a part's number, or what was in the way.
 _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
+_HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
+_RECEIVER = "INSERT OR IGNORE INTO outboxes VALUES (?, ?, 0)"
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
@@ -78,9 +86,17 @@ class Keeping:
 class Record:
     """The file. Threads may share it.
 
+    One that is removed while it is in use is begun anew in the same place, and one that is put in
+    its place is gone on with; the numbers of parts go on from the last one.
+
     Args:
         file: made if need be.
         keeping: which pictures are kept.
+
+    Attributes:
+        last: number of the newest part.
+        changes: how often the file was another one than before.
+        changed: what was last seen of that, for people; empty while there was none.
 
     Raises:
         OutputError: it can't be written, or is something else.
@@ -88,31 +104,115 @@ class Record:
 
     def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
         self.file = file
+        self.changes, self.changed = 0, ""
         self._keeping = keeping or Keeping()
         self._lock = threading.RLock()
+        self._db: sqlite3.Connection | None = None
+        self._places: tuple[object, ...] = ()
+        self._gone = False
+        self._receivers: list[str] = []
+        self.last = 0
+        self._held: int | None = None  # bytes of pictures; None until they are counted
+        self._needed = 0  # bytes that were to be written last
+        self._trouble = ""
         with self._explained():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA busy_timeout = 5000")
-            version, tables = self._db.execute(_STATE).fetchone()
+            self._at_hand()
+
+    def _at_hand(self) -> sqlite3.Connection:
+        """The connection to the file that has the record's name."""
+        places = _places(self.file)
+        if self._db is not None:
+            if places == self._places:
+                return self._db
+            self._gone = places[0] != self._places[0]
+            if not self._gone and not is_sqlite(self.file):
+                if self.file.stat().st_size:
+                    raise OutputError(
+                        f"{self.file} was written over by something else; move it away, and the "
+                        "record is begun anew"
+                    )
+                Path(os.path.realpath(self.file)).unlink()  # cut off: nothing is left in it
+                self._gone = True
+            # What it has written goes into the file that it was, wherever that is. A log that
+            # stayed would be taken for the next file's.
+            with suppress(sqlite3.Error):
+                self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
+            self._db.close()
+            self._db = None
+            for end, was, now in zip(_LOGS, self._places[1:], places[1:], strict=False):
+                if self._gone and was == now:
+                    Path(f"{self.file}{end}").unlink(missing_ok=True)
+        there = is_sqlite(self.file)
+        self._db = db = self._open()
+        self._places = _places(self.file)
+        if self._gone:
+            what = "removed; it is begun anew in the same place"
+            what = "replaced; it goes on in the file that is there" if there else what
+            self.changes += 1
+            self.changed = visible(f"{self.file} was {what} ({_now()})")
+            log.error("%s", self.changed)
+            self._gone = False
+        return db
+
+    def _open(self) -> sqlite3.Connection:
+        file = self.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+        try:
+            db.execute("PRAGMA busy_timeout = 5000")
+            version, tables = db.execute(_STATE).fetchone()
             if version not in (0, _FORMAT):
                 raise OutputError(
                     f"{file} was written by another version of this program; give another --record"
                 )
             if tables and not version:
                 raise OutputError(f"{file} is a database of another program; give another --record")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
             schema = files("anomaly.line").joinpath("assets", "record.sql")
             made = f"{schema.read_text('utf-8')}; PRAGMA user_version = {_FORMAT}"
-            self._db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
-            held = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
-            self._held = int(self._db.execute(held).fetchone()[0])
+            db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
+            newest = db.execute("SELECT COALESCE (MAX (id), 0) FROM parts").fetchone()[0]
+            if newest < self.last:  # a number is given once
+                db.execute("DELETE FROM sqlite_sequence WHERE name = 'parts'")
+                db.execute("INSERT INTO sqlite_sequence VALUES ('parts', ?)", (self.last,))
+            self.last, self._held = max(self.last, newest), None
+            for receiver in self._receivers:
+                db.execute(_RECEIVER, (receiver, self.last))
+        except BaseException:
+            db.close()
+            raise
+        return db
 
     def close(self) -> None:
         """Once nothing more is written; the log is folded into the file."""
         with self._lock:
-            self._db.close()
+            if self._db is not None:
+                self._db.close()
+
+    def trouble(self) -> str:
+        """Why nothing can be written down; empty while it can be. After trouble it is tried."""
+        if self._lock.acquire(timeout=_LOOK_SECONDS):
+            try:
+                with suppress(OutputError), self._explained():
+                    if not self._trouble and os.access(self.file, os.W_OK):
+                        self._at_hand()
+                    elif self._free() >= self._needed:
+                        with self.changing() as db:
+                            db.execute(f"PRAGMA user_version = {_FORMAT}")
+            finally:
+                self._lock.release()
+        return self._trouble
+
+    def _free(self) -> int:
+        there = next(one for one in self.file.absolute().parents if one.is_dir())
+        return shutil.disk_usage(there).free
+
+    def send_to(self, receiver: str) -> None:
+        """Remember which rows a receiver has: none of those that are there when it is new."""
+        with self.changing() as db:
+            db.execute(_RECEIVER, (receiver, self.last))
+            self._receivers.append(receiver)
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
         """Write answers down; they are kept when this returns.
@@ -123,21 +223,26 @@ class Record:
         Raises:
             OutputError: no room; none of them is written.
         """
-        held = self._held
-        with self.changing():
-            try:
-                numbers = [self._add(answer) for answer in answers]
-                self._make_room()
-            except BaseException:
-                self._held = held
-                raise
+        with self._lock:
+            self._needed = sum(len(answer.file) + len(answer.heatmap) for answer in answers)
+            with self.changing() as db:
+                held = db.execute(_HELD).fetchone()[0] if self._held is None else self._held
+                self._held = None  # until it is known whether all of it was written
+                numbers = []
+                for answer in answers:
+                    number, size = self._add(db, answer)
+                    numbers.append(number)
+                    held += size
+                held = self._make_room(db, held)
+            self._held, self.last = held, numbers[-1]
         return numbers
 
-    def _add(self, answer: Answer) -> int:
+    def _add(self, db: sqlite3.Connection, answer: Answer) -> tuple[int, int]:
+        """Returns the part's number, and the bytes of its picture."""
         row = answer.row
         line = json.dumps(asdict(row), allow_nan=False)
         values = (answer.model, row.model_id, row.time, row.image_sha256, row.status, row.verdict)
-        cursor = self._db.execute(
+        cursor = db.execute(
             "INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (*values, row.image_score, line),
@@ -145,21 +250,23 @@ class Record:
         number = int(cursor.lastrowid or 0)
         asked = row.verdict != "good"
         drawn = random.Random(number).random()
-        if row.status == "ok" and (asked or drawn < self._keeping.goods):
-            size = len(answer.file) + len(answer.heatmap)
-            self._db.execute(
-                "INSERT INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)",
-                (number, asked, size, answer.file, answer.heatmap),
-            )
-            self._held += size
-        return number
+        if row.status != "ok" or not (asked or drawn < self._keeping.goods):
+            return number, 0
+        size = len(answer.file) + len(answer.heatmap)
+        db.execute(
+            "INSERT INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)",
+            (number, asked, size, answer.file, answer.heatmap),
+        )
+        return number, size
 
-    def _make_room(self) -> None:
-        while self._held > self._keeping.megabytes * 1_000_000:
+    def _make_room(self, db: sqlite3.Connection, held: int) -> int:
+        """Delete pictures until those that are left fit; returns what they take."""
+        while held > self._keeping.megabytes * 1_000_000:
             oldest = "SELECT part, bytes FROM pictures ORDER BY asked, part LIMIT 1"
-            part, size = self._db.execute(oldest).fetchone()
-            self._db.execute("DELETE FROM pictures WHERE part = ?", (part,))
-            self._held -= size
+            part, size = db.execute(oldest).fetchone()
+            db.execute("DELETE FROM pictures WHERE part = ?", (part,))
+            held -= size
+        return held
 
     def add_feedback(
         self,
@@ -188,13 +295,13 @@ class Record:
             DataError: there is no such part, or it couldn't be read: nobody can have seen it.
             OutputError: no room.
         """
-        with self.changing():
+        with self.changing() as db:
             if part is not None:
                 sha256 = self.check_part(part)
             else:
                 newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
-                part = self._db.execute(newest, (sha256,)).fetchone()[0]
-            self._db.execute(
+                part = db.execute(newest, (sha256,)).fetchone()[0]
+            db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (part, sha256, who, verdict, defect_type, note, _now()),
@@ -259,27 +366,41 @@ class Record:
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The rows that a query finds."""
         with self._lock, self._explained():
-            return self._db.execute(query, values).fetchall()
+            return self._at_hand().execute(query, values).fetchall()
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
         """A transaction: all of it is written at its end, or nothing on an error."""
         with self._lock, self._explained():
-            self._db.execute("BEGIN IMMEDIATE")
+            db = self._at_hand()
+            db.execute("BEGIN IMMEDIATE")
             try:
-                yield self._db
-                self._db.execute("COMMIT")
+                yield db
+                db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
                 raise
+            if _places(self.file) != self._places:
+                raise OutputError(f"{self.file} was removed or replaced while it was written to")
+            if self._trouble:
+                log.warning("%s can be written again", self.file)
+            self._trouble = ""
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        """What is in the way, as an error for people, remembered until something is written."""
         try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
+            try:
+                yield
+            except (sqlite3.Error, OSError) as error:
+                raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
+        except OutputError as error:
+            reason = visible(str(error))
+            if self._places and not self._trouble:  # at the start the caller says so
+                log.error("%s", reason)
+            self._trouble = reason
+            raise OutputError(reason) from None
 
 
 class Recorder:
@@ -294,7 +415,7 @@ class Recorder:
     """
 
     def __init__(self, record: Record, written: Callable[[int, Answer], object]) -> None:
-        self._record = record
+        self.record = record
         self._written = written
         self._waiting: queue.SimpleQueue[tuple[Answer, _Then] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="record", daemon=True)
@@ -334,9 +455,16 @@ class Recorder:
             return
         numbers: Sequence[int | OutputError]
         try:
-            numbers = self._record.add([answer for answer, _ in items])
-        except OutputError as error:
-            numbers = [error] * len(items)
+            numbers = self.record.add([answer for answer, _ in items])
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, OutputError):  # a mistake of ours mustn't end this thread
+                log.exception("writing answers down failed")
+                reason = f"writing it down failed: {type(error).__name__}"
+            failed = OutputError(
+                f"the part isn't on record, so no verdict is given ({reason}); send it again"
+            )
+            numbers = [failed] * len(items)
         for (answer, then), number in zip(items, numbers, strict=True):
             if isinstance(number, int):
                 _call(self._written, number, answer)
@@ -363,6 +491,27 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
             yield db
     except sqlite3.Error:
         raise DataError(f"{file} can't be read as a record of serve") from None
+
+
+def _places(file: Path) -> tuple[object, ...]:
+    """Where the record's three files are on the disk, None for one that isn't there."""
+    places: list[object] = []
+    for end in ("", *_LOGS):
+        try:
+            found = Path(f"{file}{end}").stat()
+            places.append((found.st_dev, found.st_ino))
+        except OSError:
+            places.append(None)
+    return (*places, is_sqlite(file))
+
+
+def is_sqlite(file: Path) -> bool:
+    """Whether a file begins as those of SQLite do."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(_SQLITE)) == _SQLITE
+    except OSError:
+        return False
 
 
 def _why(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from anomaly.errors import AnomalyError, ModelError, OutputError, some, why
+from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
 from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
 from anomaly.imaging.decoder_pool import resident_bytes
@@ -68,10 +68,11 @@ class ModelRegistry:
         limits: Limits | None = None,
     ) -> None:
         self._limits = limits or Limits()
-        waiting = self._limits.waiting_parts
+        record, waiting = recorder.record, self._limits.waiting_parts
         self._awake = threading.Event()
+        wake = self._awake.set
         self.models = {
-            name: ModelSlot(name, folder, most_waiting=waiting, wake=self._awake.set)
+            name: ModelSlot(name, folder, record.file, record.last, most_waiting=waiting, wake=wake)
             for name, folder in folders.items()
         }
         self._recorder = recorder
@@ -92,11 +93,6 @@ class ModelRegistry:
         self._thread.join()
         for slot in self.models.values():
             slot.let_go()
-
-    @property
-    def ready(self) -> bool:
-        """Whether every model can be used."""
-        return all(slot.state in ("ready", "unloaded") for slot in self.models.values())
 
     def stop(self) -> None:
         """Let no part wait for its model any more."""
@@ -141,7 +137,7 @@ class ModelRegistry:
         try:
             version, engine = self._version(slot, slot.now if again else None)
         except AnomalyError as error:
-            reason = str(error)
+            reason = visible(str(error))
         except Exception as error:  # one model mustn't take the others with it
             log.exception("%s can't be loaded", slot.name)
             reason = f"loading it failed: {type(error).__name__}"
@@ -181,7 +177,8 @@ class ModelRegistry:
                 )
             )
             if not passed:
-                passed = Version.of(model, check(model, slot.folder, self._workers))
+                checked = check(model, slot.folder, self._workers)
+                passed = Version.of(model, slot.folder, checked)
                 beside, grown = engine.begun(), max(size, _resident() - before)
                 self._refuse_above_limit(grown + beside, "in memory it takes")
                 self._make_room(slot, grown + beside)

@@ -6,13 +6,14 @@ import argparse
 import importlib.util
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
-from anomaly.errors import AnomalyError, OutputError
+from anomaly.errors import AnomalyError, OutputError, visible
 from anomaly.files.outputs import locked_file
 from anomaly.line.record import Keeping, Record
 from anomaly.line.sinks import Mqtt, Sink, Webhook
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     token = _token(options)
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
-    folders = find_models(options.models)
+    folders = named(find_models(options.models))
     for name in product_folders(options.models):
         log.warning(
             "%s holds runs itself, which are left out; to serve them, give --models %s",
@@ -131,8 +132,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def named(folders: Mapping[str, Path]) -> dict[str, Path]:
+    """Models by what routes, rows and pages call them: text, whatever their folders' names are."""
+    return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
+
+
 def _check(options: argparse.Namespace) -> None:
-    missing = [n for n in ("fastapi", "uvicorn", "prometheus_client") if not _installed(n)]
+    missing = [
+        n for n in ("fastapi", "multipart", "uvicorn", "prometheus_client") if not _installed(n)
+    ]
     if missing:
         raise AnomalyError(
             f"serve needs {', '.join(missing)}, which aren't installed: "
@@ -176,7 +184,7 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _check_open(options: argparse.Namespace, token: str) -> None:
-    from anomaly.line.bodies import is_loopback  # with FastAPI, which is optional
+    from anomaly.line.guard import is_loopback  # with FastAPI, which is optional
 
     if not token and not is_loopback(options.host):
         raise AnomalyError(

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from anomaly.errors import AnomalyError
 from anomaly.line.app import make_app
-from anomaly.line.bodies import Guard
+from anomaly.line.guard import Guard
+from anomaly.line.places import Places, Turns
 from anomaly.line.service import InspectionService
 
 _IDLE_SECONDS = 15  # that a connection is kept without a request, or with the head of one
+_TAKE_SECONDS = 30  # that a client may take to receive what was written to it
 _LAST_SECONDS = 6  # that requests have to be finished once the service is to stop
-_MOST_CONNECTIONS = 512
+_HEAD_BYTES = 8192
+_HEAD_LINES = 100
+# Chunks of a body: so many, and one more for each so many bytes.
+_CHUNKS, _CHUNK_BYTES = 64, 256
+_WAITING = 1024  # connections that the system keeps until they are taken
+# Taken at once: a new connection has sent its request before as many others have come as there
+# are places.
+_AT_ONCE = 32
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_EVENTS = 32  # of a connection, before others have their turn
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -51,27 +67,165 @@ def serve(
         token: that requests have to show; empty for none.
         stopped: asked ten times a second.
     """
+    guard = Guard(
+        make_app(service),
+        token,
+        service.limits,
+        lambda status: service.metrics.answers.labels(str(status)).inc(),
+    )
     config = uvicorn.Config(
-        Guard(make_app(service), token),
-        http="h11",
+        guard,
+        http=cast(Any, partial(_Connection, Places(), Turns())),
         log_config=None,
+        log_level="error",  # a warning for each bad request would let anybody fill the log
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
+        backlog=_AT_ONCE,
+        h11_max_incomplete_event_size=_HEAD_BYTES,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_LAST_SECONDS,
-        limit_concurrency=_MOST_CONNECTIONS,
     )
     server = _Server(config, service, stopped)
     asyncio.run(server.serve([listener]))
 
 
+class _Paced(h11.Connection):
+    """Parses what a client has sent a few events at a time.
+
+    A request's head ends a turn, so that nothing of its body is parsed before it was looked at.
+    """
+
+    turn = 0
+    _more_chunks: float = 0
+
+    def next_event(self) -> Any:
+        """The next event; NEED_DATA, too, once the turn is over.
+
+        Raises:
+            h11.RemoteProtocolError: what was sent is no HTTP, or in chunks of a few bytes, each of
+                which takes as long as one of many.
+        """
+        if self.turn == 0:
+            return h11.NEED_DATA
+        event = super().next_event()
+        self.turn -= 1
+        if isinstance(event, h11.Request):
+            self.turn = 0
+            chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
+            self._more_chunks = _CHUNKS if chunked else math.inf
+        elif isinstance(event, h11.Data):
+            self._more_chunks += len(event.data) / _CHUNK_BYTES - 1
+            if self._more_chunks < 0:
+                raise h11.RemoteProtocolError("the chunks are too small")
+        return event
+
+
+class _Connection(H11Protocol):
+    """One client's connection.
+
+    Attributes:
+        address: of the client.
+        turns: that all connections take.
+        waiting: since when it is without a request that is under way; None where one is.
+        unread: since when something that was written isn't received; None where nothing is left.
+    """
+
+    def __init__(self, places: Places, turns: Turns, **told: Any) -> None:
+        super().__init__(**told)
+        self.conn = self._paced = _Paced(h11.SERVER, _HEAD_BYTES)
+        self.app_state = {"connection": self}
+        self.address = ""
+        self.waiting: float | None = None
+        self.unread: float | None = None
+        self._answered: object = None
+        self.turns = turns
+        self._places = places
+        self._due = False
+        self._head = bytearray()  # until it is whole; h11 gets what follows as it comes
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def let_in(self) -> bool:
+        """Give it a place for a request; False where there is none."""
+        return self._places.let_in(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """It is there."""
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._places.come(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._places.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come; a first head goes on once it is whole, and not of too many lines."""
+        if self.cycle is None:
+            begin = max(0, len(self._head) - 3)
+            self._head += data
+            end = _BLANK_LINE.search(self._head, begin)
+            if end is None and len(self._head) <= _HEAD_BYTES:
+                return
+            if self._head.count(b"\n", 0, end and end.start()) > _HEAD_LINES:
+                self.send_400_response(f"a request has {_HEAD_LINES} lines of headers at most")
+                return
+            data, self._head = bytes(self._head), bytearray()
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer is under way
+            self.transport.abort()
+
+    def handle_events(self) -> None:
+        """Handle what has come, for one turn; others have theirs before the next."""
+        if self._due:
+            return
+        self._paced.turn = _EVENTS
+        super().handle_events()
+        if self._paced.turn == 0:
+            self._due = True
+            self.transport.pause_reading()
+            self.turns.ask(self._go_on)
+
+    def _go_on(self) -> None:
+        self._due = False
+        if self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self.handle_events()
+
+    def end_if_late(self, now: float) -> None:
+        """End it where the client has let the time pass."""
+        if self.transport.get_write_buffer_size() == 0:
+            self.unread = None
+        elif self.unread is None:
+            self.unread = now
+        elif now - self.unread > _TAKE_SECONDS:
+            self.transport.abort()
+        if not self.idle:
+            self.waiting = None
+        elif self.waiting is None or self._answered is not self.cycle:
+            self.waiting, self._answered = now, self.cycle
+        elif now - self.waiting > _IDLE_SECONDS:
+            self.transport.close()
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to the command, and ends what follows along first.
 
-    Connections whose client doesn't come to the end of a request's head are closed: uvicorn waits
-    for them forever, and `_MOST_CONNECTIONS` of them would keep everybody else out.
+    Connections are ended whose client doesn't come to the end of a request's head, or doesn't
+    receive what was answered: uvicorn waits for both forever.
     """
 
     def __init__(
@@ -80,12 +234,17 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._stopped = stopped
-        self._silent: dict[Any, tuple[object, float]] = {}
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Nothing: the command has its own handlers."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_WAITING)  # asyncio lets as many wait as it takes at once
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop; asked ten times a second."""
@@ -93,18 +252,7 @@ class _Server(uvicorn.Server):
             self._service.stop()
             return True
         if counter % 10 == 0:
-            self._close_silent()
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                cast(_Connection, connection).end_if_late(now)
         return await super().on_tick(counter)
-
-    def _close_silent(self) -> None:
-        now, silent = time.monotonic(), {}
-        for connection in list(self.server_state.connections):
-            last = getattr(connection, "cycle", None)  # request and answer
-            if last is not None and not last.response_complete:
-                continue
-            before, since = self._silent.get(connection, (None, now))
-            since = since if before is last else now
-            silent[connection] = (last, since)
-            if now - since > _IDLE_SECONDS:
-                connection.transport.close()
-        self._silent = silent

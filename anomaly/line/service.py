@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from anomaly.errors import visible
 from anomaly.line.bodies import Bodies
+from anomaly.line.engine import BusyError
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
 _BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
 _SIGN_OF_LIFE_SECONDS = 10.0
+MOST_FOLLOWERS = 64
 
 
 class InspectionService:
@@ -59,7 +62,7 @@ class InspectionService:
         self.registry = ModelRegistry(
             folders, self._recorder, device=device, workers=workers, limits=self.limits
         )
-        self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies)
+        self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -99,15 +102,23 @@ class InspectionService:
             self._tell({"kind": "feedback", "part": part})
 
     async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
-        """What happens from now on; None now and then where nothing does.
+        """What happens from now on; None at once, and now and then where nothing does.
 
         Yields:
             `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for one that
             follows too slowly and has missed some.
+
+        Raises:
+            BusyError: as many as may follow already.
         """
+        if len(self._followers) >= MOST_FOLLOWERS:
+            raise BusyError(
+                f"{MOST_FOLLOWERS} pages follow already, which is the limit; close one of them", 10
+            )
         follower = _Follower(asyncio.get_running_loop())
         self._followers.add(follower)
         try:
+            yield None
             while not self.stopping:
                 try:
                     async with asyncio.timeout(_SIGN_OF_LIFE_SECONDS):
@@ -120,6 +131,24 @@ class InspectionService:
         finally:
             self._followers.discard(follower)
 
+    def health(self) -> dict[str, Any]:
+        """Whether parts are taken and written down, for those who have no token, too.
+
+        Returns:
+            `ready`; `reason`, why it isn't; `models`, the state of each; `record`, what has become
+            of the record's file, empty where nothing has.
+        """
+        states = {slot.name: slot.state for slot in self.registry.models.values()}
+        said = {"failed": "has failed", "loading": "is still being loaded"}
+        reasons = [f"{name} {said[state]}" for name, state in states.items() if state in said]
+        reasons += ["the service is stopping"] * self.stopping
+        # Nobody without a token learns where the record lies.
+        place, name = visible(str(self.record.file)), visible(self.record.file.name)
+        if trouble := self.record.trouble():
+            reasons.append(f"no answer can be given: {trouble.replace(place, name)}")
+        told = {"models": states, "record": self.record.changed.replace(place, name)}
+        return {"ready": not reasons, "reason": "; ".join(reasons), **told}
+
     def stop(self) -> None:
         """Let nobody follow any more, and take no more parts."""
         self.stopping = True
@@ -130,7 +159,6 @@ class InspectionService:
     def _told(self, number: int, answer: Answer) -> None:
         """A part was written down; called in the record's thread."""
         self.metrics.note(answer)
-        self.registry.models[answer.model].note(answer.row)
         for outbox in self._outboxes:
             outbox.wake()
         if answer.heatmap:
@@ -174,6 +202,14 @@ _OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
     ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
     ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
 )
+_OF_THE_RECORD: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
+    (
+        "record_trouble",
+        "1 while nothing can be written down",
+        lambda record: bool(record.trouble()),
+    ),
+    ("record_changes", "How often the record's file was gone", lambda record: record.changes),
+)
 _OF_OUTBOXES: tuple[tuple[str, str, Callable[[Outbox], float]], ...] = (
     ("unsent_parts", "Parts that wait for a receiver", lambda outbox: outbox.state()[0]),
     ("refused_parts", "Parts that a receiver won't take", lambda outbox: outbox.state()[1]),
@@ -187,10 +223,15 @@ class Metrics:
         models: by name.
         outboxes: of the receivers.
         bodies: of the images that wait.
+        record: that answers are written to.
     """
 
     def __init__(
-        self, models: Mapping[str, ModelSlot], outboxes: Sequence[Outbox], bodies: Bodies
+        self,
+        models: Mapping[str, ModelSlot],
+        outboxes: Sequence[Outbox],
+        bodies: Bodies,
+        record: Record,
     ) -> None:
         registry = self._registry = CollectorRegistry()
         self._scores: dict[str, deque[float]] = {}
@@ -226,6 +267,9 @@ class Metrics:
             gauge = Gauge(f"anomaly_{name}", text, ("model",), registry=registry)
             for slot in models.values():
                 gauge.labels(slot.name).set_function(partial(of_model, slot))
+        for name, text, of_record in _OF_THE_RECORD:
+            gauge = Gauge(f"anomaly_{name}", text, registry=registry)
+            gauge.set_function(partial(of_record, record))
         for name, text, of_outbox in _OF_OUTBOXES:
             gauge = Gauge(f"anomaly_{name}", text, ("receiver",), registry=registry)
             for outbox in outboxes:

@@ -274,6 +274,7 @@ class Outbox:
     def __init__(self, record: Record, sink: Sink) -> None:
         self._record, self._sink = record, sink
         self._due: deque[tuple[int, str, str]] = deque()
+        self._state = (0, 0)
         self._failed = 0  # tries since the receiver has last taken a row
         self._refused = 0  # of them those at which it has refused the row itself
         self._news, self._closing = threading.Event(), threading.Event()
@@ -285,9 +286,7 @@ class Outbox:
         return self._sink.shown
 
     def __enter__(self) -> Outbox:
-        newest = "SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts"
-        with self._record.changing() as db:
-            db.execute(f"INSERT OR IGNORE INTO outboxes {newest}", (self._sink.name,))
+        self._record.send_to(self._sink.name)
         self._thread.start()
         return self
 
@@ -302,10 +301,11 @@ class Outbox:
 
     def state(self) -> tuple[int, int]:
         """Rows that wait to be sent, and those that the receiver has refused for good."""
-        waiting = "(SELECT COALESCE (MAX (id), 0) FROM parts) - sent"
+        waiting = "MAX (0, (SELECT COALESCE (MAX (id), 0) FROM parts) - sent)"
         query = f"SELECT {waiting}, refused FROM outboxes WHERE sink = ?"
-        ((unsent, refused),) = self._record.read(query, (self._sink.name,))
-        return unsent, refused
+        with suppress(OutputError):  # health speaks of the record; the figures stay as they were
+            (self._state,) = self._record.read(query, (self._sink.name,))
+        return self._state
 
     def _work(self) -> None:
         while True:
@@ -360,6 +360,6 @@ class Outbox:
         return 0.0
 
     def _done(self, number: int, *, refused: bool = False) -> None:
-        change = "UPDATE outboxes SET sent = ?, refused = refused + ? WHERE sink = ?"
+        change = "UPDATE outboxes SET sent = MAX (sent, ?), refused = refused + ? WHERE sink = ?"
         with self._record.changing() as db:
             db.execute(change, (number, refused, self._sink.name))

@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anomaly.inference.rows import Row
-from anomaly.line.drift import Drift, levels_of
+from anomaly.line.drift import RecordedDrift, levels_of
 from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
+from anomaly.storage.thresholds import thresholds_alone_differ
 
 _AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
 
@@ -25,16 +25,21 @@ class Limits:
 
     Attributes:
         body_bytes: of one image file.
+        short_bytes: of any other body.
         held_bytes: of all that are received, or wait to be scored.
         receive_seconds: until a body is there.
+        begin_seconds: after which a body has to come at `bytes_a_second` at least.
         answer_seconds: until a part is answered.
         waiting_parts: of each model, that may be on their way at once.
         memory: bytes that the models in memory may take together; None for no limit.
     """
 
     body_bytes: int = 64_000_000
+    short_bytes: int = 64_000
     held_bytes: int = 512_000_000
     receive_seconds: float = 30.0
+    begin_seconds: float = 5.0
+    bytes_a_second: int = 1000
     answer_seconds: float = 60.0
     waiting_parts: int = 64
     memory: int | None = None
@@ -55,7 +60,7 @@ class Version:
         marks: whether it has thresholds, so that masks and regions can be asked for.
         short: what a list of models says of it.
         long: what else can be asked of it.
-        drift: watches its scores since then; None without thresholds.
+        drift: watches its scores; None without thresholds.
     """
 
     model_id: str
@@ -63,11 +68,11 @@ class Version:
     marks: bool
     short: dict[str, Any]
     long: dict[str, Any]
-    drift: Drift | None
+    drift: RecordedDrift | None
 
     @classmethod
-    def of(cls, model: Model, checked: str) -> Version:
-        """The version that a model is."""
+    def of(cls, model: Model, folder: Path, checked: str) -> Version:
+        """The version that a folder's model is."""
         limits = model.thresholds
         short = {"model_id": model.model_id, "model_name": model.config.name}
         short |= {"method": model.method, "unit": model.unit}
@@ -77,7 +82,10 @@ class Version:
             "calibration": [] if limits is None else limits.lines(),
             "training_images": len(model.manifest.get("training_images", ())),
         }
-        drift = None if limits is None else Drift(levels_of(limits))
+        drift = None
+        if limits is not None:
+            ids = {model.model_id, *thresholds_alone_differ(folder)}
+            drift = RecordedDrift(levels_of(limits), ids)
         return cls(model.model_id, checked, limits is not None, short, long, drift)
 
 
@@ -97,6 +105,8 @@ class ModelSlot:
     Attributes:
         name: in the service.
         folder: the model folder.
+        record: where its answers are.
+        since: the part behind which the service has begun.
         now: the version in use; None until one was let in.
         engine: scores its parts; None while it isn't in memory.
         trouble: why what is in the folder can't be used; empty while that isn't so.
@@ -112,6 +122,8 @@ class ModelSlot:
 
     name: str
     folder: Path
+    record: Path = Path()
+    since: int = 0
     now: Version | None = None
     engine: Engine | None = None
     trouble: str = ""
@@ -124,7 +136,6 @@ class ModelSlot:
     most_waiting: int = 64
     wake: Callable[[], object] = lambda: None
     _waiting: list[_Waiting] = field(default_factory=list, repr=False)
-    _drifts: dict[str, Drift | None] = field(default_factory=dict, repr=False)
     _stopping: bool = False
     _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -191,9 +202,6 @@ class ModelSlot:
         """Let an engine take all further parts, and those that wait; what the last one took is
         answered.
         """
-        # A version that comes back goes on with what was seen of it.
-        drift = self._drifts.setdefault(version.model_id, version.drift)
-        version = replace(version, drift=drift)
         with self._changing:
             last, self.engine = self.engine, engine
             self.now, self.trouble, self.asked = version, "", time.monotonic()
@@ -243,17 +251,9 @@ class ModelSlot:
         state = {"checked": now.checked if now else "", "drift": self.drifted()}
         return {**self.short(), **state, **(now.long if now else {})}
 
-    def note(self, row: Row) -> None:
-        """A part was answered: see whether parts drift."""
-        now = self.now
-        if now is None or now.drift is None or row.image_score is None or row.reason:
-            return
-        if row.model_id == now.model_id:  # not by the version before
-            now.drift.add(row.image_score)
-
     def drifted(self) -> dict[str, Any]:
-        """Whether its parts have drifted while this version was in use, and what was seen."""
-        drift = self.now and self.now.drift
-        if not drift:
+        """Whether its parts have drifted since the service has begun, and what was seen."""
+        if not (self.now and self.now.drift):
             return {"alarm": False, "lines": []}
+        drift = self.now.drift.look(self.record, self.since)
         return {"alarm": drift.alarm is not None, "lines": drift.lines()}

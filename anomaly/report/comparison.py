@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +10,7 @@ from typing import Any
 
 from anomaly.errors import DataError, why
 from anomaly.files.tables import csv_rows, csv_text
-from anomaly.files.writing import claim, clear, write
+from anomaly.files.writing import claim, clear, from_json, write
 from anomaly.report.page import row_html, table_html, table_page
 from anomaly.report.tables import COLUMNS
 
@@ -173,7 +172,7 @@ def summary(comparison: Comparison) -> str:
 def _read(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], dict[str, str]]]:
     """An evaluation's figures by category, and its rows by category and path."""
     try:
-        figures = dict(json.loads((folder / "metrics.json").read_text("utf-8"))["categories"])
+        figures = dict(from_json((folder / "metrics.json").read_text("utf-8"))["categories"])
         text = (folder / "scores.csv").read_bytes().decode("utf-8", "surrogateescape")
         header, *cells = csv_rows(text)
         rows = [dict(zip(header, row, strict=True)) for row in cells]

@@ -19,8 +19,6 @@ Floats = NDArray[np.float64]
 _QUIET = 0.02  # contrast, below which a ratio to it means nothing
 # Brightness that differs less, all over an image, is one value and the rounding of resizing it.
 _BLANK = 1e-4
-# Of one picture's mean embeddings in batches of different sizes, relative to their size.
-_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -143,31 +141,6 @@ def statistics_of(
         measure(item.pixels, *sums_and_mask)
         for item, *sums_and_mask in zip(batch, sums, squares, patches, masks, strict=True)
     ]
-
-
-def same_pictures(statistics: Mapping[int, ImageStatistics]) -> dict[int, int]:
-    """The first image that shows the same picture as each one; the image itself if none does.
-
-    Files of other bytes may hold the same pixels, with other metadata, say.
-
-    Args:
-        statistics: of images, by their numbers.
-    """
-    met: dict[tuple[float, ...], list[int]] = {}
-    first: dict[int, int] = {}
-    for image, its in sorted(statistics.items()):
-        # Sums over pixels are the same to the last bit; those of a turned copy may be, too.
-        sums = its.pixels, its.light, its.light_squared, its.edges, its.darkest, its.brightest
-        alike = met.setdefault(sums, [])
-        same = (i for i in alike if _is_rounding(statistics[i].embedding, its.embedding))
-        first[image] = next(same, image)
-        if first[image] == image:
-            alike.append(image)
-    return first
-
-
-def _is_rounding(one: Floats | NDArray[np.float32], other: Floats | NDArray[np.float32]) -> bool:
-    return bool(np.linalg.norm(one - other) <= _NOISE * np.linalg.norm(one))
 
 
 def measure(

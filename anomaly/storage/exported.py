@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.numpy import load_file
-
 from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph, has_no_layers
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
@@ -39,6 +37,7 @@ from anomaly.storage.folder import (
     find_model,
     model_id,
     read_json,
+    read_tensors,
     sealed,
 )
 
@@ -189,7 +188,7 @@ def exported_stages(network: ExportedNetwork, folder: Path, config: Config) -> d
     return {
         "extractor": network,
         "normalise": None,  # the graph does
-        "scorer": array_scorer_of(config, load_file(folder / SCORER)),
+        "scorer": array_scorer_of(config, read_tensors(folder / SCORER)),
         "device": CPU,
     }
 

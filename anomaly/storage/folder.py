@@ -6,22 +6,27 @@ without this entry. What is in the other files is `anomaly.storage.load`'s busin
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
-import math
+import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from safetensors.numpy import load, load_file
 
-from anomaly.errors import ModelError, OutputError, why
+from anomaly.errors import ModelError, OutputError, unwritable, why
 from anomaly.files.outputs import is_model
-from anomaly.files.writing import as_json, draft_of, like, sha256_of
+from anomaly.files.writing import as_json, draft_of, from_json, like, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +117,30 @@ def read_json(file: Path) -> Any:
         ModelError: it can't be read, or isn't JSON.
     """
     try:
-        return json.loads(file.read_text("utf-8"), parse_constant=_infinite, parse_float=_finite)
+        return from_json(file.read_text("utf-8"))
     except OSError as error:
         raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
+
+
+def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
+    """The tensors in a file of a model folder, which may be maps of it.
+
+    Raises:
+        ModelError: it is damaged, or holds tensors of kinds that no model has (8-bit floats, say).
+        OSError: it can't be read.
+    """
+    try:
+        os.fspath(file).encode()
+    except UnicodeEncodeError:  # the library opens only files whose names are text
+        read = partial(load, file.read_bytes())
+    else:
+        read = partial(load_file, file)
+    try:
+        return read()
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError):
+        raise ModelError(f"{file} is damaged, or holds what no model does; {AGAIN}") from None
 
 
 def checked(values: Any, kind: type[_T], file: Path) -> _T:
@@ -191,17 +215,6 @@ def check_seal(values: dict[str, Any], file: Path) -> None:
 
 def _hash(values: dict[str, Any]) -> str:
     return hashlib.sha256(as_json(values).encode()).hexdigest()
-
-
-def _infinite(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
@@ -441,8 +454,11 @@ def appearing(folder: Path) -> Iterator[Path]:
             place.rename(old)
         draft.rename(place)
     except (OSError, SafetensorError) as error:
-        reason = why(error) if isinstance(error, OSError) else "is the disk full?"
-        raise OutputError(f"{folder} can't be written: {reason}") from None
+        if isinstance(error, SafetensorError):  # which gives the system's number as text
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            error = OSError(code, os.strerror(code))
+        raise unwritable(folder, error) from None
     finally:
         if old.exists() and not place.exists():  # stopped between one name and the other
             old.rename(place)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anomaly.errors import DataError, why
 from anomaly.files.outputs import GOLDEN
-from anomaly.files.writing import as_json, write
+from anomaly.files.writing import as_json, from_json, write
 from anomaly.imaging.loading import UnusableImage
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     file = folder / GOLDEN
     try:
-        record = json.loads(file.read_text("utf-8"))
+        record = from_json(file.read_text("utf-8"))
         if not isinstance(record["model_id"], str) or not isinstance(record["images"], dict):
             raise TypeError("it holds something else")
         for answer in record["images"].values():

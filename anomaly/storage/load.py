@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
-
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.config.load import parse_config
+from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import METHODS, Config
-from anomaly.errors import AnomalyError, ModelError, needs_training, some
+from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training, some
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
@@ -41,6 +37,7 @@ from anomaly.storage.folder import (
     find_products,
     model_id,
     read_manifest,
+    read_tensors,
 )
 from anomaly.storage.thresholds import read_history, read_thresholds
 from anomaly.version import __version__
@@ -92,11 +89,9 @@ def load_model(
         images = len(manifest["training_images"])
         training_statistics = None
         if statistics.is_file():
-            training_statistics = TrainingStatistics.from_tensors(load_file(statistics), images)
+            training_statistics = TrainingStatistics.from_tensors(read_tensors(statistics), images)
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder)
-    except SafetensorError:
-        raise ModelError(f"{folder}: a .safetensors file in it is damaged; {AGAIN}") from None
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
@@ -206,9 +201,9 @@ def _torch_stages(source: _Source) -> dict[str, Any]:
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
     """Copies of the tensors in a file: one mapped and written over takes the process with it."""
-    from safetensors.torch import load_file  # needs torch
+    import torch
 
-    return {name: values.clone() for name, values in load_file(file).items()}
+    return {name: torch.from_numpy(values).clone() for name, values in read_tensors(file).items()}
 
 
 def _extractor(source: _Source) -> FeatureExtractor:
@@ -230,10 +225,14 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     """The settings in a model folder, which repeat some of what its manifest says."""
     file = folder / "config.yaml"
     try:
-        config = parse_config(yaml.safe_load(file.read_text("utf-8")), str(file))
-    except (yaml.YAMLError, ValueError, RecursionError):
+        values = parse_yaml(file.read_text("utf-8"), str(file))
+    except (ConfigError, UnicodeError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
-    except (OSError, AnomalyError) as error:
+    except OSError as error:
+        raise _unreadable(folder, manifest, error) from None
+    try:
+        config = parse_config(values, str(file))
+    except ConfigError as error:
         raise _unreadable(folder, manifest, error) from None
     made, backbone = manifest["made_with"], manifest["backbone"]
     one_aspect = manifest["aspect"] is not None
@@ -251,6 +250,8 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
 
 
 def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:
+    if isinstance(error, ModelError) and AGAIN in str(error):
+        return error
     return ModelError(
         f"{folder} was written by anomaly {manifest['software_version']} and can't be read by "
         f"{__version__} ({error}); train it again with this version"
@@ -324,7 +325,7 @@ def _training_statistics(place: Path) -> TrainingStatistics:
     files = files_of(manifest, read_export(place))
     check_files(place, {STATISTICS: files[STATISTICS]}, files.keys() - {STATISTICS})
     return TrainingStatistics.from_tensors(
-        load_file(place / STATISTICS), len(manifest["training_images"])
+        read_tensors(place / STATISTICS), len(manifest["training_images"])
     )
 
 

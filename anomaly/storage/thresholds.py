@@ -14,7 +14,7 @@ from typing import Any
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.calibration.thresholds import Calibration
 from anomaly.errors import ModelError
-from anomaly.files.writing import as_json
+from anomaly.files.writing import as_json, from_json
 from anomaly.storage.folder import (
     AGAIN,
     HISTORY,
@@ -159,7 +159,7 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     ids: set[str] = set()
     for line in reversed(read_history(folder).splitlines()):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
-            entry = json.loads(line)
+            entry = from_json(line)
             if {"updated", "merged", "quantised"} & entry["asked"].keys():
                 break
             ids.add(str(entry["model_before"]))

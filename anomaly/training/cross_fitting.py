@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.calibration import GoodScores
-from anomaly.errors import DataError
+from anomaly.datasets.copies import too_few_different
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
@@ -289,10 +289,7 @@ def split(images: Sequence[int], groups: Mapping[int, str | int], folds: int) ->
     for image in images:
         units.setdefault(groups.get(image, image), []).append(image)
     if len(units) < 2:
-        raise DataError(
-            f"calibration needs at least 2 different training images, not {len(units)}; "
-            "add some, or train with --no-calibrate (and without model.leave_out_suspects, if set)"
-        )
+        raise too_few_different(len(units))
     parts: dict[int, list[int]] = {}
     placed = 0
     for unit in units.values():

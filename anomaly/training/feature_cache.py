@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.errors import DataError, OutputError
+from anomaly.datasets.copies import none_usable
+from anomaly.errors import WriteError, unwritable
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
@@ -31,7 +32,8 @@ from anomaly.imaging.loading import (
     turned_corner,
     with_turned,
 )
-from anomaly.imaging.read import Image, bits_used, say_bits_used
+from anomaly.imaging.looks import Look
+from anomaly.imaging.read import Image
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Align, Fitter, MatrixOf, PatchBatch, PatchSet, Progress, Result
 from anomaly.runtime.devices import release_memory
@@ -41,7 +43,6 @@ from anomaly.scoring.image_score import inside, inside_of
 from anomaly.scoring.image_statistics import (
     ImageStatistics,
     StatisticsSums,
-    same_pictures,
     statistics_of,
 )
 
@@ -116,8 +117,6 @@ class FeatureCache:
                 writer.add(done)
                 self._progress(len(writer.hashes) + len(writer.refused), len(images))
         release_memory()
-        if (bits := bits_used(writer.brightest)) is not None:
-            log.warning("%s", say_bits_used(bits))
         self._built.append(writer.features())
         return self._built[-1]
 
@@ -157,6 +156,7 @@ class CachedFeatures(PatchSet):
         hashes: sha256 of each file used, by its number.
         views: how each was turned into the network's input.
         statistics: of each as a whole.
+        looks: what each looks like, where the decoders' task is to tell that.
         counts: how many patches each has.
         align: how maps become embeddings; None where these are kept.
         region: what of each image counts; None for all of it.
@@ -170,6 +170,7 @@ class CachedFeatures(PatchSet):
     hashes: dict[int, str]
     views: dict[int, AnyView]
     statistics: dict[int, ImageStatistics]
+    looks: dict[int, Look]
     counts: dict[int, int]
     align: Align | None
     region: Region | None
@@ -182,9 +183,8 @@ class CachedFeatures(PatchSet):
         return sum(count for image, count in self.counts.items() if image in self.images)
 
     def pictures(self) -> dict[int, str]:
-        """sha256 of the first file that shows what each one shows, by the images' numbers."""
-        first = same_pictures(self.statistics)
-        return {i: self.hashes[first[i]] for i in self.hashes}
+        """What tells each one's picture from others, by the images' numbers."""
+        return {i: look.picture for i, look in self.looks.items()}
 
     def checked(self) -> CachedFeatures:
         """The same.
@@ -193,8 +193,7 @@ class CachedFeatures(PatchSet):
             DataError: no image can be used.
         """
         if not self.hashes:
-            reasons = "\n  ".join(item.reason for item in self.refused[:3])
-            raise DataError(f"none of the {len(self.refused)} images can be used:\n  {reasons}")
+            raise none_usable([item.reason for item in self.refused])
         return self
 
     def only(self, images: Container[int]) -> CachedFeatures:
@@ -247,6 +246,7 @@ def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
         hashes=hashes,
         views={i: view for shard in shards for i, view in shard.views.items()},
         statistics={i: image for shard in shards for i, image in shard.statistics.items()},
+        looks={i: look for shard in shards for i, look in shard.looks.items()},
         counts={i: count for shard in shards for i, count in shard.counts.items()},
         images=hashes,
     )
@@ -305,10 +305,8 @@ class TensorFile:
                 layouts.append(layout)
             self._file.flush()
         except OSError as error:
-            raise OutputError(
-                f"no room for temporary feature maps in {self._folder} ({error.strerror}); free "
-                "some disk space or write to another disk with --output"
-            ) from None
+            what = "no room for temporary feature maps in {}"
+            raise unwritable(self._folder, error, what) from None
         self._written.append((names, offset, layouts))
 
     def read(
@@ -451,8 +449,8 @@ class _Writer:
         self._statistics = StatisticsSums(images)
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
-        self.brightest: list[float] = []
         self._views: dict[int, AnyView] = {}
+        self._looks: dict[int, Look] = {}
         self._counts: dict[int, int] = {}
 
     def add(self, done: _Embedded | UnusableImage) -> None:
@@ -464,7 +462,8 @@ class _Writer:
         for item in images:
             self.hashes[item.index] = item.sha256
             self._views[item.index] = item.layout
-            self.brightest += [] if item.brightest is None else [item.brightest]
+            if item.look is not None:
+                self._looks[item.index] = item.look
             count = self._counts.get(item.index, 0)
             self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
         for item, tile in zip(images, statistics, strict=False):
@@ -494,7 +493,7 @@ class _Writer:
         if self._shared:  # all that is in the folder already are features of these images
             free += sum(file.stat().st_size for file in folder.iterdir())
         if needed > free and layout.whole:  # large images may differ in their tiles
-            raise OutputError(
+            raise WriteError(
                 f"the features of {self._expected} images take about {_gigabytes(needed)} in "
                 f"{folder} until training ends, where {_gigabytes(free)} are free; free some disk "
                 "space or write to another disk with --output"
@@ -519,6 +518,7 @@ class _Writer:
             self.hashes,
             self._views,
             self._statistics.of_image,
+            self._looks,
             self._counts,
             None if self._cache.fitter.compact else model.embedder.align,
             model.region,

@@ -20,11 +20,13 @@ from anomaly.backbones.registry import Normalisation, normalisation
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
+from anomaly.datasets.copies import contradiction, near_copies
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, size_of
-from anomaly.imaging.read import Image
+from anomaly.imaging.looks import picture_of
+from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Fitter, Progress, Scorer
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
@@ -109,7 +111,7 @@ def prepare(
     normalise = normalisation(config.backbone.name)
     region, aspect = region_of(config.image, Path()), _aspect(config, samples, decoders)
     stride, patch = extractor.coarsest_stride, extractor.patch
-    decoders.begin(Task(loading_of(config, stride, region, aspect, patch)))
+    decoders.begin(Task(loading_of(config, stride, region, aspect, patch), looks=True))
     precision: str = config.precision
     if precision == "auto":
         trial = _trial_images(samples, decoders)
@@ -204,6 +206,8 @@ def fit_detector(
     log.debug("%d patches of %d images learned", features.count, len(images))
     pictures = features.pictures()
     _warn_of_copies(pictures)
+    if near := near_copies(dict(enumerate(samples)), features.looks):
+        log.warning("%s", near)
     config = setup.config
     leave_out = config.model.leave_out_suspects
     if not (calibrate or leave_out):
@@ -256,6 +260,38 @@ def _warn_of_copies(pictures: Mapping[int, str]) -> None:
             len(pictures),
             different,
         )
+
+
+def _check_labels(
+    features: CachedFeatures,
+    samples: Sequence[Sample],
+    defects: Sequence[Sample],
+    config: Config,
+    decoders: Decoders,
+) -> None:
+    """See that no good image shows the same picture as a defect.
+
+    Raises:
+        DataError: one does.
+    """
+    pictures = features.pictures()
+    good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
+    read = partial(_picture, max_pixels=config.image.max_pixels, bit_depth=config.image.bit_depth)
+    shown = decoders.map(read, [sample.source for sample in defects])
+    for defect, picture in zip(defects, shown, strict=True):
+        same = good.get(picture) if isinstance(picture, str) else None
+        if same is not None and (contrary := contradiction(same, defect)):
+            raise contrary
+
+
+def _picture(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
+    """What tells a picture from others; empty where it can't be read. Called in a process."""
+    try:
+        if not isinstance(source, Image):
+            source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
+        return picture_of(source)
+    except Exception:  # it isn't learned from; who tests with it will say why
+        return ""
 
 
 class Stages:
@@ -336,6 +372,7 @@ def train(
     config: Config,
     samples: Sequence[Sample],
     *,
+    defects: Sequence[Sample] = (),
     device: torch.device,
     scratch: Path,
     workers: int = 2,
@@ -351,6 +388,7 @@ def train(
     Args:
         config: all settings; `config.data` isn't read.
         samples: good images.
+        defects: of the same data set, none of which may be among the good images.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
         workers: decoding processes.
@@ -360,7 +398,7 @@ def train(
 
     Raises:
         DataError: two images have one name; a model knows its training images by their names. Or
-            there are too few to find thresholds with.
+            there are too few to find thresholds with, or one is among the defects as well.
         AnomalyError: weights, layers or images can't be used as configured.
     """
     for name, times in Counter(sample.name for sample in samples).items():
@@ -387,7 +425,10 @@ def train(
         else:
             elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
             features = elsewhere.build()
-        features.checked()
+        _check_labels(features.checked(), samples, defects, config, decoders)
+        bits = bits_used(look.brightest for look in features.looks.values())
+        if bits is not None and config.image.bit_depth is None:
+            log.warning("%s", say_bits_used(bits))
         stages.end("features")
         score = scores_of if elsewhere is None else elsewhere.score
         fit = fit_detector(setup, features, samples, stages, calibrate=calibrate, score=score)

@@ -6,7 +6,6 @@ train.json says what is known of its training, `suspects/` holds pictures of tra
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -15,14 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from anomaly.config.load import parse_config
+from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
 from anomaly.errors import ConfigError, DataError, why
 from anomaly.files.outputs import RUN, TRAIN
-from anomaly.files.writing import as_json, claim, clear, short_name, write
+from anomaly.files.writing import as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput
@@ -84,6 +81,7 @@ def train_run(
     training = train(
         config,
         dataset.train,
+        defects=[sample for sample in dataset.test if sample.is_defect],
         device=device,
         scratch=output,
         workers=workers,
@@ -178,7 +176,7 @@ def training_record(folder: Path) -> dict[str, Any]:
     for file in (folder / "train.json", folder.absolute().parent / "train.json"):
         if file.is_file():
             try:
-                return dict(json.loads(file.read_text("utf-8")))
+                return dict(from_json(file.read_text("utf-8")))
             except (OSError, ValueError, TypeError) as error:
                 log.warning("%s can't be read: %s", file, why(error))
     return {}
@@ -198,10 +196,10 @@ def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") ->
     """
     file, summary = run / "model" / "config.yaml", run / "train.json"
     try:
-        settings = yaml.safe_load(file.read_text("utf-8"))
+        settings = parse_yaml(file.read_text("utf-8"), str(file))
         before = dict(flatten(to_dict(parse_config(settings, str(file)))))
-        before["data folder"] = json.loads(summary.read_text("utf-8"))["data_folder"]
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError, ConfigError) as error:
+        before["data folder"] = from_json(summary.read_text("utf-8"))["data_folder"]
+    except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
         raise ConfigError(
             f"what {run} was trained with can't be read ({why(error)}); train it again, or "
             f"evaluate it as it is with --model {run}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.thresholds import threshold_for_false_reject_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
+from anomaly.files.writing import from_json
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.scoring.build import fitter_of
@@ -227,7 +227,7 @@ def lineage(detector: Model) -> frozenset[str]:
     ids: list[str] = []
     for line in detector.history.splitlines():
         with suppress(ValueError, AttributeError):  # the history isn't sealed: somebody's own line
-            ids += str(json.loads(line).get("model_before", "")).split()
+            ids += str(from_json(line).get("model_before", "")).split()
     return frozenset({detector.model_id, *detector.manifest.get("parents", ()), *ids} - {""})
 
 

@@ -1,5 +1,7 @@
 """Networks by name: layers, normalisation, weights that fit."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from anomaly.backbones import registry as backbones
 from anomaly.backbones.networks import IMAGENET_MEAN, IMAGENET_STD
 from anomaly.backbones.registry import Backbone, Normalisation
 from anomaly.backbones.truncation import truncate
+from anomaly.backbones.weights import read_state
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
 
@@ -118,6 +121,32 @@ def test_weights_of_another_network_are_refused() -> None:
     truncated = truncate(backbones.build("resnet50"), ["layer1"])
     with pytest.raises(WeightsError, match="belongs to another network than ResNet: without"):
         backbones.load_state(truncated.network, state, full, "that file")
+
+
+ODD_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "without values": lambda t: t.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "in compressed rows": torch.Tensor.to_sparse_csr,
+    "conjugate": lambda t: torch.complex(t, t).conj(),
+    "quantised": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "of 4 bits": lambda t: torch.zeros(t.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "of bare bits": lambda t: torch.zeros(t.shape, dtype=torch.uint8).view(torch.bits8),
+    "NaN in 8 bits": lambda t: (t * math.nan).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_KINDS)
+def test_weights_that_are_no_plain_numbers_are_refused(kind: str, tmp_path: Path) -> None:
+    full = backbones.build("resnet18")
+    state, _ = backbones.read_weights("resnet18", "random", 0)
+    for key in ("layer1.0.conv1.weight", "fc.weight"):
+        values = torch.ones(state[key].shape)
+        if kind == "in compressed rows" and values.ndim > 2:
+            continue
+        torch.save(state | {key: ODD_KINDS[kind](values)}, tmp_path / "odd.pth")
+        read, _ = read_state(tmp_path / "odd.pth")
+        with pytest.raises(WeightsError, match=f"{key} holds NaN, infinite or impossible values"):
+            backbones.load_state(backbones.build("resnet18"), read, full, "that file")
 
 
 def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened() -> None:

@@ -132,6 +132,7 @@ def test_statement_says_how_far_to_trust():
     assert "about 100 % of good parts" in threshold_at(-1.0, scores).statement
 
 
+@pytest.mark.slow
 def test_review_keeps_its_rate_in_the_mean():
     # Uniform scores: the true rate above a threshold t is 1 − t.
     rng = np.random.default_rng(5)

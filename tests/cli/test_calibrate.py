@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,13 @@ def _thresholds(run: Path) -> dict[str, Any]:
 def _history(run: Path) -> list[dict[str, Any]]:
     text = (run / "model" / "history.jsonl").read_text("utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def _split(printed: str) -> tuple[str, list[str]]:
+    """The command's name and its arguments."""
+    anomaly, name, *arguments = shlex.split(printed)
+    assert anomaly == "anomaly"
+    return name, arguments
 
 
 def _files(run: Path) -> dict[str, str]:
@@ -144,7 +152,7 @@ def test_defects_say_how_many_are_found_and_costs_choose_between(
     assert len(line["images"]["good"]) == 10
     assert len(line["images"]["defects"]) == 4
 
-    costs = ["--cost-escape", 1000, "--cost-false-reject", 1]
+    costs = ["--cost-escape", 1000, "--cost-false-reject", 1, "--yes"]
     code, out, _ = command("calibrate", [*common, *costs])
     assert code == 0
     assert "expected cost" in out
@@ -169,6 +177,15 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert first["reject_without"] < 0.9 * first["score"]
     assert f"007.png scores {first['score']:.5g} and raises the reject threshold" in out
     assert f"anomaly calibrate --model {run} --without 007.png" in out
+    # That keeps what was learned: training again without it comes first, by a command that runs.
+    again = out.index("remove it and train again")
+    assert again < out.index("the model keeps what it has learned from it")
+    lines = out[again:].splitlines()
+    (tmp_path / "parts" / "007.png").rename(tmp_path / "007.png")
+    assert command(*_split(lines[1]))[0] == 0
+    assert len(json.loads((run / "model" / "calibration.json").read_text())["names"]) == 11
+    (tmp_path / "007.png").rename(tmp_path / "parts" / "007.png")
+    assert command(*_split(lines[1]))[0] == 0
 
     before = _files(run)
     common = ["--model", run, "--device", "cpu"]
@@ -186,8 +203,10 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     code, _, err = command("calibrate", [*common, "--without", "nowhere.png"])
     assert (code, "no good image is called nowhere.png" in err) == (2, True)
     # Without the option all images count again, and it says so.
-    assert command("calibrate", common)[0] == 0
+    assert command("calibrate", common)[0] == 1
     assert "counted again: 007.png" in caplog.text
+    assert "Rejected so far: 1 of 12 good images (007.png: " in caplog.text
+    assert command("calibrate", [*common, "--yes"])[0] == 0
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
 
 
@@ -282,7 +301,8 @@ def test_what_raises_the_threshold_is_named_among_further_images_too(
             write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i)
     arguments = ["--model", run, "--device", "cpu"]
     lots = ["--good", tmp_path / "lots" / "a", tmp_path / "lots" / "b"]
-    assert command("calibrate", [*arguments, *lots, "--without", "lots/b/003.png"])[0] == 0
+    lots += ["--without", "lots/b/003.png", "--yes"]
+    assert command("calibrate", [*arguments, *lots])[0] == 0
     advice = f"anomaly calibrate --model {run} --without b/003.png b/007.png"
     assert advice in caplog.text
     code, out, _ = command("calibrate", [*arguments, "--without", "b/003.png", "b/007.png"])
@@ -304,6 +324,41 @@ def test_from_a_program_one_image_is_one_and_none_is_told(
         detector.calibrate(threshold="3")  # type: ignore[arg-type]
     with pytest.raises(anomaly.AnomalyError, match=r"^precision 'int8': give"):
         anomaly.load(run, device="cpu", precision="int8")
+
+
+@pytest.mark.parametrize("defective", [1, 8])
+def test_defects_among_good_images_raise_no_threshold_unless_somebody_agrees(
+    defective: int,
+    run: Path,
+    tmp_path: Path,
+    command: Command,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lot = tmp_path / "lot"
+    for i in range(8):
+        mark = (40 + i, 50) if i < defective else None
+        write_part(lot / f"part {i}.png", seed=900 + i, mark=mark)
+    before, old = _files(run), _thresholds(run)["reject"]["value"]
+    arguments = ["--model", run, "--good", lot, "--device", "cpu"]
+    code, out, err = command("calibrate", arguments)
+    assert (code, "--yes" in err) == (1, True)
+    assert f"reject threshold {old:.4g} -> " in out
+    assert f"the reject threshold rises from {old:.4g} to " in caplog.text
+    assert f"Rejected so far: {defective} of 8 good images (part " in caplog.text
+    assert _files(run) == before
+    with pytest.raises(anomaly.AnomalyError, match=rf": {defective} of 8 .* force=True"):
+        anomaly.load(run, device="cpu").calibrate(lot)
+    forced = anomaly.load(run, device="cpu").calibrate(lot, force=True).thresholds
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for answer, agreed in (("", False), ("no", False), ("y", True)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        assert command("calibrate", arguments)[0] == (0 if agreed else 1)
+        assert (_files(run) == before) is not agreed
+    assert forced is not None
+    assert _thresholds(run)["reject"]["value"] == forced.image
 
 
 def test_what_was_left_out_counts_again_from_a_program_too(

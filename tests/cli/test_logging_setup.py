@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import re
+import shutil
+import sys
+import unicodedata
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +18,8 @@ from conftest import Command, train_arguments
 
 from anomaly import cli
 from anomaly.cli import region
-from anomaly.cli.logging_setup import ProgressLine, log_to_terminal
+from anomaly.cli.logging_setup import NOTE, ProgressLine, log_to_terminal
+from anomaly.errors import DataError
 
 UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+) +(.*)")
 
@@ -144,3 +151,98 @@ def test_a_terminal_shows_progress_unless_it_is_to_be_quiet(
         progress("features", 1, 2)
         progress("features", 2, 2)
     assert ("features: 2 of 2" in stream.getvalue()) != quiet
+
+
+HARM = "a\x1b[2J\x07\x9b31m\r\x7f\u202eb\u2066\u2028c\udce9\x00"
+ORDINARY = "ä 良品 𝛼 نم\u200cا \u00a0\u3000"
+
+
+def controls(text: str) -> set[str]:
+    """What in a text controls something, but for ends of lines."""
+    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs")} - set(
+        "\n\u200c"
+    )
+
+
+@pytest.mark.parametrize("way", ["error", "warning", "note", "remark", "print", "defect", "os"])
+def test_nothing_that_is_said_controls_a_terminal_or_a_log(
+    way: str,
+    tmp_path: Path,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = f"{HARM} {ORDINARY}\nerror: forged"
+
+    def say(options: object) -> int:
+        if way == "error":
+            raise DataError(text)
+        if way == "os":
+            raise OSError(5, "broken", text.replace("\0", ""))
+        if way == "defect":
+            raise ZeroDivisionError(text)
+        if way == "print":
+            print(text)
+        else:
+            level = {"warning": logging.WARNING, "note": NOTE, "remark": logging.INFO}[way]
+            cli.log.log(level, "%s", text)
+        return 0
+
+    monkeypatch.setattr(region, "run", say)
+    arguments = ["part.png", "--log-file", tmp_path / "log"]
+    if way == "defect":
+        with pytest.raises(ZeroDivisionError) as caught:
+            command("region", arguments)
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        out = err = capsys.readouterr().err
+    else:
+        _, out, err = command("region", arguments)
+    logged = (tmp_path / "log").read_text("utf-8")
+    for said in (out + err, logged):
+        assert controls(said) == set()
+        assert ORDINARY in said
+        assert "a\\u001b[2J\\u0007\\u009b31m\\r\\u007f\\u202eb\\u2066\\u2028c\\udce9" in said
+    if way not in ("print", "defect"):  # which have lines of their own
+        assert not re.search("^error: forged", out + err + logged, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [HARM],
+        ["check", f"--{HARM}"],
+        ["check", "--config", HARM],
+        ["check", "--config", "folder", "--set", f"{HARM}=1"],
+        ["check", "--config", "folder", "--set", f"data.root={HARM}"],
+        ["check", "--config", "folder", HARM],
+        ["infer", "--model", HARM, "--input", HARM, "--output", HARM],
+        ["feedback", "--record", HARM],
+    ],
+)
+def test_nothing_of_a_command_line_comes_back_as_it_was(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        assert cli.main([argument.replace("\0", "") for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert controls(out + err) == set()
+    assert "\\u001b" in err or "\\x1b" in err
+
+
+def test_names_of_a_data_set_and_of_settings_are_shown_escaped(
+    product: Path, tmp_path: Path, command: Command
+) -> None:
+    odd = os.fsdecode("bad\x1b[2J\x9b\u202e".encode() + b"\xff")
+    for place in (f"test/{odd}", "test/good", "train/good"):
+        shutil.copytree(product / "train" / "good", tmp_path / "set" / place)
+        (tmp_path / "set" / place / f"{odd}.png").write_bytes(b"\x89PNG\r\n\x1a\nno more")
+    config = tmp_path / "c.yaml"
+    config.write_text('"a\\e[2Jb\\x9b": 1\ndata: {root: "x\\e[2J"}\n', "utf-8")
+    _, out, err = command("check", ["--config", config])
+    assert (controls(out + err), "[2J" in out + err) == (set(), True)
+    asked: list[object] = ["--config", "folder"]
+    for setting in ("data.format=mvtec", f"data.root={tmp_path}", "data.category=set"):
+        asked += ["--set", setting]
+    for more in ([], ["--json"], ["-v"]):
+        _, out, err = command("check", [*asked, *more])
+        assert (controls(out + err), "bad\\u001b[2J" in out + err) == (set(), True), out + err

@@ -49,7 +49,7 @@ def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: P
     assert "good images in OK, others in NG" in out
     written = yaml.safe_load((output / "part.yaml").read_text())
     assert written["image"] == {"bit_depth": 12}
-    assert written["data"] == {"format": "csv", "root": str(output / "images.csv")}
+    assert written["data"] == {"format": "good_defect", "root": str(tmp_path / "part")}
     assert (output / "evaluation" / "index.html").is_file()
 
 
@@ -189,3 +189,23 @@ def test_a_folder_ends_in_a_page_without_a_network_connection(
     assert (backbone["strides"], backbone["mean"]) == ([8, 16], [0.5, 0.5, 0.5])
     config = (tmp_path / "run" / "disc.yaml").read_text()
     assert f"name: {INSTALLED}" in config
+
+
+@pytest.mark.parametrize(
+    ("suffix", "says"),
+    [(".heic", "it is a HEIC picture, not a PNG, JPEG"), (".cr2", "(but 3 .cr2, of which none")],
+)
+def test_files_that_cannot_be_read_are_told_by_kind(
+    suffix: str, says: str, command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "part").mkdir()
+    for i in range(3):
+        head = b"\0\0\0\x18ftypheic" + bytes(100)
+        (tmp_path / "part" / f"{i}{suffix}").write_bytes(head)
+    code, out, err = command("start", [tmp_path / "part", "--output", tmp_path / "o", *SETTINGS])
+    assert (code, says in err) == (2, True), err
+    assert "convert" in err
+    assert "few" not in out + err
+    root = ["--config", "folder.yaml", "--set", f"data.root={tmp_path / 'part'}"]
+    code, out, err = command("check", root)
+    assert (code, says in out + err) == (2, True)

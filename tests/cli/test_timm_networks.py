@@ -20,6 +20,7 @@ from anomaly.storage.load import load_model
 DINO = "timm/vit_small_patch14_dinov2.lvd142m"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "hooked", "size"),
     [
@@ -227,6 +228,7 @@ def test_a_network_that_takes_few_sizes_says_which(
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.slow
 def test_it_is_trained_at_the_size_that_it_takes(
     product: Path, tmp_path: Path, command: Command
 ) -> None:

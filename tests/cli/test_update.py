@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import Command, write_part
+from families import quick_and_slow
 
 import anomaly
 from anomaly.errors import AnomalyError
@@ -61,7 +62,7 @@ def update(command: Command, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("kind", ["run_folder", "padim_folder"])
+@pytest.mark.parametrize("kind", quick_and_slow(["run_folder", "padim_folder"], "run_folder"))
 def test_good_parts_under_another_lamp_are_learned(
     kind: str, request: pytest.FixtureRequest, lamp: Path, update: Any, command: Command
 ) -> None:

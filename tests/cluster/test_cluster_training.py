@@ -153,6 +153,7 @@ def test_a_refused_image_and_several_sizes_cost_nothing(product: Path, tmp_path:
         assert of[0] == pytest.approx(of[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_more_patches_than_memory_are_measured_by_workers(
     product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_more_patches_than_memory_are_measured_by_workers(
     assert radius == pytest.approx(again, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_turned_copies_are_learned_by_shards_too(product: Path, tmp_path: Path) -> None:
     copies = "model.turned_copies=quarter_turns"
     one, _ = _trained(product, tmp_path / "one", copies)
@@ -218,6 +220,7 @@ def test_suspects_are_left_out_as_on_one_machine(tmp_path: Path) -> None:
     assert 7 not in set(more.detector.scorer.tensors()["origins"][:, 0].tolist())
 
 
+@pytest.mark.slow
 def test_a_shard_of_which_no_image_can_be_used_costs_the_others_nothing(tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=32)
     for i in range(4):  # the first shard
@@ -244,6 +247,7 @@ def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -
     assert refused == {"train/good/017.png": 17, f"train/good/{poison:03}.png": poison}
 
 
+@pytest.mark.slow
 def test_too_small_a_disk_for_all_shards_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +270,7 @@ def test_too_small_a_disk_for_all_shards_is_refused_at_once(
     assert training.learned == 36
 
 
+@pytest.mark.slow
 def test_what_ends_a_training(product: Path, tmp_path: Path) -> None:
     always = _Threads(2, lambda method, arguments: True)
     with pytest.raises(OutputError, match=r"even without its images.*then train again"):

@@ -72,6 +72,7 @@ def _said(process: "subprocess.Popen[str]", code: int = 0, seconds: float = 400)
     return out + err
 
 
+@pytest.mark.slow
 def test_workers_on_this_machine_make_the_table_of_one_process(
     manifest: Path, run_folder: Path, expected: bytes, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_workers_on_this_machine_make_the_table_of_one_process(
     assert "8 of 8 chunks already; add --resume" in _said(_infer(*arguments), 2)
 
 
+@pytest.mark.slow
 def test_workers_tell_products_apart_as_one_process_does(
     product_runs: Path, two_products: Path, tmp_path: Path, command: Command
 ) -> None:

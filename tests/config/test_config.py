@@ -101,6 +101,13 @@ def test_reweighting_needs_a_bank() -> None:
     assert both.image_score_in_force == "map_top_percent"
 
 
+def _bomb(joined: str) -> str:
+    """Ten lines, each of which repeats the one before nine times."""
+    lines = ["a0: &a0 [x, x]" if joined[0] == "[" else "a0: &a0 {k: x, l: x}"]
+    lines += [f"a{i}: &a{i} {joined.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 11)]
+    return "\n".join([*lines, "name: *a10"])
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -128,9 +135,33 @@ def test_reweighting_needs_a_bank() -> None:
         ("data: {category: [.b]}", "data.category lists '.b', which can't be the name"),
         ("seed: -1", "seed is -1"),
         ("- a\n- b", "must hold `key: value` lines"),
-        ("name: 2020-13-45", "put dates and values"),
-        pytest.param("[" * 5000, "isn't valid YAML", id="deep"),
-        ("a: [1", "line 1, column 6 isn't valid YAML"),
+        pytest.param("[" * 5000, " line 1: this is nested more than 20 levels deep", id="deep"),
+        pytest.param(
+            "- " * 5000, "line 1: this is nested more than 20 levels deep", id="deep lists"
+        ),
+        pytest.param(_bomb("[{}]"), "line 6: there are more than 50,000 values", id="lists"),
+        pytest.param(_bomb("{{<<: [{}]}}"), "there are more than 50,000 values", id="mappings"),
+        ("seed: 1\nname: &a {b: [*a]}", " line 2: *a lies inside what it repeats"),
+        pytest.param("#" * 1_000_001, "this is longer than 1,000,000 bytes", id="long"),
+        (
+            "\nname: !!python/name:os.system",
+            "line 2: this has the tag tag:yaml.org,2002:",
+        ),
+        ("seed: 010", "line 1: 010 isn't a plain number; write it in at most 40 digits"),
+        ("seed: 0x1f", "isn't a plain number"),
+        ("seed: 1:30", "isn't a plain number"),
+        ("model: {smoothing: 1:30.5}", "isn't a plain number"),
+        pytest.param(f"seed: {'9' * 400}", "isn't a plain number", id="400 digits"),
+        pytest.param(f"seed: {'9' * 6000}", "isn't a plain number", id="6000 digits"),
+        ("model: {smoothing: .nan}", "model.smoothing is nan: must be a finite number"),
+        ("model: {smoothing: 1.0e+400}", "model.smoothing is inf: must be a finite number"),
+        ("seed: 2020-01-01", "seed is '2020-01-01': must be a whole number"),
+        ("model:\n\tkind: padim", " line 2, column 1: this isn't valid YAML"),
+        ("seed: 1\nname: a\ab", " line 2: this isn't valid YAML"),
+        ("model: {kind: padim, kind: padim}", "line 1: kind stands in line 1, too"),
+        ("1: 2", "unknown key '1'"),
+        pytest.param(f"base: {'x' * 5000}", "there is no base xxx", id="long base"),
+        ("a: [1", "line 1, column 6: this isn't valid YAML"),
         ("base: nowhere.yaml", "there is no base nowhere.yaml"),
         ("base: part.yaml", "leads back to itself"),
     ],
@@ -148,9 +179,9 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> N
     [
         ("model.kind", "must look like key=value"),
         ("=3", "must look like key=value"),
-        ("model.kind=[", "isn't a YAML value"),
-        ("name=2020-13-45", "isn't a YAML value"),
-        pytest.param("name=" + "[" * 5000, "isn't a YAML value", id="deep"),
+        ("model.kind=[", "isn't valid YAML"),
+        ("seed=010", "isn't a plain number"),
+        ("name=!!set {a}", "has the tag"),
         ("model.knd=padim", "did you mean 'kind'?"),
         ("modle.kind=padim", "did you mean 'model'?"),
     ],
@@ -248,9 +279,7 @@ def test_an_override_without_effect_is_told(
 def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "part.yaml"
     file.write_text("image:\n  area: 96\nseed: 1\nimage:\n  tile: 512\n")
-    with pytest.raises(
-        ConfigError, match=r"part.yaml: image stands twice, in line 1 and in line 4"
-    ):
+    with pytest.raises(ConfigError, match=r"part.yaml line 4: image stands in line 1, too"):
         load_config(file)
     file.write_text("? [a, b]\n: 1\n")
     with pytest.raises(ConfigError, match="isn't valid YAML"):

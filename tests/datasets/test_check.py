@@ -68,11 +68,11 @@ def _break(folder: Path) -> dict[tuple[str, str], str]:
         ("unsupported", "train/good/001.png"): "text file",
         ("unsupported", "train/good/002.png"): "GIF",
         ("leak", "test/good/leaked.bmp"): "003.png",
-        ("leak", "test/scratch/000.png"): "planted.png",
+        ("two_labels", "test/scratch/000.png"): "planted.png",
         ("duplicate", "train/good/again.png"): "004.png",
         ("mask_missing", "test/dent/000.png"): "no mask",
         ("mask_empty", "test/dent/001.png"): "marks no defect",
-        ("mask_unusable", "test/dent/002.png"): "384×100",
+        ("mask_size", "test/dent/002.png"): "384×100",
         ("mask_unusable", "test/dent/003.png"): "003_mask.png",
     }
 
@@ -96,7 +96,7 @@ def test_every_planted_fault_is_found(sample_set: Path, tmp_path: Path, command:
     assert report["splits"]["test"]["with_mask"] == 29
     code, out, _ = command("check", _arguments(folder))
     assert code == 2
-    for heading in ("would be wrong: 2", "can't be used as it is: 7", "worth knowing: 1"):
+    for heading in ("would be wrong: 3", "can't be used as it is: 6", "worth knowing: 1"):
         assert heading in out
 
 
@@ -113,13 +113,13 @@ def test_hardly_any_training_image_is_wrong(tmp_path: Path, command: Command) ->
     folder = write_product(tmp_path / "disc", n_train=1)
     code, out, _ = command("check", _arguments(folder))
     assert code == 2
-    assert "1 usable training images" in out
+    assert "needs at least 2 different training images, not 1" in out
 
 
 def test_few_training_images_are_worth_knowing(tmp_path: Path, command: Command) -> None:
     folder = write_product(tmp_path / "disc", n_train=19)
     code, out, _ = command("check", _arguments(folder))
-    assert (code, "19 usable training images are few" in out) == (0, True)
+    assert (code, "19 different training images are few" in out) == (0, True)
     write_part(folder / "train" / "good" / "019.png", seed=19)
     assert "nothing wrong found" in command("check", _arguments(folder))[1]
 
@@ -200,7 +200,7 @@ def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
     assert "13 good, 0 defective; 12 of these 13 can be used" in out
     cv2.imwrite(str(mask), np.eye(100, dtype=np.uint8))
     code, out, _ = command("check", [*arguments, f"image.region={{png: {mask}}}"])
-    assert (code, "1 usable training images" in out) == (2, True)
+    assert (code, "2 different training images, not 1" in out) == (2, True)
 
 
 def test_no_mask_at_all_is_worth_knowing(tmp_path: Path, command: Command) -> None:

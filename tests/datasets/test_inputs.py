@@ -87,6 +87,34 @@ def test_pictures_stay_in_their_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert [Path(name).name for name in names] == ["a.png", "b.png", "c.png"]
 
 
+def test_what_is_no_file_has_a_picture_name_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    odd = [Path(p) for p in ("..", "../..", "a/../..", ".", "/", "//", "//x/y.png", "z.png")]
+    for paths in (odd, *([one, Path("z.png")] for one in odd), *([one] for one in odd)):
+        names = picture_names(paths, [])
+        assert len({*names}) == len(paths)
+        assert not any(".." in Path(name).parts or Path(name).is_absolute() for name in names)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="these are its own paths")
+def test_windows_paths_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lot 1").mkdir()
+    for name in ("lot 1/a.png", r"b\c.png"):  # which may be a name, too
+        (tmp_path / name).write_bytes(b"")
+    entries = [r"lot 1\a.png", r".\lot 1/a.png", "file://lot 1/a.png", r"b\c.png", r"no\d.png"]
+    meant = [Path("lot 1/a.png"), Path(r"b\c.png"), Path(r"no\d.png")]
+    file = tmp_path / "list.csv"
+    for text in ("{}", "{},9"):
+        header = "path\n" if text == "{}" else "path,group\n"
+        file.write_text(header + "".join(f"{text.format(entry)}\n" for entry in entries))
+        assert find_inputs([], str(file)).paths == sorted(meant)
+    file.with_suffix(".txt").write_text("\n".join(entries))
+    assert find_inputs([], str(file.with_suffix(".txt"))).paths == sorted(meant)
+
+
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_list_may_start_with_a_byte_order_mark(tmp_path: Path, mark: bytes) -> None:
     file = tmp_path / "list.txt"

@@ -44,21 +44,18 @@ def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path
         (["gute Teile", "Risse"], "gute Teile", {"Risse"}),
         (["good", "scratch", "dent"], "good", {"scratch", "dent"}),
         (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
-        (["good", "ng/0", "ng/1", "ng/OK"], "good", {"ng 0", "ng 1", "ng OK"}),
-        (["good", "0", "1"], "good", {"folder 0", "folder 1"}),
+        (["good", "ng/0", "ng/1"], "good", {"0", "1"}),
         (["ok", "defect", "ng"], "ok", {"defect", "ng"}),
-        (["ok", "ng/good", "ng/hole", "wrong_length"], "ok", {"ng good", "hole", "wrong_length"}),
+        (["ok", "ng/hole", "wrong_length"], "ok", {"hole", "wrong_length"}),
+        (["lot 1/IO", "lot 1/nIO", "lot 2/IO"], "IO", {"nIO"}),
+        (["train/IO", "train/nIO/7", "test/IO", "test/nIO", "valid/IO"], "IO", {"nIO", "7"}),
     ],
 )
-def test_names_of_ones_own_become_a_list(
-    folders: list[str], good: str, kinds: set[str], tmp_path: Path
-) -> None:
+def test_names_of_ones_own(folders: list[str], good: str, kinds: set[str], tmp_path: Path) -> None:
     root = _images(tmp_path / "part", folders)
     (found,) = recognise(root)
-    assert found.layout == "csv"
-    listing = tmp_path / "images.csv"
-    listing.write_text(found.listing, encoding="utf-8")
-    dataset = open_dataset("csv", listing, None)
+    assert (found.layout, found.root, found.listing) == ("good_defect", root, "")
+    dataset = open_dataset(found.layout, root, None)
     assert {sample.path.parent.name for sample in dataset.train} == {good}
     assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
 
@@ -66,9 +63,8 @@ def test_names_of_ones_own_become_a_list(
 def test_masks_beside_folders_of_ones_own_names(tmp_path: Path) -> None:
     root = _images(tmp_path / "part", ["OK", "NG/cut", "Masks/cut"])
     (found,) = recognise(root)
-    listing = tmp_path / "images.csv"
-    listing.write_text(found.listing, encoding="utf-8")
-    masks = {s.path: s.mask_path for s in open_dataset("csv", listing, None).test if s.is_defect}
+    dataset = open_dataset(found.layout, root, None)
+    masks = {s.path: s.mask_path for s in dataset.test if s.is_defect}
     assert masks == {path: root / "Masks" / "cut" / path.name for path in masks}
     assert masks
     assert "their masks in Masks" in found.reason
@@ -81,13 +77,13 @@ def test_one_mask_is_not_that_of_two_kinds_of_defect(tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", ["OK", "NG"])
+    root = _images(tmp_path / "part", ["OK", "NG", "July"])
     name = os.fsdecode(b"K\xfchler.png")  # Windows-1252
     try:
         (root / "OK" / name).write_bytes(b"")
     except OSError:
         pytest.skip("names are text here")
-    (found,) = recognise(root)
+    (found,) = recognise(root, ask=lambda question: "good")
     write(tmp_path / "images.csv", found.listing)
     train = open_dataset("csv", tmp_path / "images.csv", None)
     samples = [*train.train, *train.test]
@@ -101,7 +97,7 @@ def test_folders_without_images_hold_no_defects(others: list[str], tmp_path: Pat
     root = _images(tmp_path / "part", ["OK", *others])
     (root / "runs" / "part").mkdir(parents=True)
     (found,) = recognise(root)
-    assert found.layout == ("csv" if others else "folder")
+    assert found.layout == ("good_defect" if others else "folder")
     assert found.reason == "good images in OK" + (", others in NG" if others else "")
 
 
@@ -138,7 +134,17 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
         ([], "no images in"),
         (["bottle/train/good", "cable/train/good"], "several data sets: bottle, cable"),
         (["defect", "photos"], "none that is named as good"),
-        (["Juni", "Risse"], r"don't say which images are good \(Juni, Risse\)"),
+        (["Juni", "Mai"], r"don't say which images are good \(Juni, Mai\)"),
+        (["Juni", "Risse"], r"none that is named as good"),
+        (["good", "Juni"], r"don't tell whether .* Juni\. Rename them \(`good …`, `defect …`\)"),
+        (["good", "0", "1"], r"don't tell whether .* 0, 1\. "),
+        ([".", "good"], r"don't tell whether images are good or defective: \."),
+        (["ok", "ng/good", "ng/hole"], "don't tell whether .* ng/good"),
+        (["good/scratch", "good"], "don't tell whether .* good/scratch"),
+        (["false_ok", "photos"], "don't tell whether .* false_ok, photos"),
+        (["good", "good_scratch", "NG"], "don't tell whether .* good_scratch"),
+        (["good", "defect", "Juni"], "don't tell whether .* Juni"),
+        ([".", "scratch"], "none that is named as good"),
     ],
 )
 def test_what_cannot_be_told_is_said(folders: list[str], message: str, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_wrong_arguments_end_in_a_line_of_usage(arguments: list[str], tmp_path: 
     assert done.stderr == "usage: patch_scores.py whole.onnx image.ppm\n"
 
 
+@pytest.mark.slow
 def test_in_cpp(bank_export: Path, run_folder: Path, picture: Path) -> None:
     compiler, found = shutil.which("g++"), importlib.util.find_spec("openvino")
     folder = Path(found.origin).parent if found and found.origin else Path()

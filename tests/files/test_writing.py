@@ -1,5 +1,6 @@
 """Outputs that appear whole or not at all."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from anomaly.files.writing import (
     at_home,
     claim,
     clear,
+    from_json,
     remove_drafts,
     share,
     short_name,
@@ -38,6 +40,36 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         write(tmp_path / "b.txt", "new")
     assert (tmp_path / "b.txt").read_text() == "old"
     assert os.listdir(tmp_path) == ["b.txt"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("name", ["evaluate", "train", "region"])
+def test_a_disk_that_refuses_has_an_exit_code_of_its_own(
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
+    number: int,
+    name: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "a draft's name")
+
+    output = tmp_path / "out"
+    arguments: dict[str, list[object]] = {
+        "evaluate": ["--model", run_folder, "--output", output],
+        "train": train_arguments(product, output),
+        "region": [product / "test" / "good" / "000.png", "--output", tmp_path / "r.html"],
+    }
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(Path, "write_text", fail)
+    code, _, err = command(name, arguments[name])
+    assert code == 4
+    assert f"can't be written: {os.strerror(number)}" in err
+    assert ("MB are free in" in err) == (number == errno.ENOSPC)
+    assert str(tmp_path) in err
+    assert "a draft's name" not in err
 
 
 def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +153,22 @@ def test_json_has_no_number_that_is_none() -> None:
         as_json({"score": float("nan")})
     name = os.fsdecode(b"\xff.png")
     assert json.loads(as_json([name])) == [name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "[NaN]", "-Infinity", "1e400", "9" * 400, "9" * 9000, "{"],
+)
+def test_json_that_nobody_can_mean(text: str) -> None:
+    for data in (text, text.encode()):
+        with pytest.raises(ValueError, match=r"too deep|holds the number|Expecting"):
+            from_json(data)
+
+
+def test_json_is_read_as_it_was_written() -> None:
+    values = [2**63, -1, 0, -0.0, 1e-300, 0.1, 1.7976931348623157e308, None, True, "1e400"]
+    read = from_json(as_json(values))
+    assert repr(read) == repr(values)
 
 
 @pytest.mark.parametrize(

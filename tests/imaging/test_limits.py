@@ -127,6 +127,7 @@ def _task(**sizing: object) -> Task:
     return Task(Preprocessing(Sizing(**rule), None, 10**6))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @needs_proc
 def test_limits_hold_and_say_which(
     bad_parser: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +228,7 @@ def test_long_files_of_modest_images_are_read(dtype: str, beside: int, tmp_path:
     assert image.size == (side, side)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_infer_and_check(
     bad_parser: None, tmp_path: Path, run_folder: Path, command: Command
@@ -333,6 +335,7 @@ def _commands(tmp_path: Path, run: Path) -> dict[str, tuple[str, list[object]]]:
     }
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     "name",

@@ -1,13 +1,15 @@
 """Damaged files in `infer`: a row for each, nothing crashes, and no half picture has a score."""
 
 import csv
+import json
+import os
 import struct
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Command
+from conftest import Command, write_part
 from picture_files import chunk, encoded, jpegs, mutated, others, picture, pngs
 
 _SUFFIXES = (".png", ".jpg", ".tif", ".bmp", ".webp")
@@ -60,6 +62,48 @@ def _cuts(rgb: np.ndarray) -> dict[str, tuple[bytes, int, bytes]]:
         start = 8 if first > 200 else first + 400  # the directory may stand before the pixels
         found[f"{compression}.tif"] = (tiff, start, b"\0\0\0\0")
     return found
+
+
+def test_whatever_a_list_names_has_its_row(
+    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_part(tmp_path / "parts" / "1.png", seed=1)
+    entries = {
+        "..": "it is a folder",
+        "../..": "it is a folder",
+        ".": "it is a folder",
+        "/": "it is a folder",
+        "//": "it is a folder",
+        "parts": "it is a folder",
+        "/dev/zero": "it is a device or pipe",
+        "x" * 5000: "too long",
+        "x/" * 3000: "too long",
+        "a\0b.png": "null character",
+        "~/a.png": "~ stands for no folder here",
+        "https://host/a.png": "it is a URL, which `anomaly manifest` takes",
+        "file:///none.png": "No such file",
+        r"C:\parts\1.png": "it is a Windows path, write it as this system has it",
+        r"\\nas\parts\1.png": "it is a Windows path",
+        r"parts\2.png": "it is a Windows path",
+        os.fsdecode(b"caf\xe9.png"): "No such file",
+        r"parts\1.png": "",
+    }
+    (tmp_path / "l.txt").write_text("\n".join(entries), "utf-8", "surrogateescape")
+    code, out, err = command(
+        "infer", ["--model", run_folder, "--list", "l.txt", "--output", "out", "--masks"]
+    )
+    assert (code, err.count("error")) == (3, 0)
+    assert f"1 of {len(entries)} images scored" in out
+    lines = (tmp_path / "out" / "results.jsonl").read_text("utf-8").splitlines()
+    rows = {row["path"]: row for row in map(json.loads, lines)}
+    for entry, reason in entries.items():
+        path = str(Path(entry.removeprefix("file://")))
+        row = rows.pop("parts/1.png" if not reason else path)
+        assert reason in row["reason"], entry
+        assert row["status"] == ("unreadable" if reason else "ok")
+    assert rows == {}
+    assert {file.name for file in tmp_path.iterdir()} == {"parts", "l.txt", "out"}
 
 
 def test_no_score_for_a_file_cut_inside_its_pixels(

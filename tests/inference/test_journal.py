@@ -39,6 +39,14 @@ def test_a_torn_line_is_dropped_and_the_run_goes_on(tmp_path: Path, cut: int) ->
     assert again.rows() == [_finished(i).row for i in range(3)]
 
 
+@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"about": 1e400}', b'{"about": NaN}', b"[]"])
+def test_a_damaged_journal_is_told(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "journal.jsonl"
+    file.write_bytes(line + b"\n")
+    with pytest.raises(OutputError, match=r"journal\.jsonl is damaged \(.*start again with --over"):
+        RunJournal(file, {})
+
+
 def test_another_run_is_not_continued(tmp_path: Path) -> None:
     file = tmp_path / "journal"
     with RunJournal(file, {"model": "a", "images": "x"}):

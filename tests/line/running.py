@@ -82,7 +82,7 @@ def start(folder: Path, *options: str, token: str = "", path: str = PYTHONPATH) 
     assert process.stdout is not None
     first = process.stdout.readline()
     assert " at http://" in first, (first, (folder.parent / "serve.log").read_text())
-    return Served(process, int(first.split(";")[0].rpartition(":")[2]), folder, token)
+    return Served(process, int(first.rpartition(";")[0].rpartition(":")[2]), folder, token)
 
 
 def until_ready(served: Served, seconds: float = 300.0) -> None:

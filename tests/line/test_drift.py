@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, _gains, _limit, levels_of, read_scores
 from anomaly.line.record import Answer, Record
+from anomaly.line.slot import ModelSlot, Version
 from anomaly.storage.folder import model_id
+from anomaly.storage.load import load_model
 
 
 def model_thresholds(rng: np.random.Generator, images: int) -> Thresholds:
@@ -180,7 +183,8 @@ def test_the_command_takes_whatever_has_rows(
     assert "rows without a score, or of what isn't our part, left out: 2" in err
     for name in ("wild.jsonl", "wild.sqlite"):
         page = tmp_path / "drift.html"
-        arguments = ["--model", run_folder, "--rows", tmp_path / name, "--output", page]
+        option = "--record" if name.endswith("sqlite") else "--rows"
+        arguments = ["--model", run_folder, option, tmp_path / name, "--output", page]
         code, out, _ = command("drift", arguments)
         assert (code, "alarm: the parts have drifted" in out) == (1, True)
         text = page.read_text()
@@ -191,13 +195,52 @@ def test_the_command_takes_whatever_has_rows(
     for part in range(101, 201):
         record.add_feedback("defect", who="Ada", part=part)
     record.close()
-    arguments = ["--model", run_folder, "--rows", tmp_path / "wild.sqlite"]
+    arguments = ["--model", run_folder, "--record", tmp_path / "wild.sqlite"]
     assert command("drift", arguments)[0] == 0
     # Nor do their pictures that were scored once more, by a sender that got no answer say.
     record = Record(tmp_path / "wild.sqlite")
     record.add([Answer("disc", row, b"") for row in wild[100:]])
     record.close()
     assert command("drift", arguments)[0] == 0
+
+
+def test_the_service_sees_what_the_command_sees(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    detector = anomaly.load(run_folder, device="cpu")
+    assert detector.thresholds is not None
+    middle = float(np.median(detector.thresholds.good.image))
+    scored = rows(detector.model_id, [0.98 * middle] * 100 + [2 * middle] * 60)
+    scored[3] = replace(scored[3], reason="another product?")
+    scored[4] = replace(scored[4], model_id="0" * 16)
+    scored[5] = replace(scored[5], image_score=None, status="unreadable")
+    file = tmp_path / "line.sqlite"
+    slot = ModelSlot("disc", run_folder / "model", file)
+    loaded = load_model(run_folder, "cpu")
+    slot.now = Version.of(loaded, run_folder / "model", "")
+
+    def agree(alarm: bool) -> None:
+        code, out, _ = command("drift", ["--model", run_folder, "--record", file])
+        said = slot.drifted()
+        assert (code, said["alarm"]) == (alarm, alarm)
+        assert out.splitlines()[: len(said["lines"])] == said["lines"]
+
+    with closing(Record(file)) as record:
+        for batch in (scored[:50], scored[50:120], scored[120:]):
+            record.add([Answer("disc", row, b"") for row in batch])
+            slot.drifted()
+        agree(True)
+        for part in range(101, 161):
+            record.add_feedback("defect", who="Ada", part=part)
+        agree(False)
+        record.add([Answer("disc", row, b"") for row in scored[100:]])  # scored once more
+        agree(False)
+        for part in range(101, 161):
+            record.add_feedback("good", who="Bob", part=part)
+        agree(True)
+    slot.since = record.last  # a service that begins here
+    slot.now = Version.of(loaded, run_folder / "model", "")
+    assert "– of 0 parts" in slot.drifted()["lines"][0]
 
 
 def test_rows_from_before_a_recalibration_count(

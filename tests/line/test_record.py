@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 import sqlite3
+import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +18,7 @@ from conftest import Command
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
-from anomaly.line.record import Answer, Keeping, Record
+from anomaly.line.record import Answer, Keeping, Record, Recorder
 
 
 def answer(verdict: str, number: int = 0, status: str = "ok", size: int = 1000) -> Answer:
@@ -184,3 +188,154 @@ def test_a_database_of_another_program_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a database of another program"):
         Record(file)
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("fails", ["COMMIT", "INSERT INTO pictures", "INSERT INTO parts", "BEGIN"])
+def test_after_a_full_disk_pictures_within_the_budget_are_all_there(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record(tmp_path / "line.sqlite", Keeping(megabytes=1))
+    record.add([answer("reject", i, size=300_000) for i in range(2)])
+    real = record._db
+
+    class Full:
+        """A connection to a disk that takes no more."""
+
+        def execute(self, query: str, *values: object) -> sqlite3.Cursor:
+            assert real is not None
+            if query.startswith(fails):
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorname = "SQLITE_FULL"
+                raise error
+            return real.execute(query, *values)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+    monkeypatch.setattr(record, "_db", Full())
+    monkeypatch.setattr(record, "_free", lambda: 4096)
+    for i in range(12):
+        with pytest.raises(OutputError, match="no room left on the disk"):
+            record.add([answer("reject", i, size=300_000)])
+    assert "no room left on the disk" in record.trouble()
+    monkeypatch.undo()
+    record.add([answer("reject", 3, size=300_000)])
+    assert (record.trouble(), kept(record)) == ("", [3, 2, 1])
+    record.add([answer("reject", 4, size=300_000)])
+    assert kept(record) == [4, 3, 2]
+
+
+def test_trouble_ends_by_itself_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Record(tmp_path / "line.sqlite")
+    record._trouble, record._needed = "there is no room left on the disk", 300_000
+    monkeypatch.setattr(record, "_free", lambda: 200_000)
+    assert record.trouble()
+    monkeypatch.setattr(record, "_free", lambda: 400_000)
+    assert not record.trouble()
+
+
+def _remove(file: Path) -> None:
+    file.unlink()
+
+
+def _remove_all(file: Path) -> None:
+    shutil.rmtree(file.parent)
+
+
+def _move(file: Path) -> None:
+    file.rename(file.with_name("last-week.sqlite"))
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [_remove, _remove_all, _move, _cut])
+def test_a_record_that_is_gone_begins_anew_and_says_so(
+    harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    file = tmp_path / "record" / "line.sqlite"
+    record = Record(file, Keeping(megabytes=1))
+    record.send_to("somebody")
+    record.add([answer("reject", i, size=300_000) for i in range(3)])
+    harm(file)
+    assert (record.trouble(), record.changes) == ("", 1)
+    assert f"{file} was removed; it is begun anew in the same place" in record.changed
+    # Numbers go on, so that nothing that knows them takes one part for another.
+    assert record.add([answer("reject", 4, size=300_000)]) == [4]
+    with closing(Record(file)) as other:
+        assert [part["id"] for part in other.parts()] == [4]
+        assert other.read("SELECT sink, sent FROM outboxes", ()) == [("somebody", 3)]
+    assert kept(record) == [4]
+    record.close()
+    if harm is _move:  # what was written last is in it, too
+        with closing(Record(file.with_name("last-week.sqlite"))) as moved:
+            assert len(moved.parts()) == 3
+
+
+def test_a_log_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "line.sqlite"
+    record = Record(file)
+    record.add([answer("reject", 1)])
+    file.with_name("line.sqlite-wal").unlink()
+    record.add([answer("reject", 2)])
+    assert (record.changes, record.trouble()) == (0, "")
+    with closing(Record(file)) as other:
+        assert [part["id"] for part in other.parts()] == [2, 1]
+
+
+def test_another_record_in_its_place_is_gone_on_with(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "other.sqlite")) as other:
+        other.add([answer("good", 9)])
+    record = Record(tmp_path / "line.sqlite")
+    record.add([answer("reject", i) for i in range(5)])
+    (tmp_path / "other.sqlite").rename(record.file)
+    assert record.add([answer("reject", 7)]) == [6]
+    assert [part["id"] for part in record.parts()] == [6, 1]
+    assert "was replaced; it goes on in the file that is there" in record.changed
+
+
+def _words(file: Path) -> None:
+    file.write_bytes(b"these are words, and enough of them for a header\n" * 9)
+
+
+def _other_words(file: Path) -> None:
+    file.unlink()
+    _words(file)
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("harm", [_words, _other_words, _folder])
+def test_what_is_no_record_in_its_place_is_trouble_and_stays_as_it_is(
+    harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    record = Record(tmp_path / "line.sqlite")
+    record.add([answer("reject", 1)])
+    harm(record.file)
+    for _ in range(2):
+        assert record.trouble()
+        with pytest.raises(OutputError, match=re.escape(str(record.file))):
+            record.add([answer("reject", 2)])
+    if record.file.is_file():
+        assert record.file.read_bytes().startswith(b"these are words")
+    record.file.rename(tmp_path / "away")
+    assert record.trouble() == ""
+    assert record.add([answer("reject", 2)]) == [2]
+
+
+def test_a_part_that_is_not_on_record_says_so_and_the_next_ones_are_taken(tmp_path: Path) -> None:
+    record, told = Record(tmp_path / "line.sqlite"), []
+    good = answer("good", 1)
+    odd = replace(good, row=replace(good.row, image_score=float("nan")))  # a mistake of ours
+    with Recorder(record, lambda number, _: None) as recorder:
+        recorder.put(odd, told.append)
+        until_told = threading.Event()
+        recorder.put(good, lambda number: (told.append(number), until_told.set()))
+        assert until_told.wait(10)
+    assert "isn't on record, so no verdict is given" in str(told[0])

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
@@ -14,10 +15,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 import torch
+from attacks import ATTACKS, Client, health, press, routes_of
 
-from anomaly.line import server
+from anomaly.line import places, server, service
+from anomaly.line.app import make_app
+from anomaly.line.engine import BusyError
 from anomaly.line.record import Record
 from anomaly.line.service import InspectionService
 from anomaly.line.slot import Limits, ModelSlot, Version
@@ -27,30 +32,39 @@ ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
-def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    monkeypatch.setattr(server, "_IDLE_SECONDS", 2)
-    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 10)
-    stop = threading.Event()
-    listener = server.listening("127.0.0.1", 0)
-    limits = Limits(body_bytes=1_000_000)
+def line(tmp_path: Path) -> Iterator[InspectionService]:
+    limits = Limits(1_000_000, receive_seconds=3, begin_seconds=0.5, bytes_a_second=1000)
     with InspectionService(
         {}, Record(tmp_path / "l.sqlite"), device=torch.device("cpu"), limits=limits
-    ) as line:
-        # A model that is never asked: what is sent to it is refused before.
-        engine = cast(Any, SimpleNamespace(resident=0, __exit__=lambda: None))
-        line.registry.models["disc"] = ModelSlot("disc", tmp_path, engine=engine)
-        running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
-        running.start()
-        end = time.monotonic() + 60
-        while True:
-            with suppress(ConnectionError):
-                if status(listener.getsockname()) == 200:
-                    break
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        yield listener.getsockname()
-        stop.set()
-        running.join()
+    ) as service:
+        engine = cast(Any, SimpleNamespace(resident=0, __exit__=lambda: None, submit=busy))
+        service.registry.models["disc"] = ModelSlot("disc", tmp_path, engine=engine)
+        yield service
+
+
+def busy(*_: object) -> Any:
+    raise BusyError("it takes nothing", 1)
+
+
+@pytest.fixture
+def address(line: InspectionService, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    monkeypatch.setattr(server, "_IDLE_SECONDS", 2)
+    monkeypatch.setattr(server, "_TAKE_SECONDS", 1)
+    stop = threading.Event()
+    listener = server.listening("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # slow readers are seen soon
+    running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
+    running.start()
+    end = time.monotonic() + 60
+    while True:
+        with suppress(ConnectionError):
+            if status(listener.getsockname()) == 200:
+                break
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    yield listener.getsockname()
+    stop.set()
+    running.join()
 
 
 def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) -> None:
@@ -69,29 +83,129 @@ def status(address: tuple[str, int]) -> int:
         return int(line.recv(2000).split()[1])
 
 
-def test_silent_clients_keep_nobody_out(address: tuple[str, int]) -> None:
-    silent = [socket.create_connection(address, timeout=60) for _ in range(12)]
-    for line in silent[:4]:
-        line.sendall(ASKED[:-10])
-    for line in silent[4:8]:  # one whole request, and the beginning of the next
-        line.sendall(ASKED)
-        line.recv(2000)
+def test_no_attack_on_any_route_lasts_or_delays_health(
+    line: InspectionService, address: tuple[str, int]
+) -> None:
+    routes = routes_of(make_app(line))
+    every = list(ATTACKS.items())
+    with health(address, TOKEN) as seconds:
+        for some in (every[:5], every[5:9], every[9:]):  # fewer clients than an address may have
+            clients = [
+                Client.of(attack, route, address, TOKEN) for _, attack in some for route in routes
+            ]
+            line._tell({"kind": "part", "part": "x" * 100_000})  # for readers of the event stream
+            for one in press(clients, time.monotonic() + 10):
+                check(one)
+    assert len(seconds) > 20
+    assert np.quantile(seconds, 0.99) <= 1
+
+
+def check(client: Client) -> None:
+    """Whether an attack was answered and ended."""
+    told = (client.attack, client.route, client.answer[:200])
+    if client.attack.status:
+        assert client.status == client.attack.status, told
+    if client.attack.reads:
+        assert client.follows or client.seconds is not None, told
+        return
+    answers = 0
+    with suppress(OSError):
+        client.line.settimeout(1)
+        while piece := client.line.recv(65536):
+            answers += piece.count(b"HTTP/1.1 ")
+    assert answers < client.attack.times, told
+
+
+def test_who_only_connects_keeps_nobody_out(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "MOST_OF_ADDRESS", 20)
+    kept = HTTPConnection(*address, timeout=20)
+    kept.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert kept.getresponse().read()
+    own = kept.sock.getsockname()
+    silent = [socket.create_connection(address, timeout=20) for _ in range(200)]
+    for client in silent[100:]:
         with suppress(ConnectionError):
-            line.sendall(ASKED[:-10])
-    assert status(address) == 503
-    for line in silent:
-        with suppress(ConnectionError):
-            while line.recv(2000):
-                pass
-        line.close()
+            client.sendall(ASKED[:-10])
     assert status(address) == 200
+    kept.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert kept.getresponse().read()
+    assert kept.sock.getsockname() == own
+    open_ones = 0
+    for client in silent:
+        client.settimeout(0.01)
+        try:
+            open_ones += bool(client.recv(10))
+        except TimeoutError:
+            open_ones += 1
+        except ConnectionError:
+            pass
+        client.close()
+    assert open_ones <= 20
+    kept.close()
+
+
+class Fake:
+    """A connection that notes when it is ended."""
+
+    def __init__(self, ended: list[Fake], address: str = "10.0.0.1", *, idle: bool = True) -> None:
+        self.address, self.idle = address, idle
+        self.transport: Any = SimpleNamespace(abort=lambda: ended.append(self))
+
+
+def test_strangers_of_one_address_leave_those_of_others() -> None:
+    ended: list[Fake] = []
+    kept, few = places.Places(), Fake(ended)
+    kept.come(few)
+    crowd = [Fake(ended, "10.0.0.2") for _ in range(1000)]
+    for one in crowd:
+        kept.come(one)
+    assert ended == crowd[: -places.MOST_OF_ADDRESS]
+    assert kept.let_in(few)
+    ended.clear()
+    for i in range(1000):
+        kept.come(Fake(ended, f"10.0.1.{i}"))
+    assert few not in ended
+    assert len(ended) == 1000 + places.MOST_OF_ADDRESS - places.MOST_STRANGERS
+
+
+def test_requests_have_places_that_idle_connections_leave() -> None:
+    ended: list[Fake] = []
+    kept = places.Places()
+    some = [Fake(ended, idle=i < 2) for i in range(places.MOST_KNOWN + 2)]
+    for one in some:
+        kept.come(one)
+        assert kept.let_in(one)
+    assert kept.let_in(Fake(ended)) is False
+    assert ended == some[:2]
+    kept.leave(some[5])
+    assert kept.let_in(Fake(ended))
+
+
+def test_few_may_follow_at_a_time(
+    line: InspectionService, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_FOLLOWERS", 5)
+    head = f"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    readers = [socket.create_connection(address, timeout=20) for _ in range(12)]
+    for reader in readers:
+        reader.sendall(head.encode())
+    told = Counter(reader.recv(12)[9:] for reader in readers)
+    assert told == {b"200": 5, b"503": 7}
+    for reader in readers:
+        reader.close()
+    end = time.monotonic() + 10
+    while line._followers and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not line._followers
 
 
 def test_a_client_that_asks_now_and_then_stays_connected(address: tuple[str, int]) -> None:
     connection = HTTPConnection(*address, timeout=20)
     own = set()
     for _ in range(8):
-        connection.request("GET", "/v2/health/live")
+        connection.request("GET", "/v2/health/live", headers={"Authorization": f"Bearer {TOKEN}"})
         connection.getresponse().read()
         own.add(connection.sock.getsockname())
         time.sleep(0.5)

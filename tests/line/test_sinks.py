@@ -192,6 +192,7 @@ def test_addresses_that_make_no_sense(command: Command, tmp_path: Path) -> None:
     assert (code, "topic" in err, "secret" in err) == (2, True, False)
 
 
+@pytest.mark.slow
 def test_every_answer_is_delivered_though_service_and_receivers_die(
     run_folder: Path, product: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -13,13 +15,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any, cast
 
 import cv2
 import numpy as np
 import pytest
+from attacks import ATTACKS, Client, health, press, routes_of
 from conftest import Command
 from running import Served, serving, start, until_ready
 
+from anomaly.line.app import make_app
 from anomaly.line.record import Record
 from benchmarks.service import ask
 
@@ -212,3 +217,36 @@ def test_ten_thousand_connections_and_slow_clients_leave_nothing(
         line.settimeout(max(0.1, end - time.monotonic()))
         assert line.recv(200).startswith(b"HTTP/1.1 408 ")
         line.close()
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("shown", ["", TOKEN], ids=["stranger", "with the token"])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_health_takes_a_second_at_most_under_every_attack(
+    attacked: Served, name: str, shown: str
+) -> None:
+    address = ("127.0.0.1", attacked.port)
+    routes = itertools.cycle(routes_of(make_app(cast(Any, None))))
+
+    def another() -> Client:
+        return Client.of(ATTACKS[name], next(routes), address, shown)
+
+    with health(address, TOKEN) as seconds:
+        clients = press([another() for _ in range(600)], time.monotonic() + 8, another)
+    for client in clients:
+        client.line.close()
+    slow = float(np.quantile(seconds, 0.99))
+    print(f"{name}: {len(clients)} connections, health {len(seconds)} times, 99 % in {slow:.3f} s")
+    assert len(seconds) > 10
+    assert slow <= 1
+
+
+@pytest.fixture(scope="module")
+def attacked(bank_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    models = tmp_path_factory.mktemp("line") / "models"
+    shutil.copytree(bank_export, models / "disc")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most[1]), most[1]))
+    with serving(models, token=TOKEN) as served:
+        yield served
+    resource.setrlimit(resource.RLIMIT_NOFILE, most)

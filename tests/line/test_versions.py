@@ -114,6 +114,7 @@ def _number(answer: tuple[int, Any]) -> int:
     return int(answer[1]["id"])
 
 
+@pytest.mark.slow
 def test_thresholds_of_the_very_run_that_is_served_can_be_changed(
     line: Path, command: Command
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_bad_version_is_refused_and_the_old_one_goes_on(
         assert row["model_id"] == model["model_id"] == model_id(other / "model")
 
 
+@pytest.mark.slow
 def test_versions_are_kept_in_order(
     line: Path, other: Path, run_folder: Path, command: Command
 ) -> None:
@@ -204,6 +206,7 @@ def test_what_is_known_of_a_training_goes_with_its_version(
     assert (line / "disc" / "train.json").read_bytes() == first
 
 
+@pytest.mark.slow
 def test_an_export_takes_the_place_of_its_model_and_gives_it_back(
     line: Path, run_folder: Path, tmp_path: Path
 ) -> None:

@@ -44,7 +44,12 @@ def check_equal(one: Prediction, other: Prediction) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("model.kind=padim",), ("image.tile=64",)], ids=["bank", "padim", "tiles"]
+    "settings",
+    [
+        pytest.param((), id="bank"),
+        pytest.param(("model.kind=padim",), id="padim", marks=pytest.mark.slow),
+        pytest.param(("image.tile=64",), id="tiles", marks=pytest.mark.slow),
+    ],
 )
 def test_products_are_told_apart_and_scored_as_by_their_own_models(
     two_products: Path, tmp_path: Path, settings: tuple[str, ...]

@@ -120,6 +120,7 @@ def _small_defects(folder: Path, command: Command, size: int) -> None:
     assert in_place
 
 
+@pytest.mark.slow
 def test_a_defect_that_a_resize_loses_is_found_in_tiles(tmp_path: Path, command: Command) -> None:
     _small_defects(tmp_path, command, 1024)
 

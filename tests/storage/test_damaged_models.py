@@ -32,7 +32,8 @@ from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import read_thresholds, replace_thresholds
 
 DELETED = object()
-VALUES = [DELETED, None, [], {}, [[1]], {"a": {"b": 1}}, -1, 0, 10**40, 1e300, True, "x", math.nan]
+VALUES = [DELETED, None, [], {}, [[1]], {"a": {"b": 1}}, -1, 0, 10**40, 10**400, 1e300, True, "x"]
+VALUES += [math.nan]
 # Entries of a manifest that can have other legal values without anything else showing it.
 FREE = {
     *("software_version", "packages", "python", "machine", "device", "threads"),
@@ -250,6 +251,26 @@ def test_tensors_of_the_network(bank: Path) -> None:
         (bank / "b").replace(bank / "backbone.safetensors")
         vouch_for(bank, "backbone.safetensors")
         assert attempt(bank) is None, what
+
+
+ODD_KINDS = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "complex64", "float4_e2m1fn_x2")
+
+
+@pytest.mark.parametrize("kind", ODD_KINDS)
+@pytest.mark.parametrize("name", ["scorer", "backbone", "usual"])
+def test_kinds_of_numbers_that_no_model_has(bank: Path, name: str, kind: str) -> None:
+    file = bank / f"{name}.safetensors"
+    whole = load_file(file)
+    key = next(key for key, tensor in whole.items() if tensor.is_floating_point() and tensor.ndim)
+    odd = torch.zeros(whole[key].shape, dtype=torch.uint8)
+    odd = odd.view(torch.float4_e2m1fn_x2) if "float4" in kind else odd.to(getattr(torch, kind))
+    save_file(whole | {key: odd}, bank / "odd")
+    (bank / "odd").replace(file)
+    vouch_for(bank, file.name)
+    with pytest.raises(ModelError) as caught:
+        load_model(bank)
+    check_message(caught.value, bank)
+    assert "train it again" in str(caught.value) or "train again" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["scorer.safetensors", "backbone.safetensors", "manifest.json"])

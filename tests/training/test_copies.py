@@ -11,7 +11,6 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
-from anomaly.scoring.image_statistics import measure, same_pictures
 from anomaly.storage.load import load_model
 
 SETTINGS = {
@@ -89,22 +88,3 @@ def test_turned_and_mirrored_pictures_are_no_copies(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "anomaly"):
         anomaly.fit([np.ascontiguousarray(one) for one in parts], SETTINGS, device="cpu")
     assert "are copies" not in caplog.text
-
-
-def test_same_pictures_are_told_by_their_pixels_and_embeddings() -> None:
-    pixels = np.random.default_rng(0).random((32, 32, 3), np.float32)
-    vector = np.arange(9.0)
-
-    def seen(pixels: np.ndarray, embedding: np.ndarray) -> object:
-        return measure(pixels, embedding, 1.0, 4)
-
-    brighter = pixels.copy()
-    brighter[3, 4] += 1e-3
-    looks = {
-        3: seen(pixels, vector),
-        5: seen(brighter, vector),
-        6: seen(pixels, vector * (1 + 1e-5)),  # in a batch of another size
-        7: seen(pixels, vector[::-1]),
-        9: seen(pixels, vector[::-1]),
-    }
-    assert same_pictures(looks) == {3: 3, 5: 5, 6: 3, 7: 7, 9: 7}  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ let chosen = null; // number of the part that is shown
 let following = true; // whether that is always the newest one
 let only = ""; // verdict that the strip is filtered to
 let arrived = -HASTE; // when another part was put in place of the one that was shown
+let connected = false; // whether parts are shown as they come
 let drafted = false; // something is typed that wasn't sent
 
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
@@ -68,13 +69,22 @@ async function counts() {
 }
 
 async function alarms() {
+  const health = await (await fetch("/v2/health/ready")).json();
   const [drift, { models }] = await Promise.all([json("/v1/drift"), json("/v1/models")]);
   const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
-  const said = models.filter((model) => model.refused)
-    .map((model) => `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`);
-  if (drifted.length) said.unshift(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
+  const said = [health.reason, health.record].filter(Boolean);
+  if (drifted.length) said.push(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
+  said.push(...models.filter((model) => model.reason).map((model) => model.refused
+    ? `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`
+    : `${model.name}: ${model.reason}`));
   at("alarm").hidden = !said.length;
   at("alarm").textContent = said.join(" · ");
+  if (connected) state(health.ready ? "live" : "not ready", health.ready);
+}
+
+function state(text, good) {
+  at("state").textContent = text;
+  at("state").className = good ? "soft live" : "soft";
 }
 
 function element(tag, text = "", className = "") {
@@ -284,22 +294,21 @@ function countSoon() {
 function listen() {
   const source = new EventSource("/v1/events");
   source.addEventListener("open", () => {
-    at("state").textContent = "live";
-    at("state").className = "soft live";
-    refresh().catch(lost);
+    connected = true;
+    refresh().catch(alarms).catch(lost);
   });
   source.addEventListener("error", lost);
   source.addEventListener("message", (message) => {
     const event = JSON.parse(message.data);
-    if (event.kind === "behind") refresh().catch(lost);
+    if (event.kind === "behind") refresh().catch(alarms).catch(lost);
     else take(event.part);
     if (event.kind === "part") countSoon();
   });
 }
 
 function lost() {
-  at("state").textContent = "no connection: what is shown may be old";
-  at("state").className = "soft";
+  connected = false;
+  state("no connection: what is shown may be old", false);
 }
 
 const KEYS = {
@@ -339,5 +348,6 @@ at("picture").addEventListener("error", () => {
   at("blank").textContent = "No picture of this part is kept.";
 });
 addEventListener("resize", chart);
+setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
 at("who").value = localStorage.getItem("who") || "";
 listen();

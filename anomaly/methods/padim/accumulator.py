@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.errors import OutputError
+from anomaly.errors import unwritable
 from anomaly.methods.base import Progress
 from anomaly.methods.padim.covariance import (
     GaussianStatistics,
@@ -60,10 +60,8 @@ def allocate(shape: tuple[int, ...], in_memory: bool, device: torch.device) -> T
                 reserve(file.fileno(), 0, size)
             file.truncate(size)
         except OSError as error:
-            raise OutputError(
-                f"no room for training patches in {tempfile.gettempdir()} ({error.strerror}); "
-                "free some disk space, or set TMPDIR to a folder on another disk"
-            ) from None
+            what = "no room for training patches in {}, which TMPDIR sets"
+            raise unwritable(tempfile.gettempdir(), error, what) from None
         return torch.from_numpy(np.memmap(file, np.float32, "r+", shape=shape))
 
 

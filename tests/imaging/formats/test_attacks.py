@@ -90,6 +90,7 @@ def check(folder, mutants, seed):
     assert results[-1][3] < _MOST_BYTES
 
 
+@pytest.mark.slow
 def test_each_attack_is_cheap(tmp_path):
     check(tmp_path, 0, seed=0)
 

@@ -141,6 +141,7 @@ def test_points_that_are_nan_are_nan_and_harm_no_other(
     torch.testing.assert_close(found[500:], exact[500:], rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_point_has_the_same_distances_among_any_others() -> None:
     """Machines of a cluster see some of the points each, and make one machine's model."""
     points, centres = _clusters(6000, 128, 7), _clusters(600, 128, 8)

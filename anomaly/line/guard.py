@@ -1,0 +1,283 @@
+"""What is looked at before a request reaches its route: who asks, and how its body comes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import HTTPException
+from multipart import parse_options_header
+
+from anomaly.line.slot import Limits
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+_OPEN = ("/v2/health/live", "/v2/health/ready")  # a supervisor has no token
+_ALWAYS = (*_OPEN, "/metrics")  # answered even when all places are taken
+_LINGER_SECONDS = 1.0
+_HEADER_CHARACTERS = 1000
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SAFE = {
+    b"content-security-policy": _POLICY.encode(),
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cache-control": b"no-store",
+}
+
+
+class Guard:
+    """Answers what isn't allowed, and lets pass what is; one rule for all routes.
+
+    Without a token only this machine can ask: the server listens on loopback, and a host name
+    that isn't loopback's is refused, with which a page could reach it by a name of its own.
+    Bodies reach a route whole or, on the way to be scored, piece by piece.
+
+    Args:
+        app: the ASGI application behind it.
+        token: as `Authorization: Bearer TOKEN`, or as the password that a browser asks for; empty
+            for none.
+        limits: what bodies may take.
+        count: is told the status of each answer.
+    """
+
+    def __init__(
+        self,
+        app: Callable[[Any, Any, Any], Awaitable[None]],
+        token: str,
+        limits: Limits | None = None,
+        count: Callable[[int], object] = lambda status: None,
+    ) -> None:
+        self._app = app
+        self._token = token
+        self._limits = limits or Limits()
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it."""
+        headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
+        image = scope["method"] == "POST" and scope["path"].endswith("/score")
+        most = self._limits.body_bytes if image else self._limits.short_bytes
+        body = _Body(receive, headers, most, self._limits)
+        leaves = False
+
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._count(message["status"])
+                told = dict(message["headers"])
+                if leaves or not body.ended:
+                    told[b"connection"] = b"close"
+                message = {**message, "headers": list((_SAFE | told).items())}
+            elif not message.get("more_body", False) and not body.ended:
+                await send({**message, "more_body": True})
+                await body.linger()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        try:
+            body.welcome = self._known(scope, headers)
+            connection = scope.get("state", {}).get("connection")
+            leaves = not body.welcome or not (connection is None or connection.let_in())
+            if scope["path"] not in _ALWAYS:
+                if leaves:
+                    raise refusal(503, "all places are taken by other requests; try again in 1 s")
+                if connection is not None:
+                    await connection.turns.come()
+            check_charset(headers.get(b"content-type", ""))
+            body.check_head()
+            if not image:
+                await body.read()
+            await self._app(scope, body.receive, answer)
+        except HTTPException as refused:
+            data = json.dumps({"detail": refused.detail}).encode()
+            fixed = {"content-type": "application/json", "content-length": str(len(data))}
+            told = (fixed | dict(refused.headers or {})).items()
+            raw = [(key.lower().encode(), value.encode()) for key, value in told]
+            start = {"type": "http.response.start", "status": refused.status_code, "headers": raw}
+            await answer(start)
+            await answer({"type": "http.response.body", "body": data})
+        except _GoneError:
+            pass
+
+    def _known(self, scope: Scope, headers: Mapping[bytes, str]) -> bool:
+        """Whether somebody asks who may ask for all; False for a supervisor."""
+        host = headers.get(b"host", "")
+        if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
+            raise refusal(403, "without a token only this machine may ask, as localhost")
+        origin = headers.get(b"origin")
+        if origin is not None and _netloc(origin)[0] != host:
+            raise refusal(403, "pages of other sites may not ask")
+        if not self._token or self._has_token(headers):
+            return True
+        if scope["path"] in _OPEN:
+            return False
+        ask = {"WWW-Authenticate": 'Basic realm="anomaly", charset="UTF-8"'}
+        raise refusal(401, "the token is missing or wrong", ask)
+
+    def _has_token(self, headers: Mapping[bytes, str]) -> bool:
+        token = credentials(headers.get(b"authorization", ""))[1]
+        return hmac.compare_digest(token.encode(), self._token.encode())
+
+
+class _GoneError(Exception):
+    """The client has closed the connection."""
+
+
+class _Body:
+    """One request's body as it comes, within limits of length and time.
+
+    Attributes:
+        ended: whether nothing more of it is to come.
+        welcome: whether its client may be waited for.
+    """
+
+    def __init__(
+        self, receive: Receive, headers: Mapping[bytes, str], most: int, limits: Limits
+    ) -> None:
+        self._receive, self._headers = receive, headers
+        self._most, self._limits = most, limits
+        self._begun = asyncio.get_running_loop().time()
+        self._count = 0
+        self._whole: bytes | None = None  # once it was read for a route that gets it so
+        self._late = False
+        self.welcome = False
+        length = headers.get(b"content-length", "0")
+        self.ended = b"transfer-encoding" not in headers and length == "0"
+
+    def check_head(self) -> None:
+        """Refuse a body by what its headers say."""
+        length = self._headers.get(b"content-length")
+        if length is None:
+            return
+        if b"transfer-encoding" in self._headers:
+            raise refusal(
+                400,
+                "Content-Length and Transfer-Encoding contradict each other; send one of the two",
+            )
+        if not (length.isascii() and length.isdecimal()):
+            raise refusal(400, "Content-Length isn't a number of bytes")
+        if int(length) > self._most:
+            raise self._too_long()
+
+    async def read(self) -> None:
+        """Receive all of it, which is short."""
+        pieces = []
+        while not self.ended:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            pieces.append(message.get("body", b""))
+        self._whole = b"".join(pieces)
+
+    async def receive(self) -> Any:
+        """The next piece for the route, as ASGI has it.
+
+        Raises:
+            HTTPException: 408 for a body that comes too slowly, 413 for one that is too long.
+        """
+        if self._whole is not None:
+            whole, self._whole = self._whole, None
+            return {"type": "http.request", "body": whole, "more_body": False}
+        if self.ended:
+            return await self._receive()
+        limits = self._limits
+        end = limits.begin_seconds + self._count / limits.bytes_a_second
+        try:
+            async with asyncio.timeout_at(self._begun + min(end, limits.receive_seconds)):
+                message = await self._receive()
+        except TimeoutError:
+            self._late = True
+            raise refusal(
+                408,
+                f"the body came too slowly: all of it has to be there within "
+                f"{limits.receive_seconds:g} s, and after {limits.begin_seconds:g} s at least "
+                f"{limits.bytes_a_second} bytes a second",
+            ) from None
+        self._count += len(message.get("body", b""))
+        self.ended = not message.get("more_body", False)
+        if self._count > self._most:
+            raise self._too_long()
+        return message
+
+    async def linger(self) -> None:
+        """Let a client that is still sending come to where it reads the answer, for a moment.
+
+        A connection that is closed while something comes is reset, and the answer lost.
+        """
+        if not self.welcome or self._late:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while not self.ended:
+                    self.ended = not (await self._receive()).get("more_body", False)
+
+    def _too_long(self) -> HTTPException:
+        most = self._most
+        shown = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
+        return refusal(413, f"the body is longer than {shown}, which is the limit")
+
+
+def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> HTTPException:
+    """An answer after which the connection is closed."""
+    retry = {"Retry-After": "1"} if status == 503 else {}
+    return HTTPException(status, message, {"Connection": "close", **retry, **(headers or {})})
+
+
+def check_charset(content_type: str) -> None:
+    """Refuse a content type whose charset is none; an image's may be called `binary`.
+
+    Raises:
+        HTTPException: 400.
+    """
+    charset = parse_options_header(content_type[:_HEADER_CHARACTERS])[1].get("charset", "utf-8")
+    try:
+        if charset.lower() != "binary":
+            b"-".decode(charset)
+    except UnicodeDecodeError:
+        pass  # it is known
+    except (LookupError, ValueError):  # ValueError: a name with a null in it
+        raise refusal(400, f"the charset {charset[:40]!r} isn't known; send UTF-8") from None
+
+
+def credentials(authorization: str) -> tuple[str, str]:
+    """The user's name and the token in an Authorization header; empty where there are none."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return "", value.strip()
+    if scheme.lower() == "basic":
+        try:
+            user, _, token = base64.b64decode(value, validate=True).decode().partition(":")
+        except ValueError:
+            return "", ""
+        return user, token
+    return "", ""
+
+
+def _netloc(address: str) -> tuple[str, str]:
+    """Host and port together, and the host alone; empty where an address makes no sense."""
+    try:
+        parts = urlsplit(address)
+        return parts.netloc, parts.hostname or ""
+    except ValueError:
+        return "", ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,114 @@
+"""What names of folders and files mean, in whole commands."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import FAST, Command, write_part
+
+from anomaly import fit, load
+from anomaly.errors import DataError
+
+SETTINGS = [part for setting in FAST for part in ("--set", setting)]
+CONFIG = ["--config", "folder.yaml", *SETTINGS]
+
+
+def _parts(folder: Path, count: int, seed: int = 0, name: str = "{}.png") -> Path:
+    for i in range(count):
+        mark = (30, 40) if seed else None
+        write_part(folder / name.format(i), seed=seed + i, mark=mark)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("good", "other"),
+    [("i.O.", "n.i.O."), ("合格", "不合格"), ("Bonnes pièces", "Rebuts"), ("PASS", "not_pass")],
+)
+def test_defects_by_name_are_tested_with_and_never_learned(
+    good: str, other: str, command: Command, tmp_path: Path
+) -> None:
+    root = tmp_path / "part"
+    _parts(root / good, 10)
+    _parts(root / other, 2, seed=100)
+    for name in ("check", "train"):
+        output = ["--output", tmp_path / "run"] if name == "train" else []
+        code, _, err = command(name, [*CONFIG, "--set", f"data.root={root}", *output])
+        assert (code, f"{other} would be taken as good" in err) == (2, True), err
+    assert not (tmp_path / "run" / "model").exists()
+    settings = ["--set", f"data.root={root}", "--set", "data.format=good_defect"]
+    code, out, err = command("check", [*CONFIG, *settings])
+    assert (code, "2 good, 2 defective" in out) == (0, True), err
+
+
+def test_start_asks_what_it_cannot_tell(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "part"
+    _parts(root / "OK", 8)
+    _parts(root / "July", 3, seed=100)
+    arguments = [root, "--output", tmp_path / "run", *SETTINGS, "--no-open"]
+    code, _, err = command("start", arguments)
+    assert (code, "July. Rename them (`good …`, `defect …`)" in err) == (2, True)
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return "d"
+
+    monkeypatch.setattr("builtins.input", answer)
+    code, out, err = command("start", arguments)
+    assert code == 0, err
+    assert len(asked) == 1
+    assert "July" in asked[0]
+    assert "1 good, 3 defective" in out
+
+
+def test_names_of_files_that_tell_are_taken_at_their_word(command: Command, tmp_path: Path) -> None:
+    root = _parts(tmp_path / "part", 10, name="OK_{}.png")
+    _parts(root, 3, seed=100, name="NOK_{}.png")
+    code, out, err = command("check", [*CONFIG, "--set", f"data.root={root}"])
+    assert (code, "8 good, 0 defective" in out, "2 good, 3 defective" in out) == (0, True, True)
+    assert "10 images are good by the names of their files, 3 defective" in out + err
+    with pytest.raises(DataError, match=r"tell some \(OK_0\.png\) from others \(NOK_0\.png\)"):
+        fit(root)
+    write_part(root / "new.png", seed=50)
+    code, _, err = command("check", [*CONFIG, "--set", f"data.root={root}"])
+    assert (code, "names of these files don't tell" in err, "new.png" in err) == (2, True, True)
+
+
+def test_good_images_and_defects_given_the_wrong_way_round(
+    run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    good, bad = _parts(tmp_path / "IO", 3, seed=0), _parts(tmp_path / "nIO", 3, seed=100)
+    lot = _parts(tmp_path / "lot" / "Gutteile", 2).parent
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    for name, output in (("calibrate", []), ("update", ["--output", tmp_path / "new"])):
+        for given, says in (
+            (["--good", bad], "nIO would be taken as good"),
+            (["--good", good, "--defects", lot], "its folder's name says that it is good"),
+        ):
+            code, _, err = command(name, ["--model", run, *given, *output])
+            assert (code, says in err) == (2, True), err
+    with pytest.raises(DataError, match="nIO would be taken as good"):
+        load(run).calibrate([bad / "0.png"])
+
+
+def test_what_a_system_keeps_beside_images_is_never_read(
+    run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    root = _parts(tmp_path / "share" / "parts", 8)
+    for name in ("@eaDir/0.png", "#recycle", "$RECYCLE.BIN", ".ipynb_checkpoints", "lost+found",
+                 "System Volume Information", "__MACOSX", "@Recycle", "#snapshot"):  # fmt: skip
+        _parts(root / "lot 1" / name, 1, seed=100)
+    (root / "._0.png").write_bytes(b"\0\5\26\7")
+    (root / "Thumbs.db").write_bytes(b"")
+    code, out, _ = command("check", [*CONFIG, "--set", f"data.root={root}"])
+    assert (code, "8 good, 0 defective" in out) == (0, True)
+    inputs = [root, root / "lot 1" / "@eaDir"]  # as a shell's `*` gives them
+    output = ["--output", tmp_path / "out", "--no-page"]
+    code, out, err = command("infer", ["--model", run_folder, "--input", *inputs, *output])
+    assert (code, "8 of 8 images scored" in out) == (0, True), err
+    assert "keeps beside your files" in err

@@ -1,0 +1,175 @@
+"""What names mean, in the languages of the trade; and that nothing is learned by mistake."""
+
+import random
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from anomaly.datasets import Dataset, check_inputs, open_dataset
+from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.labels import Label, by_file_names, label_of, only_places
+from anomaly.datasets.recognise import Recognised, recognise
+from anomaly.errors import DataError
+from anomaly.files.writing import write
+
+GOOD = """good|GOOD|Goods|OK|okay|o.k.|IO|i.O.|iO|i_o|pass|PASSED|accepted|normal|intact|nominal
+golden|reference|gut|Gute Teile|in Ordnung|inOrdnung|Gutteile|IO-Teile|良品|合格|正常|OK品
+良品画像|양품|bueno|buena|bon|bonnes|conforme|buono|aprovado|dobre|годные|good_2024-05|01_OK
+OK parts|OKParts|OKteile|lot7_OK|OK(2)|No5_OK|OK_cam1|no_defects|defect-free|fehlerfrei
+ohne Fehler|undamaged|unbroken|non_defective|sin defectos|sans défaut|senza difetti|無欠陥|无缺陷
+異常なし|キズなし|ＯＫ|train_good"""
+DEFECTIVE = """NG|NOK|NIO|nIO|nOK|niO|n.i.O.|n.i.O|n-i-O|N_O_K|n_ok|N OK|not_ok|NotOK|not-ok|notok
+un_ok|unOK|nichtOK|nicht in Ordnung|nicht_io|kein Gut|not good|no good|nogood|ungood|nonconforming
+non_conforme|no-conforme|no_bueno|pas bon|pas_conforme|incorrect|unacceptable|inacceptable|nPass
+disapproved|not very good|不良|不合格|不良品|非良品|良品以外|不OK|ＮＧ|NG品|불량|lot7_NG
+2024_NG_cam1|NGparts|NOKteile|NOKbracket|noks|NGs|bad|defects|defective|anomaly|abnormal|broken
+damaged|scratch|deep scratch|crack|dent|stain|hole|rework|rejected|failed|scrap|Ausschuss|AUSSCHUẞ
+Fehler|defekt|schlecht|Kratzer|Kratzer_tief|Risse|Nacharbeit|beschädigt|beschaedigt|Löcher|rebut
+défaut|cassé|dañado|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак"""
+UNCLEAR = """false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?|almost good|semi_ok|OK_NG
+no_NG|rework_ok|bedingt_io|in_acceptable|not_sure_ok|review|unclear|unlabeled|未検査|合否|良否
+test_good|yes|false"""
+UNKNOWN = """2024-05-01|lot7|cam1|Juni|A|widget|contest|test_line_3|brook|token|notebook|combined
+no_cap|ios|kamera links|Charge 12|bottle|01|改|___"""
+ASIDE = """masks|Masken|gt|ground_truth|GroundTruth|ok_masks|マスク|test|Testing|test_public
+thumbnails|xyz"""
+NAMES = {
+    label: names.replace("\n", "|").split("|")
+    for label, names in (
+        (Label.GOOD, GOOD),
+        (Label.DEFECTIVE, DEFECTIVE),
+        (Label.UNCLEAR, UNCLEAR),
+        (Label.UNKNOWN, UNKNOWN),
+        (Label.ASIDE, ASIDE),
+    )
+}
+
+
+@pytest.mark.parametrize("label", NAMES)
+def test_names_in_every_spelling(label: Label) -> None:
+    wrong = {}
+    for name in NAMES[label]:
+        coupled = {name.replace(" ", sign) for sign in " _-."}
+        forms = {unicodedata.normalize(form, n) for n in coupled for form in ("NFC", "NFD")}
+        forms |= {f"2024-05_{n}" for n in coupled if label is not Label.ASIDE} | {f"{name} 3"}
+        wrong |= {form: label_of(form) for form in forms if label_of(form) is not label}
+    assert wrong == {}
+
+
+def test_the_name_of_a_product_says_nothing_of_its_parts() -> None:
+    assert label_of("hole_plate") is Label.DEFECTIVE
+    assert label_of("hole_plate", alone=True) is Label.UNKNOWN
+    assert label_of("NG_2024", alone=True) is Label.DEFECTIVE
+    assert only_places("2024-05_lot 7_cam1")
+    assert not only_places("2024_bent")
+
+
+def test_files_are_told_by_their_names_where_both_labels_are_there() -> None:
+    assert by_file_names(["1", "2_NOK", "scratch"]) is None
+    assert by_file_names(["OK_1", "2_OK"]) is None
+    assert by_file_names(["OK_1", "NOK_1", "x"]) == {
+        "OK_1": Label.GOOD, "NOK_1": Label.DEFECTIVE, "x": Label.UNKNOWN,
+    }  # fmt: skip
+    assert by_file_names(["ok_1", "not_ok_1"]) == {
+        "ok_1": Label.GOOD,
+        "not_ok_1": Label.DEFECTIVE,
+    }
+    plates = by_file_names(["hole_plate_good_1", "hole_plate_bad_2"])  # the product says nothing
+    assert plates is not None
+    assert list(plates.values()) == [Label.GOOD, Label.DEFECTIVE]
+
+
+SYSTEM = [".cache", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX", "@Recycle"]
+
+
+def _layout(draw: random.Random, root: Path) -> tuple[dict[Path, Label], dict[Path, Label]]:
+    """A folder as somebody may have it.
+
+    Returns:
+        What each image is, and what the folders hold whose names don't tell.
+    """
+
+    def spelt(label: Label) -> str:
+        name = draw.choice(NAMES[label]).replace(" ", draw.choice(" _-."))
+        name = draw.choice([name, f"{name}_{draw.randint(1, 31):02}", f"2024-05-{name}"])
+        return unicodedata.normalize(draw.choice(["NFC", "NFD"]), name)
+
+    truth: dict[Path, Label] = {}
+    unsaid: dict[Path, Label] = {}
+    wanted = [Label.GOOD] * draw.randint(1, 2) + [Label.DEFECTIVE] * draw.randint(0, 3)
+    wanted += draw.choice([[], [], [Label.UNKNOWN], [Label.UNCLEAR]])
+    above = Path(*draw.choice([(), (), ("lot 7",), ("train",)]))
+    masks = [above / "masks"] if draw.random() < 0.2 else []
+    for label in wanted:
+        folder = above / spelt(label)
+        if folder in {path.parent for path in truth}:
+            continue
+        real = draw.choice([Label.GOOD, Label.DEFECTIVE])
+        if label in (Label.UNKNOWN, Label.UNCLEAR):
+            unsaid[folder] = real
+        else:
+            real = label
+        inner = Path(*draw.choice([(), (), ("cam1",), ("2024-05-01",)]))
+        truth |= {folder / inner / f"{i}.png": real for i in range(6)}
+    for image in [*truth, *(mask / "x.png" for mask in masks)]:
+        (root / image).parent.mkdir(parents=True, exist_ok=True)
+        (root / image).write_bytes(b"")
+    hidden = root / draw.choice(list(truth)).parent / draw.choice(SYSTEM) / "0.png"
+    hidden.mkdir(parents=True)  # as Synology has it: a folder for each image
+    (hidden / "SYNOPHOTO_THUMB_M.jpg").write_bytes(b"")
+    return truth, unsaid
+
+
+def _opened(found: Recognised, scratch: Path) -> Dataset:
+    if not found.listing:
+        return open_dataset(found.layout, found.root, None)
+    write(scratch, found.listing)
+    return open_dataset("csv", scratch, None)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_layout_is_learned_or_counted_wrongly(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    root = tmp_path / "part"
+    truth, unsaid = _layout(draw, root)
+    good = {root / path for path, label in truth.items() if label is Label.GOOD}
+    bad = {root / path for path in truth} - good
+
+    def is_right(dataset: Dataset) -> None:
+        learned = {s.path for s in (*dataset.train, *dataset.validation)}
+        defects = {s.path for s in dataset.test if s.is_defect}
+        assert learned | {s.path for s in dataset.test} == good | bad
+        assert defects == bad
+        assert not learned & bad
+
+    def answer(question: str) -> str:  # as somebody who knows
+        return next(real for folder, real in unsaid.items() if str(root / folder) in question)
+
+    if unsaid:
+        with pytest.raises(DataError, match="don't tell"):
+            recognise(root)
+        with pytest.raises(DataError, match="don't tell"):
+            open_dataset("good_defect", root, None)
+        is_right(_opened(recognise(root, ask=answer)[0], tmp_path / "list.csv"))
+    else:
+        is_right(_opened(recognise(root)[0], tmp_path / "list.csv"))
+        is_right(open_dataset("good_defect", root, None))
+    for take in (_as_folder, _as_inputs):
+        try:
+            learned = take(root)
+        except DataError:
+            assert bad or unsaid or any("masks" in p.parts for p in root.rglob("*"))
+        else:
+            assert not unsaid
+            assert learned == good
+
+
+def _as_folder(root: Path) -> set[Path]:
+    return {sample.path for sample in open_dataset("folder", root, None).train}
+
+
+def _as_inputs(root: Path) -> set[Path]:
+    paths = find_inputs([root]).paths
+    check_inputs([root], paths)
+    return set(paths)
