@@ -166,7 +166,6 @@ class _CheckedImage:
     faults: tuple[Fault, ...]
     size: tuple[int, int] | None = None
     mode: str = ""
-    brightest: float = 0.0  # of full scale
     look: Look | None = None
 
     @property
@@ -197,7 +196,8 @@ def check(
     for image in _check_all(everything, reading, workers):
         images.append(image)
         progress(len(images), len(everything))
-    bits = None if reading.bit_depth is not None else _bits_used(images)
+    bits = bits_used(image.look.brightest for image in images if image.look is not None)
+    bits = None if reading.bit_depth is not None else bits
     faults = [fault for image in images for fault in image.faults]
     faults += [_fault("mask_unused", "test", None, strays([m])) for m in dataset.unused_masks]
     looks = _good_looks(images)
@@ -244,8 +244,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
         *_region_faults(split, sample, image, reading.region),
         *_mask_faults(split, sample, image, reading.mask_above),
     )
-    brightest = float(image.pixels.max()) / image.full_scale
-    return _CheckedImage(split, sample, faults, image.size, image.mode, brightest, look_of(image))
+    return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
 
 
 def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedImage:
@@ -350,10 +349,6 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
             f"the thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
         )
         yield _fault("few_images", "train", None, detail)
-
-
-def _bits_used(images: Sequence[_CheckedImage]) -> int | None:
-    return bits_used(i.brightest for i in images if i.size and has_16_bits(i.mode))
 
 
 def _bit_depth(bits: int | None) -> Iterator[Fault]:

@@ -22,7 +22,6 @@ from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import (
     Image,
     described,
-    has_16_bits,
     is_out_of_memory,
     out_of_memory,
     read_header,
@@ -78,8 +77,6 @@ class NetworkInput:
         whole: the tiling that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
         look: what tells the image from others; None where nobody asked for it.
-        brightest: the highest value of a file of 16 bits whose depth isn't declared, of full scale;
-            None for others.
     """
 
     index: int
@@ -93,7 +90,6 @@ class NetworkInput:
     whole: Tiling | None = None
     turn: int = 0
     look: Look | None = None
-    brightest: float | None = None
 
     @property
     def name(self) -> str:
@@ -177,12 +173,7 @@ def load(
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
         look = look_of(image) if looks else None
-        brightest = None
-        if has_16_bits(image.mode) and loading.bit_depth is None:
-            brightest = float(image.pixels.max()) / image.full_scale
-        return NetworkInput(
-            index, image.sha256, view, pixels, render, path, image, look=look, brightest=brightest
-        )
+        return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
     except Exception as error:  # a shift mustn't end because of one image
         return to_unusable(index, name, error)
 

@@ -294,16 +294,16 @@ def has_16_bits(mode: str) -> bool:
     return mode.endswith("16") and "float" not in mode
 
 
-def bits_used(brightest: Iterable[float]) -> int | None:
+def bits_used(brightest: Iterable[float | None]) -> int | None:
     """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less.
 
     Args:
-        brightest: the highest value of each 16-bit image, of full scale.
+        brightest: the highest value of each 16-bit image, of full scale; None for others.
 
     Returns:
         The bits; None where more is used, or there are no such images.
     """
-    highest = max(brightest, default=0.0)
+    highest = max((value for value in brightest if value is not None), default=0.0)
     return round(highest * 65535).bit_length() if 0 < highest < 0.25 else None
 
 

@@ -33,7 +33,7 @@ from anomaly.imaging.loading import (
     with_turned,
 )
 from anomaly.imaging.looks import Look
-from anomaly.imaging.read import Image, bits_used, say_bits_used
+from anomaly.imaging.read import Image
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Align, Fitter, MatrixOf, PatchBatch, PatchSet, Progress, Result
 from anomaly.runtime.devices import release_memory
@@ -117,8 +117,6 @@ class FeatureCache:
                 writer.add(done)
                 self._progress(len(writer.hashes) + len(writer.refused), len(images))
         release_memory()
-        if (bits := bits_used(writer.brightest)) is not None:
-            log.warning("%s", say_bits_used(bits))
         self._built.append(writer.features())
         return self._built[-1]
 
@@ -451,7 +449,6 @@ class _Writer:
         self._statistics = StatisticsSums(images)
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
-        self.brightest: list[float] = []
         self._views: dict[int, AnyView] = {}
         self._looks: dict[int, Look] = {}
         self._counts: dict[int, int] = {}
@@ -467,7 +464,6 @@ class _Writer:
             self._views[item.index] = item.layout
             if item.look is not None:
                 self._looks[item.index] = item.look
-            self.brightest += [] if item.brightest is None else [item.brightest]
             count = self._counts.get(item.index, 0)
             self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
         for item, tile in zip(images, statistics, strict=False):
