@@ -21,7 +21,7 @@ from anomaly.calibration.thresholds import (
     Costs,
     Threshold,
     calibrate,
-    cheapest_threshold,
+    cheapest_thresholds,
     recall_at,
     threshold_at,
 )
@@ -29,7 +29,7 @@ from anomaly.evaluation.metrics import curves
 from anomaly.evaluation.metrics.images import image_intervals
 
 Floats = NDArray[np.float64]
-COSTS = Costs(false_reject=5.0, escape=200.0, defect_share=0.01)
+COSTS = Costs(false_reject=5.0, escape=200.0, review=1.0, defect_share=0.01)
 # Good and defective images of a test split.
 SPLITS = ((20, 20), (40, 40), (60, 80), (20, 63), (209, 63), (1000, 1000))
 # Good images that thresholds come from, and defects that costs are weighed with.
@@ -106,14 +106,18 @@ def threshold_coverage(law: Law, images: tuple[int, int], repeats: int) -> dict[
         # Somebody puts it just where the last good image, or a tenth of them, would be flagged.
         worst = max((_slack(threshold_at(t, good), law), t) for t in np.sort(good)[-10:])[1]
         row["by hand, the worst of ten: false rejects"] = _kept(threshold_at(worst, good), law)
-        choice = cheapest_threshold(good, defects, COSTS)
-        value = choice.threshold.value
-        rejected, found = float(law.good.sf(value)), float(law.defect.sf(value))
-        row["by cost: false rejects"] = _kept(choice.threshold, law)
-        row["by cost: recall"] = choice.recall.low <= found <= choice.recall.high
-        row |= {"told rejects": choice.threshold.false_rejects.expected, "true rejects": rejected}
-        row |= {"told recall": choice.recall.expected, "true recall": found}
-        row["counted recall"] = choice.recall.count / images[1]
+        choice = cheapest_thresholds(good, defects, COSTS)
+        values = choice.review.value, choice.reject.value
+        rejected, found = float(law.good.sf(values[1])), float(law.defect.sf(values[0]))
+        shares = (float(one.sf(t)) for one in (law.good, law.defect) for t in values)
+        cost = float(COSTS.of_a_part(*shares))
+        row["by cost: false rejects"] = _kept(choice.reject, law)
+        row["by cost: caught"] = choice.caught.low <= found <= choice.caught.high
+        row["by cost: cost"] = choice.low <= cost <= choice.high
+        row |= {"told rejects": choice.reject.false_rejects.expected, "true rejects": rejected}
+        row |= {"told caught": choice.caught.expected, "true caught": found}
+        row |= {"told cost": choice.cost, "true cost": cost}
+        row["counted caught"] = choice.caught.count / images[1]
         for name, fixed in (("false reject rate", law.good), ("escape rate", law.defect)):
             new, n = (good, images[0]) if fixed is law.good else (-defects, images[1])
             limit = float(law.good.isf(0.02)) * (1 if fixed is law.good else -1)
@@ -196,7 +200,8 @@ def main() -> None:
     thresholds, means = table(CALIBRATIONS, threshold_coverage, args.repeats)
     told = [
         f"| {good} / {defects} | {m['told rejects']:.1%} | {m['true rejects']:.1%} | "
-        f"{m['counted recall']:.1%} | {m['told recall']:.1%} | {m['true recall']:.1%} |"
+        f"{m['counted caught']:.1%} | {m['told caught']:.1%} | {m['true caught']:.1%} | "
+        f"{m['told cost']:.3f} | {m['true cost']:.3f} |"
         for (good, defects), m in zip(CALIBRATIONS, means, strict=True)
     ]
     print(
@@ -235,18 +240,19 @@ known to us. Their error bounds say what binning does, not what another test spl
 `review` and `reject` are calibrated, 5 % of good parts in the mean and at most 1 %: "false rejects"
 is whether the upper bound that is told holds, "recall" the interval for the defects of
 `calibrate --defects`. `by hand` is the threshold, among the ten highest scores, whose bound is
-worst, chosen with knowledge of the truth. `by cost` weighs an escape of 200 against a false reject
-of 5 where 1 % of parts are defective. `evaluate` is the model's false rejects
-and escapes on a test split.
+worst, chosen with knowledge of the truth. `by cost` weighs an escape of 200, a false reject of 5
+and a review of 1 where 1 % of parts are defective: whether the bound of false rejects, the interval
+of the defects that are caught and that of the expected cost of a part hold. `evaluate` is the
+model's false rejects and escapes on a test split.
 
 {thresholds}
 
-What is told of a threshold chosen by cost, and what new parts show, in the mean over the draws of
-normal scores 2 σ apart. The recall that is counted on the defects that chose the threshold is too
-high; so it isn't given as what to expect.
+What is told of thresholds chosen by cost, and what new parts show, in the mean over the draws of
+normal scores 2 σ apart. The share caught that is counted on the defects that chose the thresholds
+is too high; so it isn't given as what to expect.
 
-| good / defective | false rejects told | true | recall counted | recall told | true |
-|---|---|---|---|---|---|
+| good / defective | false rejects told | true | caught, counted | told | true | cost told | true |
+|---|---|---|---|---|---|---|---|
 {told}
 """
 

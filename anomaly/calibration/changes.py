@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anomaly.calibration.model_thresholds import Thresholds
@@ -10,6 +11,21 @@ from anomaly.errors import some
 # Times the reject threshold so far, above which a new one is reported as higher. Less is never
 # doubted: the interval of a threshold from few images hangs on one or two gaps between scores.
 _FAR = 1.1
+# By threshold, or for both where nothing is for review: why it falls, and why it rises.
+_WHY = {
+    "review": (
+        "reviews of them cost less than their escapes",
+        "reviews of them would cost more than their escapes",
+    ),
+    "reject": (
+        "rejecting them costs less than reviews",
+        "reviews of them cost less than false rejects would",
+    ),
+    "one": (
+        "rejecting them costs less than their escapes",
+        "rejecting them would cost more than their escapes",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +62,37 @@ class ThresholdChange:
         if self.after.label == "calibrated" and self.after.image != self.before.image:
             name, score = self.after.decisive
             lines.append(f"the reject threshold stands on {name} ({score:.4g})")
+        return lines
+
+    def reasons(self, defect_scores: Sequence[float]) -> list[str]:
+        """Why thresholds by cost lie elsewhere than before, for people.
+
+        Args:
+            defect_scores: image scores of the defects that were weighed.
+        """
+        is_one = self.after.review == self.after.image
+        old = {"review": self.before.review, "reject": self.before.image}
+        new = {"review": self.after.review, "reject": self.after.image}
+        lines = []
+        for name in ("reject",) if is_one else ("review", "reject"):
+            low, high = sorted((old[name], new[name]))
+            if low == high:
+                continue
+            good, defects = (
+                sum(low < score <= high for score in scores)
+                for scores in (self.after.good.image, defect_scores)
+            )
+            why = _WHY["one" if is_one else name][new[name] > old[name]]
+            between = f"{good} good images and {defects} defects score between; {why}"
+            if not good and not defects:
+                between = "no image scores between: it is put into this gap"
+            direction = "rises" if new[name] > old[name] else "falls"
+            lines.append(f"the {name} threshold {direction}: {between}")
+        if not is_one and new["reject"] > old["reject"]:
+            lines.append(
+                "a defect in review is caught: what an escape costs lowers the review threshold, "
+                "and never raises the reject threshold"
+            )
         return lines
 
     @property

@@ -17,9 +17,8 @@ from anomaly.calibration.thresholds import (
     Costs,
     Threshold,
     calibrate,
-    cheapest_threshold,
+    cheapest_thresholds,
     threshold_at,
-    threshold_for_expected_rate,
     threshold_for_false_reject_rate,
 )
 
@@ -179,24 +178,20 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
 
 
 def thresholds_by_cost(
-    good: GoodScores, defect_scores: Sequence[float], costs: Costs, *, review_rate: float
+    good: GoodScores, defect_scores: Sequence[float], costs: Costs
 ) -> tuple[Thresholds, Choice]:
-    """The reject threshold that costs least, and review from where good parts get rare.
+    """The thresholds that cost least.
 
     Args:
         good: scores of good images.
-        defect_scores: image scores of defects; see `cheapest_threshold`.
-        costs: of the mistakes.
-        review_rate: the share of good parts that may not be called good, in the mean.
+        defect_scores: image scores of defects; see `cheapest_thresholds`.
+        costs: of verdicts.
 
     Returns:
-        The thresholds, and what is to be expected of rejection.
+        The thresholds, and what is to be expected of them.
     """
-    choice = cheapest_threshold(good.image, defect_scores, costs)
-    review = threshold_for_expected_rate(good.image, review_rate)
-    if review.value > choice.threshold.value:
-        review = choice.threshold
-    return _with_pixels(Calibration(review, choice.threshold), "by cost", good), choice
+    choice = cheapest_thresholds(good.image, defect_scores, costs)
+    return _with_pixels(Calibration(choice.review, choice.reject), "by cost", good), choice
 
 
 def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:

@@ -18,6 +18,7 @@ from anomaly.calibration import (
     thresholds_by_cost,
     thresholds_from,
 )
+from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import (
     add_device,
     add_paths,
@@ -47,8 +48,10 @@ log = logging.getLogger(__name__)
 
 
 _RATES = ("false_reject_rate", "review_rate", "defect_share")
-_AMOUNTS = ("threshold", "review_threshold", "cost_escape", "cost_false_reject")
-_CRITERIA = ("without", "data_root", *_RATES, *_AMOUNTS)  # options that the history records
+_COSTS = ("cost_false_reject", "cost_escape", "cost_review")
+_AMOUNTS = ("threshold", "review_threshold", *_COSTS)
+_CRITERIA = ("without", "data_root", "currency", *_RATES, *_AMOUNTS)  # that the history records
+_MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 
 
@@ -79,8 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
     costs = parser.add_argument_group("by cost (needs --defects)")
     add = costs.add_argument
-    add("--cost-escape", type=number, metavar="C", help="of passing a defective part")
-    add("--cost-false-reject", type=number, metavar="C", help="of rejecting a good one")
+    add("--cost-false-reject", type=number, metavar="C", help="of rejecting a good part")
+    add("--cost-escape", type=number, metavar="C", help="of calling a defective part good")
+    add("--cost-review", type=number, metavar="C", help="of a person's look at a part")
+    add("--currency", metavar="NAME", help="of the costs, EUR say; only shown")
     add("--defect-share", type=number, metavar="P", help="of the parts on the line (0.01)")
     hand = parser.add_argument_group("by hand")
     add = hand.add_argument
@@ -127,8 +132,12 @@ def _run(options: argparse.Namespace) -> int:
             "the model itself has still learned from what was left out; if that isn't good, remove "
             "it from the training images and train again"
         )
-    if before is not None and not _agreed(ThresholdChange(before, new), options):
-        return 1
+    if before is not None:
+        moved = ThresholdChange(before, new)
+        reasons = [] if choice is None or defects is None else moved.reasons(defects.scores)
+        print("\n".join([*moved.lines(), *reasons]))
+        if not _agreed(moved, options):
+            return 1
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return exit_code
@@ -142,8 +151,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _agreed(moved: ThresholdChange, options: argparse.Namespace) -> bool:
-    """Say what moves, and whether it may: `--yes`, or a person, agrees to what is doubtful."""
-    print("\n".join(moved.lines()))
+    """Warn of what is doubtful; whether `--yes`, or a person, agrees to it."""
     if moved.caution:
         log.warning(moved.caution)
     if options.yes or not moved.is_doubtful:
@@ -230,22 +238,24 @@ def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScore
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that don't go together, before anything is loaded."""
     by_rate = options.false_reject_rate is not None or options.review_rate is not None
-    by_cost = options.cost_escape is not None or options.cost_false_reject is not None
+    costs = [getattr(options, name) for name in _COSTS]
+    by_cost = any(cost is not None for cost in costs)
     by_hand = options.threshold is not None or options.review_threshold is not None
     if by_hand and (by_rate or by_cost):
         raise AnomalyError("thresholds are set by hand or found by rates or costs, not both")
-    if by_cost and options.false_reject_rate is not None:
-        raise AnomalyError("--false-reject-rate and costs both set the reject threshold; give one")
+    if by_cost and by_rate:
+        raise AnomalyError("thresholds are found by rates or by costs, not both")
     if by_hand and options.threshold is None:
         raise AnomalyError("--review-threshold needs --threshold, where rejection begins")
-    if by_cost and None in (
-        options.cost_escape,
-        options.cost_false_reject,
-        options.defects or None,
-    ):
-        raise AnomalyError("costs need all of --cost-escape, --cost-false-reject and --defects")
-    if options.defect_share is not None and not by_cost:
-        raise AnomalyError("--defect-share says how to weigh costs; give --cost-escape, too")
+    if by_cost and (None in costs or not options.defects):
+        raise AnomalyError(
+            "costs need all of --cost-false-reject, --cost-escape, --cost-review and --defects"
+        )
+    for name in ("defect_share", "currency"):
+        if getattr(options, name) is not None and not by_cost:
+            raise AnomalyError(
+                f"--{name.replace('_', '-')} is about costs; give --cost-escape, too"
+            )
     for name in (*_RATES, *_AMOUNTS):
         value = getattr(options, name)
         if value is None or (0 < value < 1 if name in _RATES else 0 <= value < math.inf):
@@ -276,13 +286,20 @@ def _choose(
     """The thresholds that were asked for, and what was chosen by cost."""
     if options.threshold is not None:
         return by_hand(good, options.threshold, options.review_threshold), None
-    review_rate, reject_rate = model.rates(options.review_rate, options.false_reject_rate)
     if options.cost_escape is None or defects is None:
-        return thresholds_from(good, review_rate, reject_rate), None
+        return thresholds_from(
+            good, *model.rates(options.review_rate, options.false_reject_rate)
+        ), None
     share = 0.01 if options.defect_share is None else options.defect_share
-    costs = Costs(options.cost_false_reject, options.cost_escape, share)
-    thresholds, choice = thresholds_by_cost(good, defects.scores, costs, review_rate=review_rate)
-    print(f"expected cost {choice.cost:.4g} a part, where {share:.2%} of parts are defective")
+    costs = Costs(options.cost_false_reject, options.cost_escape, options.cost_review, share)
+    thresholds, choice = thresholds_by_cost(good, defects.scores, costs)
+    currency = f" {options.currency}" if options.currency else ""
+    print(
+        f"expected cost {choice.cost:.3g}{currency} a part ({choice.low:.3g} to {choice.high:.3g} "
+        f"with 95 % confidence), where {percent(share)} of the parts are defective; estimated on "
+        f"{good.source}, and on {len(defects.scores)} defects, each left out of the choice that "
+        "judges it"
+    )
     return thresholds, choice
 
 
@@ -294,14 +311,17 @@ def _print_recall(
     Only thresholds by rate are sure not to have been chosen by these defects.
     """
     recalls = {}
-    for what, value in (("rejected", thresholds.image), ("not called good", thresholds.review)):
-        rate = recall_at(value, defects.scores, chosen=thresholds.label != "calibrated")
-        if choice is not None and value == choice.threshold.value:
-            rate = choice.recall
+    chosen = thresholds.label != "calibrated"
+    for what, value, told in (
+        ("rejected", thresholds.image, choice and choice.rejected),
+        ("caught", thresholds.review, choice and choice.caught),
+    ):
+        rate = told or recall_at(value, defects.scores, chosen=chosen)
         expected = "" if choice is None else f"; {100 * rate.expected:.1f} % to be expected of new"
         print(
-            f"of {rate.images} defects {rate.count} {what}: {100 * rate.count / rate.images:.1f} %"
-            f"{expected}, {100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
+            f"of {rate.images} defects {rate.count} {_MEANING[what]}: "
+            f"{100 * rate.count / rate.images:.1f} %{expected}, "
+            f"{100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
         )
         recalls[what] = asdict(rate)
     return recalls

@@ -32,7 +32,7 @@ from anomaly.files.outputs import locked
 from anomaly.report.category import evaluated
 from anomaly.report.comparison import summary, write_comparison
 from anomaly.report.index import EvaluationFolder, Failure
-from anomaly.report.tables import at_thresholds, table, undefined
+from anomaly.report.tables import at_thresholds, flattered, table, undefined
 from anomaly.scoring.image_statistics import nearest
 from anomaly.storage.folder import find_products
 from anomaly.storage.load import load_model, training_statistics
@@ -277,6 +277,8 @@ def _report(categories: Sequence[Category], failures: Sequence[Failure], output:
     for category in categories:
         if category.verdicts is not None:
             print(at_thresholds(category.name, category.verdicts))
+        if note := flattered(category.evaluation):
+            log.warning("%s: %s", category.name, note)
     for line in undefined(evaluations):
         print(line)
     refused = [row.reason for e in evaluations for row in e.scored if row.image_score is None]

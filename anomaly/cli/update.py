@@ -104,8 +104,8 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
         print("look at the suspects again; where they are good, add --include-suspects")
     if not compare[DEFECTS]:
         print("no confirmed defects were given, so nothing says whether one would pass now")
-    if updated.escapes and not options.force:
-        print(f"{refusal(updated.escapes)} (--force)")
+    if updated.new_escapes and not options.force:
+        print(f"{refusal(updated.new_escapes)} (--force)")
         return 1
     output: Path = options.output
     model_id = updated.keep(options.model, output, overwrite=options.overwrite)

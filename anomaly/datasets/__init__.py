@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # What each format tests with, for messages.
 TEST_IMAGES = {
-    "folder": "learns from all of it, unless files are named as good and as defective",
+    "folder": "learns from all of it",
     "mvtec": "has them in test/good and test/<type of defect>",
     "mvtec_ad_2": "has them in test_public/good and test_public/bad",
     "mvtec_loco": "has them in test/good and test/<type of defect>",

@@ -27,7 +27,14 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
 from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
-from anomaly.imaging.read import MAX_PIXELS, Image, read_image
+from anomaly.imaging.read import (
+    MAX_PIXELS,
+    Image,
+    bits_used,
+    has_16_bits,
+    read_image,
+    say_bits_used,
+)
 from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
@@ -113,11 +120,6 @@ class SplitSummary:
     modes: dict[str, int]
 
 
-def has_16_bits(mode: str) -> bool:
-    """Whether samples stored in this mode are whole numbers of 16 bits; floats of 16 aren't."""
-    return mode.endswith("16") and "float" not in mode
-
-
 @dataclass(frozen=True)
 class DataReport:
     """Every split, and every fault, the worst first.
@@ -164,7 +166,6 @@ class _CheckedImage:
     faults: tuple[Fault, ...]
     size: tuple[int, int] | None = None
     mode: str = ""
-    brightest: float = 0.0  # of full scale
     look: Look | None = None
 
     @property
@@ -195,7 +196,8 @@ def check(
     for image in _check_all(everything, reading, workers):
         images.append(image)
         progress(len(images), len(everything))
-    bits = None if reading.bit_depth is not None else _bits_used(images)
+    bits = bits_used(image.look.brightest for image in images if image.look is not None)
+    bits = None if reading.bit_depth is not None else bits
     faults = [fault for image in images for fault in image.faults]
     faults += [_fault("mask_unused", "test", None, strays([m])) for m in dataset.unused_masks]
     looks = _good_looks(images)
@@ -242,8 +244,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
         *_region_faults(split, sample, image, reading.region),
         *_mask_faults(split, sample, image, reading.mask_above),
     )
-    brightest = float(image.pixels.max()) / image.full_scale
-    return _CheckedImage(split, sample, faults, image.size, image.mode, brightest, look_of(image))
+    return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
 
 
 def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedImage:
@@ -350,19 +351,9 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         yield _fault("few_images", "train", None, detail)
 
 
-def _bits_used(images: Sequence[_CheckedImage]) -> int | None:
-    """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less."""
-    brightest = max((i.brightest for i in images if i.size and has_16_bits(i.mode)), default=0.0)
-    return round(brightest * 65535).bit_length() if 0 < brightest < 0.25 else None
-
-
 def _bit_depth(bits: int | None) -> Iterator[Fault]:
     if bits is not None:
-        detail = (
-            f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so "
-            f"with image.bit_depth={bits}, or they are seen all but black"
-        )
-        yield _fault("bit_depth", "train", None, detail)
+        yield _fault("bit_depth", "train", None, say_bits_used(bits))
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:

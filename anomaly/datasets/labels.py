@@ -41,29 +41,30 @@ class _Kind(StrEnum):
 # By language; `buen:o,a` is bueno and buena, `x:,s` is x and xs. Without accents, in small letters.
 _VOCABULARY = {
     _Kind.GOOD: """
-        good ok okay okey io pass:,ed,es,ing accept:,ed,able approved normal nominal intact
-        healthy golden gold reference:,s perfect flawless faultless compliant conform:,ing,ant
-        correct clean gut:,e,er,es,en gutteil:,e,en gutmuster gutbild:,er ordnung
-        einwandfrei:,e fehlerlos:,e makellos:,e tadellos:,e freigegeben:,e akzeptiert:,e
-        angenommen:,e bestanden:,e unversehrt:,e konform:,e normale referenz:,en heil:,e
-        buen:o,a,os,as bien correct:o,a,os,as aceptad:o,a,os,as aprobad:o,a,os,as
-        apt:o,a,os,as conforme:,s normales intact:o,a,os,as san:o,a,os,as referencia:,s
-        bon:,s,ne,nes correct:e,es,s accepte:,e,s,es normaux normale:,s sain:,s,e,es valide:,s
-        buon:o,a,i,e conformi accettat:o,a,i,e idone:o,a,i,e bom bons boa:,s aprovad:o,a,os,as
-        aceit:o,a,os,as dobr:y,e,a prawidlow:y,e,a годн:ый,ые,ая годен норма нормальн:ый,ые
-        хорош:ий,ие 良品 良 良い 良好 優良 优良 优品 合格 合格品 適合 适合 正常 正常品 完好
-        健全 好 好品 好的 通过 通過 正品 無傷 无伤 标准品 標準品 양품 합격 합격품 정상 정상품
-        양호""",
+        genugend conformit:y,e,es conformidad konformitat good ok okay okey io pass:,ed,es,ing
+        accept:,ed,able approved normal nominal intact healthy golden reference:,s perfect
+        flawless faultless compliant conform:,ing,ant correct clean gut:,e,er,es,en
+        gutteil:,e,en gutmuster gutbild:,er ordnung einwandfrei:,e fehlerlos:,e makellos:,e
+        tadellos:,e freigegeben:,e akzeptiert:,e angenommen:,e bestanden:,e unversehrt:,e
+        konform:,e normale referenz:,en heil:,e buen:o,a,os,as bien correct:o,a,os,as
+        aceptad:o,a,os,as aprobad:o,a,os,as apt:o,a,os,as conforme:,s normales
+        intact:o,a,os,as san:o,a,os,as referencia:,s bon:,s,ne,nes correct:e,es,s
+        accepte:,e,s,es normaux normale:,s sain:,s,e,es valide:,s buon:o,a,i,e conformi
+        accettat:o,a,i,e idone:o,a,i,e bom bons boa:,s aprovad:o,a,os,as aceit:o,a,os,as
+        dobr:y,e,a prawidlow:y,e,a годн:ый,ые,ая годен норма нормальн:ый,ые хорош:ий,ие 良品
+        良 良い 良好 優良 优良 优品 合格 合格品 適合 适合 正常 正常品 完好 健全 好 好品 好的
+        通过 通過 正品 無傷 无伤 标准品 標準品 양품 합격 합격품 정상 정상품 양호""",
     _Kind.NEGATED: """
         ng nok nio ko nc niok noio notok 不良 不良品 不合格 不合格品 不適合 不可 불합격 불량""",
     _Kind.BAD: """
-        bad fail:,ed,s,ing,ure,ures reject:,ed,s,ion,ions scrap:,ped defect:,s,ive,ives,ed
+        befund:,e haarriss:e rissbildung holed abnormalities durchgefallen 欠点 bad
+        fail:,ed,s,ing,ure,ures reject:,ed,s,ion,ions scrap:,ped defect:,s,ive,ives,ed
         fault:,s,y flaw:,s,ed anomal:y,ies,ous,e abnormal abnormality outlier:,s broken
         break:,s,age breakage:s damage:,d,s scratch:,es,ed crack:,s,ed dent:,s,ed stain:,s,ed
         hole:,s spot:,s chipped burr:,s chipping scuff:,s,ed tear:,s torn cut:,s bent
         bend:,s,ing deformed deformation:,s distorted warped missing misaligned misaligment
         misplaced wrong incorrect imperfect imperfection:,s contaminat:ed,ion,ions dirt dirty
-        rust:,y corrosion corroded void:,s porosity bubble:,s blister:,s inclusion:,s
+        rust:,y corrosion corroded void:,s porosity bubble:,s blisters blistering inclusion:,s
         discolored discoloured discoloration discolouration burn:,t,ed leak:,s,ing,age
         rework:,ed error:,s poor worn fracture:,d,s smudge:,s,d blemish:,es,ed quarantine:,d
         waste unusable substandard spoiled schlecht:,e,er,es,en schlechtteil:,e,en fehler:,n
@@ -79,7 +80,7 @@ _VOCABULARY = {
         manchad:o,a,os,as abolladura:,s abollad:o,a,os,as agujero:,s danad:o,a,os,as dano:,s
         desecho:,s chatarra inservible:,s incorrect:o,a,os,as anomalia:,s anormal:,es,e,aux
         rebaba:,s retrabajo:,s fisura:,s mauvais:,e,es defaut:,s defectueu:x,se,ses
-        defaillan:t,te,ts ce rebut:,s,e,es rejet:,s rejete:,e,s,es raye:,e,s,es rayure:,s
+        defaillan:t,te,ts,ce rebut:,s,e,es rejet:,s rejete:,e,s,es raye:,e,s,es rayure:,s
         fissure:,s,e,es tache:,s,e,es bosse:,s trou:,s casse:,e,s,es cassure:,s
         endommage:,e,s,es abime:,e,s,es retouche:,s ferraille dechet:,s incorrecte:,s
         bavure:,s scart:o,i difett:o,i difettos:o,a,i,e graffi:,o crepa crepe macchi:a,e
@@ -95,13 +96,17 @@ _VOCABULARY = {
         凹み へこみ ヘコミ 欠け カケ バリ 手直し シミ 穴 錆 サビ 異物 异物 불량품 결함 결함품
         스크래치 긁힘 찍힘 파손 균열 오염 이상""",
     _Kind.NOT: """
-        no not non none never un nicht kein:,e,er,en ohne nie without zero isnt arent isn aren
-        cannot dis mis sin sans pas ne ni senza nao sem bez не без 不 非 無 无 未 没 没有 不是
-        ノー 비 미""",
-    _Kind.FREE: "free frei freie less なし 無し フリー 以外 以外の ではない でない 없음",
+        didnt doesnt aint wasnt hasnt anti libre:,s exempt:,e,s,es esente livre:,s no not non
+        none never un nicht kein:,e,er,en ohne nie without zero isnt arent isn aren cannot dis
+        mis sin sans pas ne ni senza nao sem bez не без 不 非 無 无 未 没 没有 不是 ノー 비 미""",
+    _Kind.FREE: """
+        free frei freie less なし 無し フリー 以外 以外の ではない でない 없음""",
     _Kind.PREFIX: "in im ab il ir",
     _Kind.DOUBT: """
-        false fake pseudo pseudofehler maybe perhaps possible possibly probable probably
+        ish escaped missed after formerly former once was were would expired supposed:,ly
+        called disputed misjudged misclassified misclassification sure falsos falsas schein
+        vermeintlich:,e angeblich:,e grenzwertig:,e ex half halb but 誤 误 误判 誤判 誤判定 偽
+        伪 假 false fake pseudo pseudofehler maybe perhaps possible possibly probable probably
         almost nearly hardly barely borderline questionable doubtful suspect:,s,ed suspicious
         unsure uncertain unclear undecided unknown unlabeled unlabelled unsorted unchecked
         uninspected unverified unclassified undefined review recheck pending todo tbd na nan
@@ -119,8 +124,8 @@ _VOCABULARY = {
     _Kind.TEST: "test:,s,ing",
     _Kind.ASIDE: """
         thumb:,s thumbnail:,s preview:,s vorschau vignettes trash deleted garbage papierkorb
-        geloscht corbeille papelera cestino xyz depth pointcloud:,s pcd normalmap:,s
-        回收站 ゴミ箱 ごみ箱 缩略图 サムネイル""",
+        geloscht corbeille papelera cestino xyz depth pointcloud:,s pcd normalmap:,s 回收站
+        ゴミ箱 ごみ箱 缩略图 サムネイル""",
     _Kind.BESIDE: """
         ground public private set:,s data dataset:,s split:,s type:,s part:,s piece:,s
         image:,s img:,s pic:,s picture:,s photo:,s foto:,s sample:,s item:,s unit:,s
@@ -129,12 +134,14 @@ _VOCABULARY = {
         echantillon:,s pezz:o,i peca:,s 品 件 图 图像 图片 圖片 画像 写真 样本 樣本 サンプル
         フォルダ データ 零件 部品 ワーク 사진 이미지""",
     _Kind.PLACE: """
-        lot:,s batch:,es charge:,n los cam:,s camera:,s kamera:,s line:,s linie:,n station:,s
-        shift:,s schicht:,en day:,s tag:,e date:,s datum week:,s kw month year:,s view:,s
-        side:,s front back left right top bottom linea camara lote lotto lotti ligne equipe
-        poste 批次 批 相机 相機 カメラ ライン ロット 号機 号机 号 年 月 日 产线 产品 工位""",
+        breakfast stainless rostfrei rustfree inox lot:,s batch:,es charge:,n los cam:,s camera:,s
+        kamera:,s line:,s linie:,n station:,s shift:,s schicht:,en day:,s tag:,e date:,s datum
+        week:,s kw month year:,s view:,s side:,s front back left right top bottom linea camara
+        lote lotto lotti ligne equipe poste 批次 批 相机 相機 カメラ ライン ロット 号機 号机
+        号 年 月 日 产线 产品 工位""",
     _Kind.FILLER: """
-        so very quite really at all the a is be der die das ganz sehr la le el de muy tout""",
+        of von di da so very quite really at all the a is be der die das ganz sehr la le el de
+        muy tout""",
 }  # fmt: skip
 
 # Letters of writing without spaces between words.
@@ -142,9 +149,11 @@ _CJK = "々ー぀-ヿ㐀-鿿가-힣"
 _RUNS = re.compile(rf"[{_CJK}]+|(?:(?![{_CJK}])[^\W\d_])+|\d+|\?")
 _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|.")
 _ACRONYM = re.compile(r"([A-Z]{2,})([a-z]+)")
-_ACCENTS = re.compile("[\u0300-\u036f\u200b-\u200f\ufeff]")
+_ACCENTS = re.compile("[\u0300-\u036f\u200b-\u200f\u2019\ufeff]")
+_NO = (("no", _Kind.NOT),), (("ni", _Kind.NOT),)
 _TELLING = (_Kind.GOOD, _Kind.BAD, _Kind.NEGATED)
 _ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
+_DIGITS = re.compile(r"\d+")
 _LONGEST = 40  # letters of a word that is taken apart
 
 
@@ -152,9 +161,6 @@ def _spelt(vocabulary: str) -> Iterator[str]:
     for entry in vocabulary.split():
         stem, _, endings = entry.partition(":")
         yield from (stem + ending for ending in endings.split(","))
-
-
-_WORDS = {word: kind for kind, text in reversed(_VOCABULARY.items()) for word in _spelt(text)}
 
 
 def label_of(name: str, *, alone: bool = False) -> Label:
@@ -168,6 +174,9 @@ def label_of(name: str, *, alone: bool = False) -> Label:
         alone: other words than known ones make it unknown, as in the name of a product.
     """
     words = _joined([word for run in _RUNS.findall(_plain(name)) for word in _parsed(run)])
+    letters = "".join(word for word, _ in words if not word.isdigit())
+    if len(letters) <= 3 and (kind := _known(letters)) in _TELLING:  # ni.O.
+        words = [(letters, kind)]
     found = {kind for _, kind in words}
     if alone and _Kind.OTHER in found:
         return Label.UNKNOWN
@@ -224,22 +233,29 @@ def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
     Returns:
         The label of each; None unless some say good and some defective.
     """
-    words = {stem: _RUNS.findall(_plain(stem)) for stem in stems}
+    forms = {stem: _DIGITS.sub("0", stem) for stem in stems}  # few, however many files there are
+    words = {form: _RUNS.findall(_plain(form)) for form in set(forms.values())}
     common = set.intersection(*map(set, words.values())) if words else set()
-    for shared in (set(), common):
+    telling = any(kind in _TELLING for word in common for _, kind in _parsed(word))
+    for shared in (set(), common) if telling else (set(),):
         labels = {
-            stem: label_of(" ".join(word for word in own if word not in shared))
-            for stem, own in words.items()
+            form: label_of(" ".join(word for word in own if word not in shared))
+            for form, own in words.items()
         }
         if {Label.GOOD, Label.DEFECTIVE} <= set(labels.values()):
-            return labels
+            return {stem: labels[form] for stem, form in forms.items()}
     return None
 
 
 def _plain(name: str) -> str:
     """One form for all Unicode spellings: no accents, no wide letters."""
-    bare = _ACCENTS.sub("", unicodedata.normalize("NFKD", name))
+    bare = _ACCENTS.sub("", unicodedata.normalize("NFKD", name)).replace("'", "")
     return unicodedata.normalize("NFC", bare).replace("ł", "l").replace("Ł", "L")
+
+
+_WORDS = {
+    _plain(word): kind for kind, text in reversed(_VOCABULARY.items()) for word in _spelt(text)
+}
 
 
 def _known(word: str) -> _Kind | None:
@@ -272,6 +288,8 @@ def _parsed(run: str) -> tuple[tuple[str, _Kind], ...]:
         return glued
     if len(parts) > 1:
         return tuple(word for part in parts for word in _parsed(part))
+    if any(_WORDS.get(low[i:]) is _Kind.BAD for i in range(1, len(low) - 5)):  # Lackkratzer
+        return ((low, _Kind.BAD),)
     return ((low, _Kind.OTHER if len(low) > 1 else _Kind.NUMBER),)
 
 
@@ -295,8 +313,9 @@ def _taken_apart(text: str, *, whole: bool) -> tuple[tuple[str, _Kind], ...]:
             kind = _known(word) if len(word) >= least else None
             if word == "n" and start == 0:  # ngut
                 kind = _Kind.NOT
-            if kind is not None:
-                options.append((before[0] + 1, (*before[1], (word, kind))))
+            if kind not in (None, _Kind.FILLER):  # de + fault
+                twice = kind is _Kind.NEGATED and before[1][-1:] in _NO  # non-ok, not no-nok
+                options.append((before[0] + 1 + twice, (*before[1], (word, kind))))
             elif not whole and len(word) == 1:
                 options.append((before[0] + 9, (*before[1], (word, _Kind.OTHER))))
         best.append(min(options, key=lambda option: option[0]) if options else None)
@@ -316,10 +335,12 @@ def _joined(words: list[tuple[str, _Kind]]) -> list[tuple[str, _Kind]]:
         while end < len(words) and len(words[end][0]) == 1 and words[end][0].isalpha():
             end += 1
         letters = "".join(word for word, _ in words[i:end])
-        start = next((k for k in range(len(letters) - 1) if _known(letters[k:])), len(letters))
+        ends = ((k, e) for k in range(len(letters)) for e in range(len(letters), k + 1, -1))
+        start, stop = next((at for at in ends if _known(letters[slice(*at)])), (len(letters), 0))
         joined += words[i : i + start]
         if start < len(letters):
-            joined += _parsed(letters[start:])
+            joined += _parsed(letters[start:stop])
+            joined += words[i + stop : end]
         if end == i:
             joined.append(words[i])
             end += 1
@@ -342,10 +363,14 @@ def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool]:
             good = kind is _Kind.GOOD
             said += [True, False] if negated and kind is _Kind.NEGATED else [good != negated]
             negated = False
-        elif kind is _Kind.FREE and said:
-            said[-1] = not said[-1]
+        elif kind is _Kind.FREE and (said or word != "less"):  # defect-free, free of defects
+            if said:
+                said[-1] = not said[-1]
+            negated |= not said
         elif kind is _Kind.PREFIX:
-            loose |= following is _Kind.GOOD and after != "ordnung"
+            turns = following is _Kind.GOOD and after != "ordnung"
+            loose |= turns and word == "in"  # in good order, or in-acceptable
+            negated |= turns and word != "in"
         elif kind is not _Kind.FILLER:
             loose |= negated
             negated = False

@@ -53,7 +53,7 @@ _SPLIT_FOLDERS = {
 def first_not_good(folders: Iterable[Path], top: Path) -> Path | None:
     """The first folder whose images aren't good by its name, or by its neighbours'.
 
-    Beside a folder of good images others mean something else, and so do images beside it.
+    Where a folder inside says good, those that don't mean something else.
 
     Args:
         folders: that hold images, inside `top` or `top` itself.
@@ -64,14 +64,10 @@ def first_not_good(folders: Iterable[Path], top: Path) -> Path | None:
     labels = {f: label_of(f.name, alone=f == top) for f in known}
     if labels.get(top) is Label.UNCLEAR:
         labels[top] = Label.UNKNOWN
+    if bad := [f for f in known if labels[f] not in (Label.GOOD, Label.UNKNOWN)]:
+        return min(bad)
     good = {f for f in known if any(labels.get(g) is Label.GOOD for g in (f, *f.parents))}
-    beside = {f.parent for f in known - {top} if labels[f] is Label.GOOD}
-    for folder in sorted(known):
-        if labels[folder] not in (Label.GOOD, Label.UNKNOWN):
-            return folder
-        if folder not in good and (folder.parent in beside or folder in beside & holding):
-            return folder
-    return None
+    return min(holding - good, default=None) if good else None
 
 
 @dataclass(frozen=True)
@@ -92,9 +88,19 @@ class KnownLayout:
 
     def fits(self, place: Path) -> bool:
         """Whether a folder has this layout."""
-        return all(is_folder(place / name) for name in self.folders) and not any(
-            is_folder(place / name) for name in self.absent
+        return (
+            all(is_folder(place / name) for name in self.folders)
+            and not any(is_folder(place / name) for name in self.absent)
+            and not _beside_good(place, self.folders[0])
         )
+
+
+def _beside_good(folder: Path, good: str) -> Path | None:
+    """A folder of images in train/ beside the one of good images; None where there is none."""
+    train = folder / "train"
+    others = (train / name for name in (folders_in(train) if good.startswith("train/") else ()))
+    beside = (place for place in others if not (folder / good).is_relative_to(place))
+    return next((place for place in beside if list_images(place)), None)
 
 
 KNOWN_LAYOUTS = (
@@ -156,13 +162,11 @@ class _FolderLayout:
                 "good images use --set data.format=folder, for folders with names of your own "
                 "data.format=good_defect",
             )
-        for other in folders_in(folder / "train"):
-            place = folder / "train" / other
-            if not learned.is_relative_to(place) and list_images(place):
-                raise DataError(
-                    f"{place} is beside {learned}, but {self.name} layout has good images alone in "
-                    "train; use --set data.format=good_defect, which takes folders by their names"
-                )
+        if place := _beside_good(folder, self.train):
+            raise DataError(
+                f"{place} is beside {learned}, but {self.name} layout has good images alone in "
+                "train; use --set data.format=good_defect, which takes folders by their names"
+            )
         validation = _good(folder / self.validation / self.images, folder)
         finder = Masks()
         test = self._tested(folder, finder)
@@ -269,7 +273,7 @@ def sorted_by_names(
     masks = {_masks_in(inner) for inner, label in labels.items() if label is Label.ASIDE}
     labels |= answers or {}
     if open_ := [i for i, label in labels.items() if label not in {*_CLEAR, Label.ASIDE}]:
-        raise _undecided(folder, [inner.as_posix() for inner in open_])
+        raise _undecided(folder, [say_folder(inner) for inner in open_])
     finder = Masks()
     samples: list[tuple[str, Sample]] = []
     for image in list_images(folder):
@@ -290,8 +294,16 @@ def sorted_by_names(
             found = next(filter(None, (finder.of(image, place) for place in places)), None)
             sample = replace(sample, defect_type=kind, mask_path=found)
             samples.append((split and "test", sample))
+    for label in (Label.GOOD, Label.DEFECTIVE):
+        alike = [s.path for _, s in samples if s.is_defect == (label is Label.DEFECTIVE)]
+        _check_files(alike, folder, label)
     left = (file for mask in sorted(masks) for file in finder.left_in(folder / mask))
     return samples, tuple(left)
+
+
+def say_folder(inner: Path) -> str:
+    """A folder inside another, for people."""
+    return inner.as_posix() if inner.parts else "the images outside of folders"
 
 
 def _masks_in(inner: Path) -> Path:
@@ -473,13 +485,14 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
     Args:
         inputs: as given.
         images: what was found in them.
-        defects: whether they were given as defects.
+        defects: whether they were given as defects; a file that is named as one may lie anywhere.
 
     Raises:
         DataError: as `check_good` and `check_defects`.
     """
     files = list(images)
-    for folder in {place if is_folder(place) else place.parent for place in inputs}:
+    given = [(place, is_folder(place)) for place in inputs]
+    for folder in {p if whole else p.parent for p, whole in given if whole or not defects}:
         inside = (file for file in files if file.is_relative_to(folder))
         (check_defects if defects else check_good)(inside, folder)
 
@@ -581,6 +594,9 @@ def open_list(file: Path) -> Dataset:
         label_them = "give the list a column label, with `good` or a kind of defect in each row"
         paths = [sample.path for _, sample in samples]
         check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
+    kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
+    if kinds:
+        log.info("%s: taken for kinds of defect: %s", file, some(sorted(kinds), most=8))
     samples.sort(key=lambda entry: entry[1].name)
     hint = (
         "A list needs good images with the split `train`; good ones have the label good, another "

@@ -16,6 +16,7 @@ from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
     folders_in,
     labels_in,
+    say_folder,
     say_named,
     sorted_by_names,
 )
@@ -130,7 +131,7 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         answers = {inner: told[top] for inner, top in outer.items()}
     good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
     if not good and (Label.DEFECTIVE in labels.values() or answers):
-        raise _no_good(place, [inner.as_posix() for inner in labels])
+        raise _no_good(place, [say_folder(inner) for inner in labels])
     samples, _ = sorted_by_names(place, answers)
     masks = [inner.as_posix() for inner, label in labels.items() if label is Label.ASIDE]
     others = dict.fromkeys(
@@ -204,7 +205,7 @@ def with_copies_together(dataset: Dataset, copies: Iterable[Sequence[str]]) -> s
 def _no_good(place: Path, folders: Sequence[str]) -> DataError:
     return DataError(
         f"{place} has folders of defects or tests ({some(folders, most=8)}), but none that is "
-        "named as good; rename the folder of good parts to `good`, or give it alone"
+        "named as good. Put the good images into a folder `good`, or give their folder alone"
     )
 
 
@@ -220,6 +221,10 @@ def _plain(place: Path) -> Recognised:
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
         give = listed or f"{other_files(place)}; give a folder of good images"
         raise DataError(f"no images in {place}{give}")
+    if named := by_file_names(image.stem for image in list_images(place)):
+        counts = Counter(named.values())
+        told = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
+        return Recognised("folder", place, told)
     unclear = [name for name in inside if list_images(place / name)]
     if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
         raise DataError(
@@ -227,11 +232,7 @@ def _plain(place: Path) -> Recognised:
             f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "
             "folders hold good parts, add --format folder"
         )
-    named = by_file_names(image.stem for image in list_images(place))
-    if named is None:
-        return Recognised("folder", place, "good images alone")
-    counts = Counter(named.values())
-    return Recognised("folder", place, say_named(counts[Label.GOOD], counts[Label.DEFECTIVE]))
+    return Recognised("folder", place, "good images alone")
 
 
 def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:

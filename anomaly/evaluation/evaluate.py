@@ -24,6 +24,7 @@ from anomaly.evaluation.metrics.images import (
     recall_at_false_reject_rates,
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
+from anomaly.evaluation.splits import threshold_images
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
@@ -84,8 +85,8 @@ class Evaluation:
         intervals: of the image figures, by name, each with at least 95 % confidence.
         by_type: each type of defect's figures against all good images.
         thresholds: the model's own; None where it has none.
-        chose: how many of the images have chosen the model's settings, see `anomaly.tune`: on
-            these, figures are better than on new ones.
+        n_threshold_images: how many of the images the thresholds were chosen with.
+        n_settings_images: how many of them the settings were chosen with, see `anomaly.tune`.
     """
 
     name: str
@@ -94,7 +95,8 @@ class Evaluation:
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     by_type: dict[str, Metrics] = field(default_factory=dict)
     thresholds: Thresholds | None = None
-    chose: int = 0
+    n_threshold_images: int = 0
+    n_settings_images: int = 0
 
     @property
     def n_good(self) -> int:
@@ -203,15 +205,8 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
     """The figures of scored images."""
     known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
+    chosen_with = threshold_images(detector)
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
-    chose = sum(detector.config.has_chosen(row.image_sha256) for row in rows)
-    if chose:
-        log.warning(
-            "%d of these %d images have chosen the model's settings (tune): on new images figures "
-            "will be a little worse. Test with others: --good FOLDER, --defects FOLDER",
-            chose,
-            len(rows),
-        )
     return Evaluation(
         detector.config.name,
         rows,
@@ -219,7 +214,8 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,
-        chose,
+        sum(row.image_sha256 in chosen_with for row in rows),
+        sum(detector.config.has_chosen(row.image_sha256) for row in rows),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,27 @@ def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozens
     """
     test = dataset_of(model, folder, data_root).test
     return frozenset(map(content_hash, test)) - {""}
+
+
+def threshold_images(model: Model) -> frozenset[str]:
+    """sha256 of the images that a model's thresholds were chosen with; figures on them flatter.
+
+    Good images, and the defects that were given where thresholds were chosen by cost or by hand.
+    """
+    limits = model.thresholds
+    if limits is None:
+        return frozenset()
+    hashes = {*limits.good.hashes, *(image.sha256 for image in limits.good.left_out)} - {""}
+    if not hashes:
+        hashes |= {*model.manifest["training_images"].values()}
+    if limits.label != "calibrated":
+        lines = model.history.splitlines()
+        with suppress(
+            ValueError, TypeError, KeyError, AttributeError, IndexError
+        ):  # edited by hand
+            last = model.changes[-1] if model.changes else json.loads(lines[-1])
+            hashes |= {*last["images"].get("defects", {}).values()}
+    return frozenset(hashes)
 
 
 def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:

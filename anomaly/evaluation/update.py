@@ -55,8 +55,8 @@ class Compared:
     scores: tuple[float, float]
 
     @property
-    def escapes(self) -> bool:
-        """It was caught, and would pass."""
+    def newly_passes(self) -> bool:
+        """It was caught, and would be called good."""
         return self.before != "good" and self.after == "good"
 
     def __str__(self) -> str:
@@ -128,9 +128,9 @@ class Update:
     compared: Mapping[str, tuple[Compared, ...]]
 
     @property
-    def escapes(self) -> list[str]:
-        """The confirmed defects that were caught, and would pass."""
-        return [image.name for image in self.compared.get(DEFECTS, ()) if image.escapes]
+    def new_escapes(self) -> list[str]:
+        """The confirmed defects that were caught, and would be called good."""
+        return [image.name for image in self.compared.get(DEFECTS, ()) if image.newly_passes]
 
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
         """Write the new run: model, where its data set is, and golden parts with today's scores.
@@ -189,7 +189,7 @@ class Update:
             changed = [image for image in images if image.before != image.after]
             yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
             # What passes first.
-            changed.sort(key=lambda image: (not image.escapes, image.name))
+            changed.sort(key=lambda image: (not image.newly_passes, image.name))
             yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
 
 
@@ -250,7 +250,7 @@ def update(
         detector.thresholds,
         learned.detector.thresholds,
         {"learned": learned.hashes},
-        {"not called good": sum(caught), "images": len(caught)} if caught else None,
+        {"caught": sum(caught), "images": len(caught)} if caught else None,
     )
     changes = (*detector.changes, made | {"model_before": detector.model_id})
     return Update(
@@ -335,8 +335,8 @@ def updated(
         log.warning(made.moved.caution)
     if made.learned.suspects:
         log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
-    if made.escapes and not force:
-        raise DataError(refusal(made.escapes))
+    if made.new_escapes and not force:
+        raise DataError(refusal(made.new_escapes))
     return made.detector
 
 

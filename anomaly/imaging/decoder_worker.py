@@ -1,8 +1,8 @@
 """What a decoding process does: the other end of `anomaly.imaging.decoder_pool`. Imports no torch.
 
-Nobody knows what a parser does with a damaged file. So before each request a process limits itself:
-the kernel refuses it memory beyond the limit, and ends it when its computing time is over. Only
-computing counts, so that neither a slow network folder nor a busy machine ends it.
+Nobody knows what a parser does with a damaged file. So a process limits itself: the kernel refuses
+it memory beyond the limit, and ends it when a request's computing time is over. Only computing
+counts, so that neither a slow network folder nor a busy machine ends it.
 
 A process keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn;
 those that didn't fit it reads again. It ends with the one that has started it.
@@ -99,12 +99,13 @@ def serve(parent: int, memory: int) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     worker = Worker(None)
+    _limit_memory(memory)
     with suppress(BrokenPipeError, EOFError):
         while True:
             task, name, arguments = receive(sys.stdin.buffer)
             if task is not None:
                 worker = Worker(task)
-            _limit(memory, read.COMPUTING_SECONDS)
+            _limit_time(read.COMPUTING_SECONDS)
             # Nothing here holds the answer, or an error and all that its frames hold, any longer.
             send(answers, _answer(worker, name, arguments))
             del task, arguments
@@ -129,19 +130,21 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _limit(memory: int | None, seconds: float) -> None:
-    """Limit this process until the next call.
-
-    Args:
-        memory: bytes that it may take; None for any.
-        seconds: of computing; 0 for any. A large image gets more, see `read.read_image`.
-    """
+def _limit_memory(memory: int) -> None:
+    """Let this process take so many bytes."""
     if sys.platform != "win32":
         # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        if memory is None or (hard != resource.RLIM_INFINITY and memory > hard):
-            memory = hard
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+        if hard == resource.RLIM_INFINITY or memory < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+
+
+def _limit_time(seconds: float) -> None:
+    """Let this process compute for so many seconds from now on; 0 for any.
+
+    A large image gets more, see `read.read_image`.
+    """
+    if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -185,9 +188,15 @@ class Worker:
             if isinstance(loaded, UnusableImage):
                 return loaded
             image = loaded.decoded
-        _limit(None, 0)  # drawing follows no file's orders
+        _limit_time(0)  # drawing follows no file's orders
         try:
-            return self.task.pictures.write(image, *what)
+            try:
+                return self.task.pictures.write(image, *what)
+            except (MemoryError, cv2.error):
+                if not self._kept:
+                    raise
+                self._kept.clear()  # they may take the memory that this one needs
+                return self.task.pictures.write(image, *what)
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:

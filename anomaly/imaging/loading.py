@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.looks import Look, look_of
-from anomaly.imaging.read import Image, described, out_of_memory, read_header, read_image
+from anomaly.imaging.read import (
+    Image,
+    described,
+    is_out_of_memory,
+    out_of_memory,
+    read_header,
+    read_image,
+)
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
@@ -177,7 +184,7 @@ def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
         return UnusableImage(index, "unsupported", f"{name}: {error}")
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return UnusableImage(index, "unsupported", f"{name}: {out_of_memory()}")
     what = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     return UnusableImage(index, "failed", f"{name}: {what}")

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.read import Image
+from anomaly.imaging.read import Image, has_16_bits
 
 _SIDE = 16
 _DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
@@ -23,10 +23,12 @@ class Look:
         picture: sha256 of its pixels in hex, equal for equal pictures in any lossless files.
         thumbnail: (256,) grey levels, of 255, of 16×16 areas, less their mean. Compression and
             noise hardly change them.
+        brightest: the highest value of a file of 16 bits, of full scale; None for others.
     """
 
     picture: str
     thumbnail: NDArray[np.float16]
+    brightest: float | None = None
 
 
 def look_of(image: Image) -> Look:
@@ -35,7 +37,9 @@ def look_of(image: Image) -> Look:
     some = np.asarray(image.pixels[::step, ::step], np.float32)
     grey = cv2.resize(some, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)
     grey = (grey - grey.mean()) * np.float32(255 / image.full_scale)
-    return Look(picture_of(image), grey.ravel().astype(np.float16))
+    deep = has_16_bits(image.mode)
+    brightest = float(image.pixels.max()) / image.full_scale if deep else None
+    return Look(picture_of(image), grey.ravel().astype(np.float16), brightest)
 
 
 def picture_of(image: Image) -> str:

@@ -23,6 +23,7 @@ import re
 import signal
 import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -188,7 +189,7 @@ def read_image(
     except ImageError as error:
         raise ImageError(_named(source, str(error)), error.status) from None
     except (MemoryError, cv2.error) as error:
-        if isinstance(error, cv2.error) and error.code != cv2.Error.StsNoMem:
+        if not is_out_of_memory(error):
             raise
         raise ImageError(_named(source, out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
@@ -269,6 +270,12 @@ def _allow_time(size: tuple[int, int]) -> None:
             signal.setitimer(signal.ITIMER_PROF, left + more)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there was no memory: Python's, numpy's or OpenCV's."""
+    no_memory = isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem
+    return no_memory or isinstance(error, MemoryError)
+
+
 def out_of_memory() -> str:
     """What is wrong with an image that this process has no memory for, and what to do."""
     if sys.platform != "win32":
@@ -280,6 +287,32 @@ def out_of_memory() -> str:
                 "more megabytes"
             )
     return "there isn't enough memory to decode it"
+
+
+def has_16_bits(mode: str) -> bool:
+    """Whether samples stored in this mode are whole numbers of 16 bits; floats of 16 aren't."""
+    return mode.endswith("16") and "float" not in mode
+
+
+def bits_used(brightest: Iterable[float | None]) -> int | None:
+    """Bits of camera data that lies in 16-bit files and uses a quarter of their range or less.
+
+    Args:
+        brightest: the highest value of each 16-bit image, of full scale; None for others.
+
+    Returns:
+        The bits; None where more is used, or there are no such images.
+    """
+    highest = max((value for value in brightest if value is not None), default=0.0)
+    return round(highest * 65535).bit_length() if 0 < highest < 0.25 else None
+
+
+def say_bits_used(bits: int) -> str:
+    """What `bits_used` means, and what to do."""
+    return (
+        f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so with "
+        f"image.bit_depth={bits}, or they are seen all but black"
+    )
 
 
 def full_scale_of(stored: float, bit_depth: int | None) -> float:

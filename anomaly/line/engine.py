@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -104,6 +105,9 @@ class Engine:
         self.name, self.model = name, model
         self._recorder = recorder
         self._most, self._workers = most_waiting, workers
+        # An image in tiles lies here whole until it is scored: few of them at once.
+        self._most_begun = workers if model.config.image.tile else most_waiting
+        self._held_back: deque[_Part] = deque()
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}
         self._ready: queue.SimpleQueue[NetworkInput | UnusableImage | None] = queue.SimpleQueue()
@@ -171,9 +175,20 @@ class Engine:
                 next(self._numbers), data, name, wanted or PictureRequest(), done or Future()
             )
             self._parts[part.index] = part
-            self._decoding += 1
-        self._decoders.submit(part.index, data).add_done_callback(partial(self._decoded, part))
+            self._held_back.append(part)
+        self._begin()
         return part.done
+
+    def _begin(self) -> None:
+        """Have parts decoded, as many as may be underway, in their order."""
+        with self._lock:
+            underway = len(self._parts) - len(self._held_back)
+            room = self._most_begun - underway
+            begun = [self._held_back.popleft() for _ in range(min(room, len(self._held_back)))]
+            self._decoding += len(begun)
+            for part in begun:
+                decoded = self._decoders.submit(part.index, part.data)
+                decoded.add_done_callback(partial(self._decoded, part))
 
     def _decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
         error = future.exception()
@@ -278,6 +293,7 @@ class Engine:
             now = time.perf_counter()
             since = now - max(self._last, part.begun)
             self._seconds, self._last = 0.9 * self._seconds + 0.1 * since, now
+        self._begin()
         if isinstance(number, OutputError):
             part.done.set_exception(number)
         else:

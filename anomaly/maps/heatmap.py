@@ -48,15 +48,18 @@ def with_colour_bar(
     """
     height = picture.shape[0]
     gap = np.full((height, max(2, round(height / 100)), 3), _PAPER, np.uint8)
-    plate = np.hstack([picture, gap, marked, colour_bar(height, threshold, unit, review)])
-    if not caption:
-        return plate
-    scale = max(_scale(height), 0.3)
-    (width, tall), below = cv2.getTextSize(caption, _FONT, scale, 1)
-    scale *= min(1, (plate.shape[1] - 8) / width)
-    head = np.full((tall + below + 10, plate.shape[1], 3), _PAPER, np.uint8)
-    _write(head, caption, (4, tall + 5), scale, max(1, round(height / 400)))
-    return np.vstack([head, plate])
+    parts = picture, gap, marked, colour_bar(height, threshold, unit, review)
+    width, above = sum(part.shape[1] for part in parts), 0
+    if caption:
+        scale = max(_scale(height), 0.3)
+        (wide, tall), below = cv2.getTextSize(caption, _FONT, scale, 1)
+        scale *= min(1, (width - 8) / wide)
+        above = tall + below + 10
+    plate = np.full((above + height, width, 3), _PAPER, np.uint8)
+    np.concatenate(parts, axis=1, out=plate[above:])
+    if caption:
+        _write(plate, caption, (4, tall + 5), scale, max(1, round(height / 400)))
+    return plate
 
 
 def colour_bar(height: int, threshold: float, unit: str, review: float | None = None) -> RgbImage:
@@ -146,8 +149,13 @@ def display(image: Image, rows: slice = slice(None)) -> RgbImage:
     pixels = image.pixels[rows]
     if pixels.dtype == np.uint8:
         return np.asarray(pixels, dtype=np.uint8)
-    scaled = pixels.astype(np.float32) * np.float32(255 / image.full_scale)
-    return np.asarray(np.clip(np.rint(scaled), 0, 255), dtype=np.uint8)
+    shown = np.empty(pixels.shape, np.uint8)
+    step = max(1, _STRIP_PIXELS // pixels.shape[1])  # floats take four times as much
+    for top in range(0, len(pixels), step):
+        strip = slice(top, top + step)
+        scaled = pixels[strip].astype(np.float32) * np.float32(255 / image.full_scale)
+        shown[strip] = np.clip(np.rint(scaled, out=scaled), 0, 255, out=scaled)
+    return shown
 
 
 def heatmap(

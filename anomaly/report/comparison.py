@@ -20,11 +20,11 @@ _HEADER = (
 )
 _FILES = ("comparison.html", "comparison.csv")
 _SHOWN = 100  # images on the page whose verdict is the same
-# What is counted of the images in both: whether they are good (None: either), and their verdict.
-_COUNTED: dict[str, tuple[bool | None, str]] = {
+# What is counted of the images in both: whether they are good, and their verdict.
+_COUNTED: dict[str, tuple[bool, str]] = {
     "False rejects": (True, "reject"),
+    "Good to review": (True, "review"),
     "Escapes": (False, "good"),
-    "To review": (None, "review"),
 }
 _RANK = {"good": 0, "review": 1, "reject": 2}
 
@@ -238,11 +238,11 @@ def _pair(first: float | None, second: float | None) -> str:
     return shown + _difference(f"{second - first:+.4f}", second - first)
 
 
-def _count_pair(changes: Sequence[Change], good: bool | None, verdict: str) -> str:
+def _count_pair(changes: Sequence[Change], good: bool, verdict: str) -> str:
     """How many images of one kind have a verdict, in both; fewer are better."""
     if not all(any(c.verdicts[i] for c in changes) for i in (0, 1)):
         return "–"
-    of_kind = [c for c in changes if good is None or good == (c.defect_type == "good")]
+    of_kind = [c for c in changes if good == (c.defect_type == "good")]
     first, second = (sum(c.verdicts[i] == verdict for c in of_kind) for i in (0, 1))
     return f"{first}<br>→ {second}" + _difference(f"{second - first:+d}", first - second)
 

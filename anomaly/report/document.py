@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -19,6 +19,7 @@ from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics.images import image_curves
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.report.page import asset, page
+from anomaly.report.tables import flattered
 from anomaly.scoring.build import flatten
 from anomaly.version import __version__
 
@@ -78,7 +79,8 @@ def report_html(category: Category) -> str:
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
     }
     title = f"{category.name} – inspection report"
-    return model_page(category, title, counted, _facts(category), data)
+    note = flattered(evaluation)
+    return model_page(category, title, counted, _facts(category), data, [note] if note else [])
 
 
 def model_page(
@@ -87,6 +89,7 @@ def model_page(
     counted: str,
     facts: Mapping[str, Mapping[str, Any]],
     data: Mapping[str, Any],
+    notes: Sequence[str] = (),
 ) -> str:
     """The page of images that one model has scored.
 
@@ -96,6 +99,7 @@ def model_page(
         counted: how many images there are, in words.
         facts: tables of names and values, by title; empty values are left out.
         data: what the page's scripts read of the images.
+        notes: on the thresholds, for people.
     """
     network = str(model.settings.get("backbone", {}).get("name", ""))
     model_id = f"model {model.model_id}" if model.model_id else ""
@@ -103,7 +107,7 @@ def model_page(
         "name": model.name,
         "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
         "unit": model.unit,
-        "thresholds": _limits(model.thresholds),
+        "thresholds": _limits(model.thresholds, notes),
         "colours": {"stops": colour_stops(), "opacity": OPACITY},
         "command": _command(model.model),
         "facts": [
@@ -128,7 +132,7 @@ def _command(model: str) -> str:
     return f"anomaly calibrate --model {quoted}"
 
 
-def _limits(thresholds: Thresholds | None) -> dict[str, Any]:
+def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:
     """A model's thresholds as a page has them."""
     if thresholds is None:
         return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
@@ -137,7 +141,7 @@ def _limits(thresholds: Thresholds | None) -> dict[str, Any]:
         "reject": thresholds.image,
         "pixel": thresholds.pixel,
         "review_pixel": thresholds.review_pixel,
-        "lines": thresholds.lines(),
+        "lines": [*thresholds.lines(), *notes],
     }
 
 

@@ -16,7 +16,14 @@ from anomaly.files.writing import claim, clear, write
 from anomaly.report.category import Category
 from anomaly.report.document import glossary, report_html, term
 from anomaly.report.page import asset, row_html, table_html, table_page
-from anomaly.report.tables import COLUMNS, mean, metrics_json, on_shared_images, scores_csv
+from anomaly.report.tables import (
+    COLUMNS,
+    flattered,
+    mean,
+    metrics_json,
+    on_shared_images,
+    scores_csv,
+)
 from anomaly.version import __version__
 
 INDEX_FILES = ("index.html", "metrics.json", "scores.csv")
@@ -124,7 +131,7 @@ def index_html(
     papers = [_published(category) for category in categories]
     head = ["Category", "Good", "Defective"]
     head += [term(key, title) if key in glossary() else escape(title) for title, key in COLUMNS]
-    head += ["False rejects", "Escapes", "To review", "Scores"]
+    head += ["False rejects", "Good to review", "Escapes", "Scores"]
     rows = [_row(c, paper, links.get(c.name)) for c, paper in zip(categories, papers, strict=True)]
     shared = on_shared_images([c.evaluation for c in categories])
     if len(categories) > 1 and not shared:
@@ -134,7 +141,8 @@ def index_html(
     count = f"{len(categories)} of {len(categories) + len(failures)} {kind} evaluated"
     dates = sorted({c.date for c in categories if c.date})[-1:]
     about = escape(" · ".join([count, *dates, f"anomaly {__version__}"]))
-    content = table_html(head, rows) + _notes(papers, shared=shared)
+    notes = [f"{c.name}: {note}." for c in categories if (note := flattered(c.evaluation))]
+    content = table_html(head, rows) + _notes(papers, notes, shared=shared)
     return table_page("Evaluation", "Evaluation", about, content)
 
 
@@ -156,8 +164,6 @@ def _row(category: Category, paper: Published | None, link: str | None) -> str:
         name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
     if category.data_folder:
         name += f"<small><bdi>{escape(category.data_folder)}</bdi></small>"
-    if evaluation.chose:
-        name += f"<small>{evaluation.chose} of the images have chosen the settings (tune)</small>"
     figures = [
         _figure(
             evaluation.metrics.values.get(key),
@@ -167,8 +173,8 @@ def _row(category: Category, paper: Published | None, link: str | None) -> str:
     ]
     verdicts = ["–"] * 3
     if counts := category.verdicts:
-        reviews = counts.good.review + counts.defective.review
-        verdicts = [_count(counts.false_rejects), _count(counts.escapes), str(reviews)]
+        escapes = _count(counts.escapes)
+        verdicts = [_count(counts.false_rejects), str(counts.good_to_review), escapes]
     cells = [evaluation.n_good, evaluation.n_defect, *figures, *verdicts, _strip(category)]
     return row_html(name, cells)
 
@@ -186,8 +192,8 @@ def _mean_row(categories: Sequence[Category], papers: Sequence[Published | None]
     counts = [v for c in categories if (v := c.verdicts)]
     totals = [
         sum(v.false_rejects for v in counts),
+        sum(v.good_to_review for v in counts),
         sum(v.escapes for v in counts),
-        sum(v.good.review + v.defective.review for v in counts),
     ]
     good = sum(c.evaluation.n_good for c in categories)
     defective = sum(c.evaluation.n_defect for c in categories)
@@ -214,11 +220,13 @@ def _count(wrong: int) -> str:
     return f'<b class="wrong">{wrong}</b>' if wrong else "0"
 
 
-def _notes(papers: Sequence[Published | None], *, shared: bool) -> str:
+def _notes(papers: Sequence[Published | None], notes: Sequence[str], *, shared: bool) -> str:
     sources = dict.fromkeys(p.source for p in papers if p)
     lines = [
         *([_SHARED] if shared else []),
-        "False rejects, escapes and reviews are counts at each model's own thresholds.",
+        "False rejects (good parts rejected), good parts to review and escapes (defects called "
+        "good) are counts at each model's own thresholds.",
+        *notes,
         "Scores: good parts above the line, defective ones below; the vertical line is the "
         "threshold above which parts are rejected. The mean leaves out what is undefined.",
         *(f"Paper: {source}." for source in sources),

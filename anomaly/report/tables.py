@@ -31,12 +31,25 @@ def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     is also how far a binned figure can be off under `error_bounds`; under `intervals` what the
     image figures can be for parts still to come, with at least 95 % confidence; each type of
     defect against all good images under `by_type`; and under `verdicts` what the model's own
-    thresholds did, in counts and in rates with 95 % intervals. The mean leaves undefined figures
+    thresholds did, in counts and in rates with 95 % intervals; `n_threshold_images` of the images
+    are those that the thresholds were chosen with, `n_settings_images` the settings. The mean leaves undefined figures
     out; it is null where models were evaluated on the same images.
     """
     categories = {e.name: _figures(e) | _verdicts(e) for e in evaluations}
     overall = None if on_shared_images(evaluations) else mean(evaluations)
-    return as_json({"categories": categories, "mean": overall})
+    return as_json(_rounded({"categories": categories, "mean": overall}))
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to nine digits, which single precision needs: 1, not 0.9999999999999999."""
+    match value:
+        case float():
+            return float(f"{value:.9g}")
+        case dict():
+            return {key: _rounded(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_rounded(one) for one in value]
+    return value
 
 
 def scores_csv(evaluations: Sequence[Evaluation]) -> str:
@@ -89,9 +102,34 @@ def at_thresholds(name: str, counts: Confusion) -> str:
     if bad.total:
         clauses.append(
             f"of {bad.total} defective ones {bad.reject} rejected, {bad.review} to review, "
-            f"{bad.good} taken for good"
+            f"{bad.good} called good (escapes)"
         )
     return f"{name} at its thresholds: {'; '.join(clauses)}"
+
+
+def flattered(evaluation: Evaluation) -> str:
+    """That some of the test images have chosen something; empty where nothing says so."""
+    limits, images = evaluation.thresholds, len(evaluation.scored)
+    notes = []
+    if count := evaluation.n_settings_images:
+        notes.append(
+            f"{count} of {images} test images are among those that the settings were chosen with "
+            "(tune): figures here are a little better than what new parts will show; test with "
+            "others (--good, --defects)"
+        )
+    if count := evaluation.n_threshold_images:
+        notes.append(
+            f"{count} of {images} test images are among those that the thresholds were chosen "
+            "with: what the thresholds do here is better than what new parts will show"
+        )
+    if notes:
+        return ". ".join(notes)
+    if limits is not None and limits.label == "by hand":
+        return (
+            "the thresholds were set by hand: if these test images were looked at for that, what "
+            "the thresholds do here is better than what new parts will show"
+        )
+    return ""
 
 
 def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -115,8 +153,9 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         **metrics.values,
         "n_good": evaluation.n_good,
         "n_defect": evaluation.n_defect,
+        "n_threshold_images": evaluation.n_threshold_images,
         "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
-        "n_chose_settings": evaluation.chose,
+        "n_settings_images": evaluation.n_settings_images,
         "undefined": metrics.reasons,
         "error_bounds": metrics.error_bounds,
         "intervals": evaluation.intervals,
@@ -134,8 +173,11 @@ def _verdicts(evaluation: Evaluation) -> dict[str, Any]:
         return {"verdicts": None, "undefined": evaluation.metrics.reasons | why}
     totals = {
         "false_rejects": counts.false_rejects,
+        "good_to_review": counts.good_to_review,
         "escapes": counts.escapes,
+        "caught": counts.caught,
         "false_reject_rate": _rate(counts.false_rejects, counts.good.total),
+        "good_to_review_rate": _rate(counts.good_to_review, counts.good.total),
         "escape_rate": _rate(counts.escapes, counts.defective.total),
     }
     return {"verdicts": totals | asdict(counts)}

@@ -26,7 +26,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.looks import picture_of
-from anomaly.imaging.read import Image, read_image
+from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Fitter, Progress, Scorer
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
@@ -426,6 +426,9 @@ def train(
             elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
             features = elsewhere.build()
         _check_labels(features.checked(), samples, defects, config, decoders)
+        bits = bits_used(look.brightest for look in features.looks.values())
+        if bits is not None and config.image.bit_depth is None:
+            log.warning("%s", say_bits_used(bits))
         stages.end("features")
         score = scores_of if elsewhere is None else elsewhere.score
         fit = fit_detector(setup, features, samples, stages, calibrate=calibrate, score=score)

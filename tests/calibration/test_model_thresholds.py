@@ -18,7 +18,7 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.calibration.thresholds import cheapest_threshold
+from anomaly.calibration.thresholds import cheapest_thresholds
 from anomaly.errors import DataError
 from anomaly.storage.thresholds import read_thresholds, write_thresholds
 
@@ -98,14 +98,13 @@ def test_few_images_say_so_and_lots_caution() -> None:
     assert not any("needs" in line for line in lines)
 
 
-def test_the_cheapest_threshold_rules_and_review_never_lies_above() -> None:
+def test_the_cheapest_thresholds_rule() -> None:
     good, defects = np.arange(100.0).tolist(), [30.5, 200.0]
     for escape in (0.0, 1.0, 1000.0):
-        costs = Costs(false_reject=1.0, escape=escape, defect_share=0.1)
-        thresholds, choice = thresholds_by_cost(_good(good), defects, costs, review_rate=0.05)
-        assert choice == cheapest_threshold(good, defects, costs)
-        assert thresholds.image == choice.threshold.value
-        assert thresholds.review <= thresholds.image
+        costs = Costs(false_reject=1.0, escape=escape, review=0.1, defect_share=0.1)
+        thresholds, choice = thresholds_by_cost(_good(good), defects, costs)
+        assert choice == cheapest_thresholds(good, defects, costs)
+        assert (thresholds.review, thresholds.image) == (choice.review.value, choice.reject.value)
         assert thresholds.label == "by cost"
 
 

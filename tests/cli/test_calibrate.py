@@ -152,10 +152,21 @@ def test_defects_say_how_many_are_found_and_costs_choose_between(
     assert len(line["images"]["good"]) == 10
     assert len(line["images"]["defects"]) == 4
 
-    costs = ["--cost-escape", 1000, "--cost-false-reject", 1, "--yes"]
-    code, out, _ = command("calibrate", [*common, *costs])
-    assert code == 0
-    assert "expected cost" in out
+    costs = ["--cost-false-reject", 1, "--cost-review", 0.1, "--currency", "EUR"]
+    code, out, err = command("calibrate", [*common, *costs, "--cost-escape", 1000])
+    assert (code, "--yes" in err) == (1, True)
+    assert " EUR a part (" in out
+    assert "10 good images that the model hasn't learned from, and on 4 defects" in out
+    # Why it rises although an escape is dear.
+    assert "the reject threshold rises: no image scores between: it is put into this gap" in out
+    assert "what an escape costs lowers the review threshold, and never raises the reject" in out
+    code, out, _ = command("calibrate", [*common, *costs, "--cost-escape", 1000, "--yes"])
+    assert (code, "of 4 defects 4 caught, rejected or for review: 100.0 %" in out) == (0, True)
+    assert _history(run)[-1]["asked"]["currency"] == "EUR"
+    reject, review = (_thresholds(run)[name]["value"] for name in ("reject", "review"))
+    assert command("calibrate", [*common, *costs, "--cost-escape", 100_000])[0] == 0
+    assert _thresholds(run)["review"]["value"] <= review
+    assert _thresholds(run)["reject"]["value"] <= reject
     written = _thresholds(run)
     assert written["label"] == "by cost"
     scores = json.loads((run / "model" / "calibration.json").read_text())["image"]
@@ -406,6 +417,44 @@ def test_scrambled_test_labels_leave_every_byte_of_the_model_as_it_was(
     assert _files(tmp_path / "one") == _files(tmp_path / "three")
 
 
+def test_an_evaluation_says_which_of_its_images_chose_the_thresholds(
+    run: Path, good: Path, defects: Path, tmp_path: Path, command: Command,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for i in range(3):
+        write_part(tmp_path / "other" / "good" / f"{i}.png", seed=700 + i)
+        shutil.copy(good / f"00{i}.png", tmp_path / "other" / "good" / f"renamed {i}.png")
+        write_part(tmp_path / "other" / "spot" / f"{i}.png", seed=710 + i, mark=(30, 50 + i))
+    shutil.copy(defects / "001.png", tmp_path / "other" / "spot")
+
+    def evaluated(options: list[object]) -> tuple[int, str, str]:
+        """What metrics.json, the log and the report say after a calibration."""
+        common = ["--model", run, "--device", "cpu"]
+        assert command("calibrate", [*common, *options])[0] == 0
+        output = tmp_path / "figures"
+        test = ["--good", tmp_path / "other" / "good", "--defects", tmp_path / "other" / "spot"]
+        caplog.clear()
+        arguments = [*common, *test, "--output", output, "--overwrite"]
+        assert command("evaluate", arguments)[0] == 0
+        figures = json.loads((output / "disc" / "metrics.json").read_text())["categories"]["disc"]
+        pages = [(output / page).read_text() for page in ("disc/report.html", "index.html")]
+        said = "thresholds were chosen with"
+        assert (said in caplog.text) == (said in pages[0]) == (said in pages[1])
+        return figures["n_threshold_images"], caplog.text, pages[0]
+
+    assert evaluated(["--false-reject-rate", 0.02])[:2] == (0, "")
+    costs = ["--cost-false-reject", 5, "--cost-escape", 200, "--cost-review", 1, "--yes"]
+    given = ["--good", good, "--defects", defects]
+    count, log, page = evaluated([*given, *costs])
+    said = "4 of 10 test images are among those that the thresholds were chosen with"
+    assert (count, said in log, said in page) == (4, True, True)
+    count, log, page = evaluated([*given, "--false-reject-rate", 0.02])  # no defect chooses rates
+    said = "3 of 10 test images are among those"
+    assert (count, said in log, said in page) == (3, True, True)
+    count, log, page = evaluated(["--threshold", 1])
+    assert (count, "thresholds were set by hand" in page) == (3, False)
+
+
 def test_evaluating_and_inferring_change_no_threshold(
     run: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -441,7 +490,10 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
         (["--review-threshold", "4"], "needs --threshold"),
         (["--threshold", "3", "--review-rate", "0.1"], "not both"),
         (["--cost-escape", "10"], "costs need all of"),
+        (["--cost-review", "10", "--cost-escape", "10"], "costs need all of"),
+        (["--cost-review", "1", "--review-rate", "0.1"], "by rates or by costs, not both"),
         (["--defect-share", "0.1"], "give --cost-escape"),
+        (["--currency", "EUR"], "give --cost-escape"),
         (["--good", "/nowhere/at/all"], "--good /nowhere/at/all doesn't exist"),
     ],
 )

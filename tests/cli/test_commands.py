@@ -141,20 +141,21 @@ def test_what_the_system_refuses_ends_in_one_message(
 ) -> None:
     from anomaly.cli import layers
 
-    for error, says in (
+    for error, code, says in (
         (
             PermissionError(13, "Permission denied", "/locked/file"),
+            2,
             "/locked/file: Permission denied",
         ),
-        (OSError(5, "Input/output error"), "Input/output error"),
-        (OSError("odd"), "odd"),
+        (OSError(5, "Input/output error"), 4, "Input/output error"),
+        (OSError("odd"), 2, "odd"),
     ):
 
         def fail(_: object, error: OSError = error) -> int:
             raise error
 
         monkeypatch.setattr(layers, "run", fail)
-        assert command("layers", ["--backbone", "resnet18"]) == (2, "", f"error: {says}\n")
+        assert command("layers", ["--backbone", "resnet18"]) == (code, "", f"error: {says}\n")
     long = tmp_path / ("x" * 300)
     code, _, err = command("infer", ["--model", long, "--input", long, "--output", long])
     assert (code, err.count("\n"), "File name too long" in err) == (2, 1, True)

@@ -50,7 +50,7 @@ def test_one_model_failing_does_not_lose_the_others(
     assert verdicts["defective"]["reject"] == 3
     said = f"disc at its thresholds: of 3 good ones {verdicts['good']['reject']} rejected"
     assert said in out
-    assert "of 3 defective ones 3 rejected, 0 to review, 0 taken for good" in out
+    assert "of 3 defective ones 3 rejected, 0 to review, 0 called good" in out
     assert verdicts["false_rejects"] == verdicts["good"]["reject"]
     single = json.loads((output / "disc" / "metrics.json").read_text())
     assert single["categories"]["disc"] == figures

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from conftest import REPOSITORY, Command, write_part, write_product
+from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
 
 from anomaly.datasets import check as data_check
 from anomaly.datasets import open_dataset
@@ -158,6 +158,19 @@ def test_twelve_bits_in_a_file_of_sixteen(tmp_path: Path) -> None:
     assert not check(dataset, Reading(bit_depth=12)).faults
     kinds = Counter(f.kind for f in check(dataset, Reading(bit_depth=8)).faults)
     assert kinds == {"unsupported": 20, "too_few_images": 1}
+
+
+def test_train_says_the_same_of_twelve_bits(tmp_path: Path, command: Command) -> None:
+    product = write_product(tmp_path / "disc", n_train=4)
+    for file in (product / "train" / "good").iterdir():
+        picture = cv2.imread(str(file))
+        cv2.imwrite(str(file), picture.astype(np.uint16) * 16)
+    dataset = open_dataset("mvtec", tmp_path, "disc")
+    said = next(f.detail for f in check(dataset, Reading()).faults if f.kind == "bit_depth")
+    for name, declared in (("without", []), ("with", ["image.bit_depth=12"])):
+        arguments = train_arguments(product, tmp_path / name, *declared)
+        _, _, err = command("train", [*arguments, "--no-calibrate"])
+        assert (said in err) == (name == "without")
 
 
 def test_dark_floats_of_sixteen_bits_lack_none(tmp_path: Path) -> None:

@@ -236,6 +236,12 @@ def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: 
         ("path,label\na,b.png,good\n", "line 2 has more cells"),
         ("path,label\na.png,scratch\n", "no training images"),
         ('path\n"a.png\n', "isn't a CSV file"),
+        ("path,label\na.png,ok\nb.png, \nc.png,dent\nd.png,\n", r"2 of 4 rows .* \(lines 3, 5\)"),
+        ("path,label\na.png,ok\nb.png,false_ok\n", "line 3: the label 'false_ok' doesn't tell"),
+        ("path,label\na.png,ok\nb.png,-\n", "line 3: the label '-' doesn't tell"),
+        ("path,label\na.png,ok\nb.png,yes\n", "line 3: the label 'yes' doesn't tell"),
+        ("path\nOK/a.png\nnIO/b.png\n", "nIO would be taken as good"),
+        ("path\nOK_1.png\nnIO_2.png\n", r"tell some \(OK_1\.png\) from others \(nIO_2"),
     ],
 )
 def test_mistakes_in_a_list_name_the_line(tmp_path: Path, text: str, says: str) -> None:
@@ -302,6 +308,7 @@ VISA = ("split_csv/1cls.csv", "candle/Images/Anomaly/1.JPG", "candle/Images/Norm
         (("OK/1.png", "NG/2.png"), "", "--set data.root={root}/OK "),
         (("good/1.png", "scratch/2.png"), "", "data.format=good_defect --set data.root={root}, "),
         (("good/1.png", "contest/2.png"), "", "beside folders named as good it may hold others"),
+        (("a/good/1.png", "b/2.png"), "", "/b would be taken as good"),
         (("a/good/1.png", "a/2.png"), "", "/a would be taken as good"),
         (("monday/Bad Parts/1.png", "2.png"), "", "--set data.format=good_defect"),
         *(
@@ -364,7 +371,7 @@ def test_missing_folders(tmp_path: Path, root: str | None, category: str | None,
 
 
 def test_unknown_format(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="did you mean 'mvtec_loco'"):
+    with pytest.raises(DataError, match=r"did you mean .*'mvtec_loco'"):
         open_dataset("loco", tmp_path, None)
 
 
@@ -448,3 +455,13 @@ def test_a_list_whose_labels_have_another_name_is_told(
     assert [s.path.name for s in open_dataset("csv", tmp_path / "list.csv", None).train] == [
         "a.png"
     ]
+
+
+def test_labels_in_any_spelling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = ["i.O.", "0.0", "Gutteil", "合格"]
+    bad = ["n.i.O.", "1", "1.0", "不合格", "wrong length", "contour 3"]
+    rows = [f"{i}.png,{label}" for i, label in enumerate([*good * 2, *bad])]
+    with caplog.at_level("INFO"):
+        dataset = open_dataset("csv", _list(tmp_path, "\n".join(["path,label", *rows])), None)
+    assert {s.path.stem for s in dataset.test if s.is_defect} == {"8", "9", "10", "11", "12", "13"}
+    assert "taken for kinds of defect: contour 3" in caplog.text

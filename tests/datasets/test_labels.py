@@ -16,7 +16,8 @@ from anomaly.files.writing import write
 GOOD = """good|GOOD|Goods|OK|okay|o.k.|IO|i.O.|iO|i_o|pass|PASSED|accepted|normal|intact|nominal
 golden|reference|gut|Gute Teile|in Ordnung|inOrdnung|Gutteile|IO-Teile|良品|合格|正常|OK品
 良品画像|양품|bueno|buena|bon|bonnes|conforme|buono|aprovado|dobre|годные|good_2024-05|01_OK
-OK parts|OKParts|OKteile|lot7_OK|OK(2)|No5_OK|OK_cam1|no_defects|defect-free|fehlerfrei
+OK parts|OKParts|OKteile|lot7_OK|OK(2)|No5_OK|OK_cam1|годный|cam1_i.O._A
+no_defects|defect-free|fehlerfrei
 ohne Fehler|undamaged|unbroken|non_defective|sin defectos|sans défaut|senza difetti|無欠陥|无缺陷
 異常なし|キズなし|ＯＫ|train_good"""
 DEFECTIVE = """NG|NOK|NIO|nIO|nOK|niO|n.i.O.|n.i.O|n-i-O|N_O_K|n_ok|N OK|not_ok|NotOK|not-ok|notok
@@ -26,12 +27,13 @@ disapproved|not very good|不良|不合格|不良品|非良品|良品以外|不O
 2024_NG_cam1|NGparts|NOKteile|NOKbracket|noks|NGs|bad|defects|defective|anomaly|abnormal|broken
 damaged|scratch|deep scratch|crack|dent|stain|hole|rework|rejected|failed|scrap|Ausschuss|AUSSCHUẞ
 Fehler|defekt|schlecht|Kratzer|Kratzer_tief|Risse|Nacharbeit|beschädigt|beschaedigt|Löcher|rebut
-défaut|cassé|dañado|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак"""
+défaut|cassé|dañado|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|cam1_n.i.O._A|ab-normal|deepscratch|Lackkratzer"""
 UNCLEAR = """false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?|almost good|semi_ok|OK_NG
 no_NG|rework_ok|bedingt_io|in_acceptable|not_sure_ok|review|unclear|unlabeled|未検査|合否|良否
 test_good|yes|false"""
 UNKNOWN = """2024-05-01|lot7|cam1|Juni|A|widget|contest|test_line_3|brook|token|notebook|combined
-no_cap|ios|kamera links|Charge 12|bottle|01|改|___"""
+no_cap|ios|kamera links|Charge 12|bottle|01|改|___|default
+breakfast box|blister|stainless steel"""
 ASIDE = """masks|Masken|gt|ground_truth|GroundTruth|ok_masks|マスク|test|Testing|test_public
 thumbnails|xyz"""
 NAMES = {

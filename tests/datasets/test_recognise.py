@@ -138,7 +138,7 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
         (["Juni", "Risse"], r"none that is named as good"),
         (["good", "Juni"], r"don't tell whether .* Juni\. Rename them \(`good …`, `defect …`\)"),
         (["good", "0", "1"], r"don't tell whether .* 0, 1\. "),
-        ([".", "good"], r"don't tell whether images are good or defective: \."),
+        ([".", "good"], r"don't tell whether images are good or defective: the images outside"),
         (["ok", "ng/good", "ng/hole"], "don't tell whether .* ng/good"),
         (["good/scratch", "good"], "don't tell whether .* good/scratch"),
         (["false_ok", "photos"], "don't tell whether .* false_ok, photos"),

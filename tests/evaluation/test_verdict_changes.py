@@ -1,4 +1,4 @@
-"""What counts as an escape when one model takes another's place."""
+"""What newly passes when one model takes another's place."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from anomaly.evaluation.update import Compared
 @pytest.mark.parametrize("before", ["good", "review", "reject"])
 @pytest.mark.parametrize("after", ["good", "review", "reject"])
 def test_what_was_caught_and_would_pass_escapes(before: str, after: str) -> None:
-    escapes = Compared("a.png", before, after, (1.0, 2.0)).escapes
-    assert escapes == ((before, after) in {("review", "good"), ("reject", "good")})
+    passes = Compared("a.png", before, after, (1.0, 2.0)).newly_passes
+    assert passes == ((before, after) in {("review", "good"), ("reject", "good")})

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,33 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     yield gate
     gate.may.set()
     gate.close()
+
+
+def test_images_in_tiles_are_decoded_few_at_a_time(
+    run_folder: Path, product: Path, gate: Gate
+) -> None:
+    """Each lies here whole until it is answered: 64 of them would fill the memory."""
+    files = sorted((product / "test").rglob("*.png"))[:4]
+    model = load_model(run_folder, "cpu")
+    image = model.config.image.model_copy(update={"tile": 64})
+    tiled = replace(model, config=model.config.model_copy(update={"image": image}))
+    with Recorder(gate, lambda *_: None) as recorder:
+        with Engine("disc", tiled, recorder, workers=2) as engine:
+            begun: list[int] = []
+            submit = engine._decoders.submit
+
+            def counted(index: int, source: Any) -> Any:
+                begun.append(index)
+                return submit(index, source)
+
+            engine._decoders.submit = counted  # type: ignore[assignment]
+            futures = [engine.submit(file.read_bytes()) for file in files]
+            time.sleep(0.5)
+            assert (begun, engine.waiting) == ([0, 1], 4)
+            gate.may.set()
+            rows = [future.result(60).answer.row for future in futures]
+        assert begun == [0, 1, 2, 3]
+    assert [row.status for row in rows] == ["ok"] * 4
 
 
 def test_no_more_wait_than_may_and_all_that_wait_are_answered(

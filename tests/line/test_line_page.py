@@ -138,3 +138,15 @@ def test_it_fits_a_tablet_and_both_schemes(served: Served, page: Browser, produc
             )
             assert word >= 48  # readable from three metres
     page.prefer()
+
+
+def test_it_says_what_readiness_says(served: Served, page: Browser) -> None:
+    told = "{ready: false, reason: 'disc has failed', record: 'it was removed', models: {}}"
+    answer = f"Promise.resolve(new Response(JSON.stringify({told}), {{status: 503}}))"
+    page.evaluate(
+        "(() => { const real = window.fetch; window.fetch = (url, more) => "
+        f"url === '/v2/health/ready' ? {answer} : real(url, more); }})()"
+    )
+    page.until("document.getElementById('state').textContent", "not ready", seconds=10)
+    assert page.evaluate("document.getElementById('state').className") == "soft"
+    assert text(page, "alarm").startswith("disc has failed · it was removed")

@@ -140,9 +140,7 @@ def test_what_is_printed_and_written_is_plain(
     record = line.folder / "line.sqlite"
     with closing(sqlite3.connect(record)) as db:
         assert all(plain(name) for (name,) in db.execute("SELECT model FROM parts"))
-    assert (
-        command("feedback", ["--record", record, "--verdict", "good", "--parts", 1, 2, 3])[0] == 0
-    )
+    assert command("feedback", ["--record", record, "--verdict", "good", "--parts", 1, 2])[0] == 0
     code, out, err = command("feedback", ["--record", record, "--pictures", tmp_path / "judged"])
     assert (code, plain(out + err)) == (0, True)
     folders = [one.name for one in (tmp_path / "judged").iterdir()]

@@ -77,6 +77,31 @@ def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) 
     assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]
 
 
+def test_health_and_figures_say_what_became_of_the_record(line: InspectionService) -> None:
+    def figures() -> dict[str, float]:
+        lines = [one.split() for one in line.metrics.text().decode().splitlines()]
+        return {name[15:]: float(v) for name, v, *_ in lines if name.startswith("anomaly_record_")}
+
+    file = line.record.file
+    fine = {"ready": True, "reason": "", "models": {"disc": "ready"}, "record": ""}
+    assert line.health() == fine
+    file.unlink()
+    told = line.health()
+    assert told.pop("record").startswith("l.sqlite was removed; it is begun anew")  # no folder
+    assert told | {"record": ""} == fine
+    assert figures() == {"trouble": 0, "changes": 1}
+    file.write_bytes(b"words, and enough of them to be more than nothing")
+    told = line.health()
+    assert (told["ready"], str(file.parent) in told["reason"]) == (False, False)
+    assert told["reason"].startswith("no answer can be given: l.sqlite was written over")
+    assert figures() == {"trouble": 1, "changes": 1}
+    file.unlink()
+    assert line.health()["ready"]
+    line.registry.models["disc"] = ModelSlot("disc", file, trouble=f"{file} is damaged")
+    told = line.health()
+    assert (told["ready"], told["reason"]) == (False, "disc has failed")
+
+
 def status(address: tuple[str, int]) -> int:
     with socket.create_connection(address, timeout=20) as line:
         line.sendall(ASKED)

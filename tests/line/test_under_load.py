@@ -232,12 +232,12 @@ def test_health_takes_a_second_at_most_under_every_attack(
         return Client.of(ATTACKS[name], next(routes), address, shown)
 
     with health(address, TOKEN) as seconds:
-        clients = press([another() for _ in range(600)], time.monotonic() + 8, another)
+        clients = press([another() for _ in range(600)], time.monotonic() + 5, another)
     for client in clients:
         client.line.close()
     slow = float(np.quantile(seconds, 0.99))
     print(f"{name}: {len(clients)} connections, health {len(seconds)} times, 99 % in {slow:.3f} s")
-    assert len(seconds) > 10
+    assert len(seconds) > 5
     assert slow <= 1
 
 

@@ -92,9 +92,9 @@ def test_three_defects_are_too_few(product: Path, command: Command, tmp_path: Pa
     evaluation = tmp_path / "evaluation"
     code, _, err = command("evaluate", ["--model", run, "--output", evaluation])
     assert code == 0, err
-    assert "6 of these 6 images have chosen the model's settings" in err
+    assert "6 of 6 test images are among those that the settings were chosen with" in err
     (figures,) = json.loads((evaluation / "metrics.json").read_text())["categories"].values()
-    assert figures["n_chose_settings"] == 6
+    assert figures["n_settings_images"] == 6
 
 
 def test_without_defects_only_what_good_images_tell_is_said(

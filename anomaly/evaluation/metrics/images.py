@@ -278,13 +278,23 @@ class Confusion:
 
     @property
     def escapes(self) -> int:
-        """Defective images that passed as good."""
+        """Defective images that were called good."""
         return self.defective.good
 
     @property
+    def caught(self) -> int:
+        """Defective images that were rejected or are for review."""
+        return self.defective.reject + self.defective.review
+
+    @property
     def false_rejects(self) -> int:
-        """Good images that were rejected; those sent to review don't count."""
+        """Good images that were rejected; those for review don't count."""
         return self.good.reject
+
+    @property
+    def good_to_review(self) -> int:
+        """Good images that are for review."""
+        return self.good.review
 
 
 def confusion(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ImageError
 
+_LARGEST_WINDOW = 7  # as zlib streams write it: 32 kB (RFC 1950)
 _ROWS = 256  # rows multiplied at a time, which bounds the wide temporaries
 
 Pixels: TypeAlias = NDArray[Any]
@@ -92,6 +93,8 @@ def inflate(stream: bytes | memoryview, expected: int) -> bytes:
         ImageError: `unreadable` where the stream breaks its rules, is cut short, or holds more.
     """
     inflater = isal_zlib.decompressobj()
+    if stream and stream[0] >> 4 > _LARGEST_WINDOW:
+        raise damaged("its pixel data is damaged")
     try:
         content = inflater.decompress(stream[: longest_stored(expected)], expected + 1)
     except isal_zlib.error:  # type: ignore[misc]  # the stub has an instance, not a class

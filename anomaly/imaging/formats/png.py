@@ -1,4 +1,4 @@
-"""PNG: every chunk's checksum and the length of the pixel stream are checked before decoding.
+"""PNG: chunks, their order and checksums, and the pixels' length are checked before decoding.
 
 Decoders accept files that lost their last bytes, or that were cut between two chunks and closed
 again. So the stream is inflated here, checked, and passed to OpenCV's libpng as stored
@@ -6,6 +6,10 @@ again. So the stream is inflated here, checked, and passed to OpenCV's libpng as
 
 `sBIT` doesn't change the full scale: the PNG specification has encoders scale samples up to the
 full range of the container, whatever their significant bits.
+
+What the specification forbids is refused, but for what can't change the picture: notes that aren't
+used here are held against their checksums only, and what follows the end of the pixel stream or of
+the PNG is left alone, as phones and cameras append previews and films.
 """
 
 from __future__ import annotations
@@ -56,6 +60,9 @@ _ADAM7 = (
 _BLOCK_BYTES = 0xFFFF
 _MOST_CHUNKS = 1 << 18
 _USED = (b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"fdAT", b"IDAT", b"IEND")
+_ONCE = (b"IHDR", b"PLTE", b"tRNS", b"eXIf")
+# What has to stand in front of what (PNG specification, section 5.6).
+_BEFORE = {b"PLTE": (b"IDAT", b"tRNS"), b"tRNS": (b"IDAT",)}
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,9 @@ def decode(data: bytes) -> Pixels:
 
 
 def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
-    """Contents of the chunks in use, up to IEND; raises unless all are whole and unchanged."""
+    """Contents of the chunks in use, up to IEND; raises unless all are whole and in order."""
     chunks: dict[bytes, list[memoryview]] = {}
-    view, at = memoryview(data), len(_SIGNATURE)
+    view, at, before = memoryview(data), len(_SIGNATURE), b""
     for _ in range(_MOST_CHUNKS):
         if at + 12 > len(data):
             raise damaged("it is cut short: the end of the PNG is missing")
@@ -123,14 +130,41 @@ def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
             raise damaged(f"it is cut short inside its {_name(kind)} chunk")
         if isal_zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
             raise damaged(f"the checksum of its {_name(kind)} chunk at byte {at} is wrong")
+        _check_place(kind, before, length, chunks)
         if kind[0] < 0x60 and kind not in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             raise unsupported(f"it needs the PNG extension {_name(kind)}")
         if kind in _USED:
             chunks.setdefault(kind, []).append(view[at + 8 : end - 4])
         if kind == b"IEND":
             return chunks
-        at = end
+        at, before = end, kind
     raise damaged(f"it is in over {_MOST_CHUNKS} chunks")
+
+
+def _check_place(
+    kind: bytes, before: bytes, length: int, chunks: dict[bytes, list[memoryview]]
+) -> None:
+    """Refuse a chunk that the specification forbids where it is.
+
+    Args:
+        kind: of the chunk.
+        before: kind of the one before; empty for the first.
+        length: of its content.
+        chunks: those before.
+    """
+    name = _name(kind)
+    if not (kind.isascii() and kind.isalpha()):
+        raise damaged(f"{name!r} isn't the name of a PNG chunk")
+    if not before and kind != b"IHDR":
+        raise damaged(f"it starts with its {name} chunk, not with the PNG header")
+    if kind in _ONCE and kind in chunks:
+        raise damaged(f"it has two {name} chunks, of which there may be one")
+    if any(other in chunks for other in _BEFORE.get(kind, ())):
+        raise damaged(f"its {name} chunk comes too late")
+    if kind == b"IDAT" and kind in chunks and before != kind:
+        raise damaged("its pixel data is in several places")
+    if kind == b"IEND" and length:
+        raise damaged("its last PNG chunk isn't empty")
 
 
 def _name(kind: bytes) -> str:
@@ -145,7 +179,24 @@ def _layout(chunks: dict[bytes, list[memoryview]]) -> _PngLayout:
     legal = depth in _DEPTHS.get(colour, ()) and not packing and not filtering and interlace < 2
     if not (width and height and legal):
         raise damaged("its PNG header has illegal values")
+    _check_palette(chunks, colour, depth)
     return _PngLayout(width, height, depth, colour, interlace == 1)
+
+
+def _check_palette(chunks: dict[bytes, list[memoryview]], colour: int, depth: int) -> None:
+    """Refuse a palette or transparency that doesn't go with the kind of colour and its depth."""
+    palette, rest = divmod(len(chunks.get(b"PLTE", [b""])[0]), 3)
+    if rest or (colour == 3 and not palette) or (b"PLTE" in chunks and not palette):
+        raise damaged("its palette is missing or malformed")
+    if palette > (2**depth if colour == 3 else 256):
+        raise damaged(f"it has a palette of {palette} colours, more than it can name")
+    if palette and colour in (0, 4):
+        raise damaged("it is grey and has a palette")
+    if b"tRNS" in chunks:
+        length = len(chunks[b"tRNS"][0])
+        legal = {0: length == 2, 2: length == 6, 3: length <= palette}
+        if not legal.get(colour, False):
+            raise damaged("its transparency doesn't go with its colours")
 
 
 def _inflate(layout: _PngLayout, idat: list[memoryview]) -> bytes:
@@ -192,13 +243,9 @@ def _chunk(kind: bytes, *contents: bytes | memoryview) -> Iterator[bytes | memor
 def _look_up(chunks: dict[bytes, list[memoryview]], depth: int, shown: Pixels) -> Pixels:
     """Replace palette indices, shown as greys spread over 0..255, by their colours."""
     entries = np.frombuffer(b"".join(chunks.get(b"PLTE", [])), np.uint8)
-    if len(entries) == 0 or len(entries) % 3:
-        raise damaged("its palette is missing or malformed")
-    if len(entries) > 3 * 256:
-        raise damaged(f"it has a palette of {len(entries) // 3} colours, more than it can name")
     colours = entries.reshape(-1, 1, 3)
     alpha = np.full((len(colours), 1), 255, np.uint8)
-    opacity = np.frombuffer(b"".join(chunks.get(b"tRNS", [])), np.uint8)[: len(alpha)]
+    opacity = np.frombuffer(b"".join(chunks.get(b"tRNS", [])), np.uint8)
     alpha[: len(opacity), 0] = opacity
     indices = shown // (255 // (2**depth - 1)) if depth < 8 else shown
     if indices.max() >= len(colours):
@@ -213,7 +260,7 @@ def _rgb(chunks: dict[bytes, list[memoryview]], layout: _PngLayout, pixels: Pixe
         return bgra_over_black(pixels)
     rgb = bgr_to_rgb(pixels) if layout.colour == 2 else grey_to_rgb(pixels)
     key = b"".join(chunks.get(b"tRNS", []))
-    if len(key) == 2 * _KINDS[layout.colour][1]:
+    if key:
         # One colour is declared transparent. Low-bit greys have been spread over 0..255.
         spread = 255 // (2**layout.depth - 1) if layout.depth < 8 else 1
         transparent = np.frombuffer(key, ">u2").astype(np.uint32) * spread

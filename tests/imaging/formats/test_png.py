@@ -201,3 +201,64 @@ def test_an_animation_of_one_frame_is_its_picture():
 
 def _frames(count):
     return chunk(b"acTL", struct.pack(">II", count, 0))
+
+
+def _pieces(colour=2, depth=8):
+    """The chunks of a legal picture: header, two halves of its pixel data, end."""
+    rows = packed(np.arange(4 * 4 * _CHANNELS[colour]).reshape(4, 4, -1) % 2, depth)
+    stream = zlib.compress(rows)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, depth, colour, 0, 0, 0))
+    half = len(stream) // 2
+    return header, chunk(b"IDAT", stream[:half]), chunk(b"IDAT", stream[half:]), chunk(b"IEND", b"")
+
+
+def _illegal():
+    """(what is wrong, the chunks) of files that break a rule of the specification."""
+    head, one, two, end = _pieces()
+    note, palette, clear = chunk(b"tEXt", b"a\0b"), chunk(b"PLTE", b"abc"), chunk(b"tRNS", bytes(6))
+    yield "starts with its tEXt chunk", [note, head, one, two, end]
+    yield "two IHDR chunks", [head, head, one, two, end]
+    yield "in several places", [head, one, note, two, end]
+    yield "PLTE chunk comes too late", [head, one, two, palette, end]
+    yield "two PLTE chunks", [head, palette, palette, one, two, end]
+    yield "palette is missing or malformed", [head, chunk(b"PLTE", b"ab"), one, two, end]
+    yield "palette is missing or malformed", [head, chunk(b"PLTE", b""), one, two, end]
+    yield "palette of 257 colours", [head, chunk(b"PLTE", bytes(771)), one, two, end]
+    yield "tRNS chunk comes too late", [head, one, two, clear, end]
+    yield "two tRNS chunks", [head, clear, clear, one, two, end]
+    yield "transparency doesn't go", [head, chunk(b"tRNS", b"abc"), one, two, end]
+    yield "isn't empty", [head, one, two, chunk(b"IEND", b"x")]
+    yield "isn't the name of a PNG chunk", [head, chunk(b"a1Xb", b""), one, two, end]
+    yield "cut short", [head, one, two]
+    yield "ends after", [head, end]
+    for colour in (0, 4):
+        head, one, two, end = _pieces(colour)
+        yield "it is grey and has a palette", [head, palette, one, two, end]
+    head, one, two, end = _pieces(6)
+    yield "transparency doesn't go", [head, clear, one, two, end]
+    head, one, two, end = _pieces(3)
+    yield "palette is missing", [head, one, two, end]
+    yield "PLTE chunk comes too late", [head, chunk(b"tRNS", b"a"), palette, one, two, end]
+    clear = chunk(b"tRNS", b"abc")
+    yield "transparency doesn't go", [head, chunk(b"PLTE", bytes(6)), clear, one, two, end]
+    head, one, two, end = _pieces(3, 2)
+    yield "palette of 5 colours", [head, chunk(b"PLTE", bytes(15)), one, two, end]
+    head, one, two, end = _pieces()
+    wide = chunk(b"IDAT", b"\x88\x1c" + zlib.compress(bytes(52))[2:])
+    yield "pixel data is damaged", [head, wide, end]
+
+
+@pytest.mark.parametrize(("what", "chunks"), list(_illegal()))
+def test_illegal_files_are_damaged(what, chunks):
+    with pytest.raises(ImageError, match=what) as raised:
+        png.decode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    assert raised.value.status == "unreadable"
+
+
+def test_what_cannot_change_the_picture_is_left_alone():
+    head, one, two, end = _pieces()
+    signature, gamma = b"\x89PNG\r\n\x1a\n", chunk(b"gAMA", bytes(4))
+    expected = png.decode(signature + head + one + two + end)
+    appended = signature + head + one + two + end + b"a film"
+    for data in (appended, signature + head + gamma + gamma + one + two + gamma + end):
+        np.testing.assert_array_equal(png.decode(data), expected)
