@@ -100,7 +100,7 @@ def _explain(error: dict[str, Any]) -> str:
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown key {key!r}; {nearest(str(location[-1]), _known_keys(location[:-1]))}"
+        return f"unknown key {key[:200]!r}; {nearest(str(location[-1])[:200], _known_keys(location[:-1]))}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
