@@ -83,7 +83,7 @@ def test_pil_readers_that_fail_in_ways_of_their_own(monkeypatch: pytest.MonkeyPa
         raise struct.error("unpack requires a buffer of 8 bytes")
 
     monkeypatch.setattr(Pil.Image, "tobytes", fail)
-    with pytest.raises(ImageError, match="PIL can't read it .unpack requires"):
+    with pytest.raises(ImageError, match=r"PIL can't read it .unpack requires"):
         ArrayFormat().source(Pil.new("L", (8, 8)))
 
 
