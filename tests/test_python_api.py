@@ -377,6 +377,17 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
             detector.calibrate(iter([unlooked]), **wrong)  # type: ignore[arg-type]
 
 
+def test_a_first_calibration_names_what_raises_the_threshold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    learned = [part(seed) for seed in range(4)]
+    detector = anomaly.fit(learned, TINY, device="cpu", calibrate=False)
+    detector.calibrate([*(part(seed) for seed in range(80, 90)), part(90, mark=True)])
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"][-1:]
+    assert warning.startswith("image 10 scores")
+    assert "raises the reject threshold: without it that would be" in warning
+
+
 def test_a_saved_change_of_thresholds_is_in_the_history(
     detector: anomaly.AnomalyDetector, tmp_path: Path
 ) -> None:

@@ -109,6 +109,15 @@ class Thresholds:
             before = value
         return highest[:listed]
 
+    def raised_lines(self) -> list[str]:
+        """What `raised_by` finds, for people."""
+        return [
+            f"{name} scores {score:.5g} and raises the reject threshold: without it"
+            f"{f' and the {i} before' if i else ''} that would be {value:.5g} instead of "
+            f"{self.image:.5g}"
+            for i, (name, score, value) in enumerate(self.raised_by())
+        ]
+
     @property
     def decisive(self) -> tuple[str, float]:
         """The good image that the reject threshold stands on, and its score: the next below it.

@@ -99,17 +99,31 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
         log.info(f"- {hint.reason}{setting}")
     write(config, config_text(name, taken, network, why, hints))
     log.info(f"the settings are in {config}, with the reasons; change what you know better")
-    code = _train(options, config, single=usable == 1)
+    contrary = next((f.detail for f in report.faults if f.kind == "two_labels"), "")
+    code = _train(options, config, contrary, single=usable == 1)
     if code not in (0, 3):
         return code
     return _show(options, config, None if dataset.test else taken.root, code)
 
 
-def _train(options: argparse.Namespace, config: Path, single: bool) -> int:
-    """Check the data set and train, printed as each command can be run alone."""
+def _train(options: argparse.Namespace, config: Path, contrary: str, single: bool) -> int:
+    """Check the data set and train, printed as each command can be run alone.
+
+    Args:
+        options: of the command.
+        config: to check and train with.
+        contrary: which picture has two labels; empty where none has.
+        single: whether there is one image alone to learn from.
+
+    Raises:
+        DataError: a picture has two labels: training or evaluation would be refused.
+    """
     settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
-    if execute(["check", *of_config]) == 2:
+    checked = execute(["check", *of_config])
+    if contrary:
+        raise DataError(contrary)
+    if checked == 2:
         log.info(
             "the faults are listed above; files at fault are left out. Where that isn't "
             "enough, what follows is refused"

@@ -278,14 +278,10 @@ def _report_suspects(summary: dict[str, Any], output: Path) -> None:
 
 def report_raised(thresholds: Thresholds) -> bool:
     """Say which good images put the reject threshold so high; returns whether some do."""
-    raised = thresholds.raised_by()
-    for i, (name, score, value) in enumerate(raised):
-        without = "without it" if i == 0 else f"without it and the {i} before"
-        log.info(
-            f"{name} scores {score:.5g} and raises the reject threshold: "
-            f"{without} that would be {value:.5g} instead of {thresholds.image:.5g}"
-        )
-    return bool(raised)
+    lines = thresholds.raised_lines()
+    for line in lines:
+        log.info(line)
+    return bool(lines)
 
 
 def advise_without(thresholds: Thresholds, model: Path, *, learned: bool) -> None:

@@ -224,7 +224,12 @@ def recalibrated(
         limits = thresholds_from(scores, *wanted)
     else:
         limits = by_hand(scores, threshold, review_threshold)
-    if detector.thresholds is not None:
+    if detector.thresholds is None:
+        for line in limits.lines():
+            log.info(line)
+        for line in limits.raised_lines():
+            log.warning(line)
+    else:
         moved = ThresholdChange(detector.thresholds, limits)
         for line in moved.lines():
             log.info(line)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import cv2
 import numpy as np
 
 from anomaly.calibration import Thresholds
+from anomaly.errors import ImageError
 from anomaly.files.outputs import PAGE, PAGES
 from anomaly.files.writing import write
+from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.document import model_page
@@ -31,7 +32,6 @@ from anomaly.scoring.build import flatten, to_dict
 from anomaly.scoring.predictor import AnyModel
 
 NAMED = 200  # images named that couldn't be scored
-_LARGEST_FILE = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -217,17 +217,11 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str,
 
 
 def _picture(file: Path, pixels: int) -> Thumbnail | None:
-    """A heatmap of an earlier part of the run, brought down; None where it is gone."""
+    """A heatmap of an earlier part of the run, brought down; None where it is no image."""
     try:
-        if file.stat().st_size > _LARGEST_FILE:
-            return None
-        content = np.frombuffer(file.read_bytes(), np.uint8)
-    except OSError:
+        return thumbnail(read_image(file).pixels, pixels)
+    except ImageError:
         return None
-    picture = cv2.imdecode(content, cv2.IMREAD_COLOR) if len(content) else None
-    if picture is None:
-        return None
-    return thumbnail(np.asarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB), np.uint8), pixels)
 
 
 _TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}

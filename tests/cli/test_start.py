@@ -75,7 +75,7 @@ def test_defects_that_pass_are_said_with_what_to_try(
     assert f"Train with them: anomaly train --config {output / 'part_tuned.yaml'}" in out
 
 
-@pytest.mark.parametrize("shape", [(70, 4600), (4600, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(9, 600), (600, 9)], ids=str)
 def test_strips_are_seen_in_tiles(shape: tuple[int, int], command: Command, tmp_path: Path) -> None:
     for i in range(3):
         picture = np.random.default_rng(i).integers(90, 150, shape, dtype=np.uint8)
@@ -84,8 +84,20 @@ def test_strips_are_seen_in_tiles(shape: tuple[int, int], command: Command, tmp_
     output = tmp_path / "run"
     code, out, err = command("start", [tmp_path / "strips", "--output", output, *SETTINGS])
     assert code == 0, err
-    assert "too thin to be seen as a whole: each is seen in tiles of 70 pixels" in out
-    assert yaml.safe_load((output / "strips.yaml").read_text())["image"] == {"tile": 70}
+    assert "too thin to be seen as a whole: each is seen in tiles of 64 pixels" in out
+    assert yaml.safe_load((output / "strips.yaml").read_text())["image"] == {"tile": 64}
+
+
+def test_a_picture_with_two_labels_ends_it(command: Command, tmp_path: Path) -> None:
+    for i in range(4):
+        write_part(tmp_path / "part" / "OK" / f"{i}.png", seed=i)
+        write_part(tmp_path / "part" / "NG" / f"{i}.png", seed=3 + i)
+    output = tmp_path / "run"
+    code, out, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
+    assert code == 2
+    assert "3.png" in err
+    assert "$ anomaly check" in out
+    assert "$ anomaly train" not in out
 
 
 def test_it_looks_with_the_settings_given(product: Path, command: Command, tmp_path: Path) -> None:

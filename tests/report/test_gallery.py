@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,7 +18,7 @@ from report_cases import HOSTILE, limits
 
 from anomaly.inference.rows import Row
 from anomaly.maps.encoding import SHOWN, Thumbnails
-from anomaly.report.gallery import Run, gallery_html
+from anomaly.report.gallery import Run, _picture, gallery_html
 
 REVIEW, REJECT = 8.5, 10.0
 
@@ -206,3 +208,22 @@ def test_the_page_hangs_on_the_rows_alone(tmp_path: Path) -> None:
     once.pop("provenance"), again.pop("provenance")
     assert once == again
     assert [image["name"] for image in once["images"]] == [r.path for r in found[:SHOWN]]
+
+
+def test_a_heatmap_of_an_earlier_part_is_no_bomb(tmp_path: Path) -> None:
+    """On `--resume` heatmaps are read again: one that was exchanged is left out undecoded."""
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 1, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress(bytes(30_000 * 3751))),
+        (b"IEND", b""),
+    ]
+    parts = [
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    ]
+    file = tmp_path / "heatmap.png"
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    assert _picture(file, 10_000) is None
+    assert _picture(tmp_path / "gone.png", 10_000) is None
+    cv2.imwrite(str(file), np.full((200, 400, 3), (0, 0, 255), np.uint8))
+    assert _picture(file, 10_000) is not None
