@@ -31,8 +31,7 @@ from anomaly.cli.train_report import advise_without, report_raised
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.recalibrate import by_hand, known_scores, score_held_out
-from anomaly.evaluation.splits import tested_hashes
+from anomaly.evaluation.recalibrate import by_hand, evaluated_on, known_scores, score_held_out
 from anomaly.files.outputs import locked
 from anomaly.storage.folder import HISTORY, find_model
 from anomaly.storage.load import load_model
@@ -180,7 +179,8 @@ def _score_images(
     # Copies under other names are found by their hashes, once all are scored.
     if twice := set(files.get("good", ())) & set(files.get("defects", ())):
         raise _twice(min(twice))
-    tested = _tested(options, model) if files else frozenset()
+    instead = ", or name the data set's folder with --data-root"
+    tested = evaluated_on(model, options.data_root, instead) if files else frozenset()
     scored: dict[str, HeldOutScores] = {}
     for name, paths in files.items():
         with ProgressLine() as progress:
@@ -204,21 +204,6 @@ def _score_images(
 
 def _twice(path: Path | str) -> DataError:
     return DataError(f"{path} is given as good and as a defect; give it once")
-
-
-def _tested(options: argparse.Namespace, model: Model) -> frozenset[str]:
-    """Hashes of the test split, where the run remembers its data set and it is still there."""
-    try:
-        return tested_hashes(model, options.model, options.data_root)
-    except AnomalyError as error:
-        if options.data_root is not None:
-            raise
-        log.warning(
-            "%s: make sure yourself that these images aren't those the model is evaluated on, or "
-            "name the data set's folder with --data-root",
-            error,
-        )
-        return frozenset()
 
 
 def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScores) -> None:

@@ -20,7 +20,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.recalibrate import tested_of
+from anomaly.evaluation.recalibrate import evaluated_on
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.imaging.listing import list_images
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
             model,
             good,
             compare=compare,
-            tested=tested_of(model),
+            tested=evaluated_on(model),
             include_suspects=options.include_suspects,
             workers=threads,
             scratch=scratch,

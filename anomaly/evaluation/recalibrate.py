@@ -216,7 +216,7 @@ def recalibrated(
     unseen = None
     if good is not None:
         images = sources(good, array_format)
-        unseen = score_held_out(detector, images, what="good images", tested=tested_of(detector))
+        unseen = score_held_out(detector, images, what="good images", tested=evaluated_on(detector))
         for reason in unseen.refused:
             log.warning("skipped: %s", reason)
     scores = unseen.good_scores() if unseen else known_scores(detector)
@@ -319,15 +319,29 @@ def sources(
     return named
 
 
-def tested_of(detector: Model) -> frozenset[str]:
-    """Hashes of the test split, where the run remembers its data set and it is still there."""
+def evaluated_on(
+    detector: Model, data_root: Path | None = None, instead: str = ""
+) -> frozenset[str]:
+    """Hashes of the test split, where the run remembers its data set and it is still there.
+
+    Args:
+        detector: that was trained on it.
+        data_root: the data sets' folder, where it has moved.
+        instead: what else one can do where it isn't there, for the warning.
+
+    Raises:
+        DataError: it isn't in `data_root`.
+    """
     if detector.folder is None:
         return frozenset()
     try:
-        return tested_hashes(detector, detector.folder, None)
+        return tested_hashes(detector, detector.folder, data_root)
     except AnomalyError as error:
+        if data_root is not None:
+            raise
         log.warning(
-            "%s: make sure yourself that the good images aren't those the model is evaluated on",
+            "%s: make sure yourself that these images aren't those the model is evaluated on%s",
             error,
+            instead,
         )
         return frozenset()

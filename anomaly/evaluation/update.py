@@ -15,7 +15,7 @@ from anomaly.calibration import ThresholdChange, Thresholds
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, first_of, some
-from anomaly.evaluation.recalibrate import sources, tested_of
+from anomaly.evaluation.recalibrate import evaluated_on, sources
 from anomaly.evaluation.splits import content_hash
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import Decoders
@@ -324,7 +324,7 @@ def updated(
         detector,
         _samples(sources(good, array_format)),
         compare=bad,
-        tested=tested_of(detector),
+        tested=evaluated_on(detector),
         include_suspects=include_suspects,
     )
     for reason in made.learned.refused.values():

@@ -32,11 +32,10 @@ from anomaly.storage.folder import (
     SCORER,
     Part,
     Recorded,
-    check_seal,
     checked,
     find_model,
     model_id,
-    read_json,
+    read_sealed,
     read_tensors,
     sealed,
 )
@@ -113,21 +112,14 @@ def read_export(folder: Path) -> dict[str, Any] | None:
                 f"{folder} holds {graphs[0]} of an exported model, but lacks {EXPORT}; {AGAIN}"
             )
         return None
-    values = read_json(file)
-    written = values.get("format") if isinstance(values, dict) else None
-    if written != FORMAT:
-        raise ModelError(
-            f"{file} isn't of this version's exports (format {str(written)[:40]!r}, expected "
-            f"{FORMAT!r}); export the model again"
-        )
-    check_seal(values, file)
-    checked(values, _Export, file)
+    of_exports = ("of this version's exports", FORMAT)
+    values = read_sealed(file, _Export, of_exports, "export the model again")
     if values["model_id"] != model_id(folder):
         raise ModelError(
             f"{folder} mixes files of two models: {EXPORT} belongs to another one than {MANIFEST}; "
             "copy the whole model folder again"
         )
-    return dict(values)
+    return values
 
 
 def is_exported(folder: Path) -> bool:

@@ -173,16 +173,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: it is damaged, was changed, or was made by something else.
     """
-    file = folder / MANIFEST
+    return read_sealed(
+        folder / MANIFEST,
+        _Manifest,
+        ("a manifest of this program's models", FORMAT),
+        "give a folder that this version's `train` wrote",
+    )
+
+
+def read_sealed(file: Path, kind: type, what: tuple[str, str], advice: str) -> dict[str, Any]:
+    """The values in a JSON file that names its format and is sealed, without the seal.
+
+    Args:
+        file: of a model folder.
+        kind: the schema that they have.
+        what: the file has to be, for messages, and its format.
+        advice: what to do with a file of another format.
+
+    Raises:
+        ModelError: it is damaged, was changed, or was written by something else.
+    """
     values = read_json(file)
     written = values.get("format") if isinstance(values, dict) else None
-    if written != FORMAT:
+    if written != what[1]:
         raise ModelError(
-            f"{file} isn't a manifest of this program's models (format {str(written)[:40]!r}, "
-            f"expected {FORMAT!r}); give a folder that this version's `train` wrote"
+            f"{file} isn't {what[0]} (format {str(written)[:40]!r}, expected {what[1]!r}); {advice}"
         )
-    check_seal(values, file)
-    checked(values, _Manifest, file)
+    seal = values.pop(_SEAL, None)
+    if seal != _hash(values) or file.read_bytes() != as_json(sealed(values)).encode():
+        raise ModelError(f"{file} was changed since it was written; {AGAIN}")
+    checked(values, kind, file)
     return dict(values)
 
 
@@ -200,17 +220,6 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
     """Values with the hash of their own text."""
     return values | {_SEAL: _hash(values)}
-
-
-def check_seal(values: dict[str, Any], file: Path) -> None:
-    """See that a file holds its values as they were written; takes the hash out of them.
-
-    Raises:
-        ModelError: it was changed.
-    """
-    seal = values.pop(_SEAL, None)
-    if seal != _hash(values) or file.read_bytes() != as_json(sealed(values)).encode():
-        raise ModelError(f"{file} was changed since it was written; {AGAIN}")
 
 
 def _hash(values: dict[str, Any]) -> str:
