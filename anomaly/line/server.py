@@ -95,20 +95,33 @@ class _Paced(h11.Connection):
     """Parses what a client has sent a few events at a time.
 
     A request's head ends a turn, so that nothing of its body is parsed before it was looked at.
+
+    Attributes:
+        turn: events that are left of it.
+        refused: why no more is parsed; empty while it is, and where what was sent is no HTTP.
     """
 
     turn = 0
+    refused = ""
     _more_chunks: float = 0
 
     def next_event(self) -> Any:
         """The next event; NEED_DATA, too, once the turn is over.
 
         Raises:
-            h11.RemoteProtocolError: what was sent is no HTTP, or in chunks of a few bytes, each of
-                which takes as long as one of many.
+            h11.RemoteProtocolError: what was sent is no HTTP, or has a head that is too long, or
+                comes in chunks of a few bytes, each of which takes as long as one of many.
         """
         if self.turn == 0:
             return h11.NEED_DATA
+        if self.their_state is h11.IDLE:
+            head = self.trailing_data[0]
+            blank = _BLANK_LINE.search(head)
+            size = blank.start() if blank else len(head)
+            if size > _HEAD_BYTES or head.count(b"\n", 0, size) > _HEAD_LINES:
+                raise self._refusal(
+                    f"the head of a request has {_HEAD_BYTES} bytes and {_HEAD_LINES} lines at most"
+                )
         event = super().next_event()
         self.turn -= 1
         if isinstance(event, h11.Request):
@@ -118,8 +131,12 @@ class _Paced(h11.Connection):
         elif isinstance(event, h11.Data):
             self._more_chunks += len(event.data) / _CHUNK_BYTES - 1
             if self._more_chunks < 0:
-                raise h11.RemoteProtocolError("the chunks are too small")
+                raise self._refusal("the chunks of the body are too small; send larger ones")
         return event
+
+    def _refusal(self, reason: str) -> h11.RemoteProtocolError:
+        self.refused = reason
+        return h11.RemoteProtocolError(reason)
 
 
 class _Connection(H11Protocol):
@@ -143,7 +160,6 @@ class _Connection(H11Protocol):
         self.turns = turns
         self._places = places
         self._due = False
-        self._head = bytearray()  # until it is whole; h11 gets what follows as it comes
 
     @property
     def idle(self) -> bool:
@@ -165,24 +181,10 @@ class _Connection(H11Protocol):
         self._places.leave(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Take what has come; a first head goes on once it is whole, and not of too many lines."""
-        if self.cycle is None:
-            begin = max(0, len(self._head) - 3)
-            self._head += data
-            end = _BLANK_LINE.search(self._head, begin)
-            if end is None and len(self._head) <= _HEAD_BYTES:
-                return
-            if self._head.count(b"\n", 0, end and end.start()) > _HEAD_LINES:
-                self.send_400_response(f"a request has {_HEAD_LINES} lines of headers at most")
-                return
-            data, self._head = bytes(self._head), bytearray()
-        super().data_received(data)
-
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
         try:
-            super().send_400_response(msg)
+            super().send_400_response(self._paced.refused or msg)
         except h11.LocalProtocolError:  # an answer is under way
             self.transport.abort()
 

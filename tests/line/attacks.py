@@ -72,6 +72,7 @@ ATTACKS = {
     "head that never ends": Attack(b"X:"),
     "dripping head": Attack(b"X: ", drip=b"x"),
     "large heads": Attack(b"a:b\r\n" * 1500 + b"\r\n", status=400),
+    "long head": Attack(b"X: " + b"x" * 9000 + b"\r\n\r\n", status=400),
     "unknown charset": Attack(
         b"Content-Type: text/plain; charset=none-such\r\nContent-Length: 1\r\n\r\n",
         body=b"x",

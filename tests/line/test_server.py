@@ -249,6 +249,29 @@ def ask(
     return answer.status, said
 
 
+@pytest.mark.parametrize("head", [b"a:b\r\n" * 101, b"X: " + b"x" * 9000 + b"\r\n"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_head_of_a_connection_has_a_limit(
+    address: tuple[str, int], head: bytes, at_once: bool
+) -> None:
+    """The second is no longer than the first, whether it comes behind it or after its answer."""
+    first = ASKED[:-2] + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
+    second = first[:-2] + head + b"\r\n"
+    with socket.create_connection(address, timeout=20) as line:
+        line.sendall(first + second if at_once else first)
+        told = b""
+        while b"true}" not in told:
+            told += line.recv(2000)
+        if not at_once:
+            line.sendall(second)
+        with suppress(ConnectionResetError):
+            while piece := line.recv(2000):
+                told += piece
+    assert told.count(b"HTTP/1.1 200") == 1
+    assert b"HTTP/1.1 400" in told
+    assert b"8192 bytes and 100 lines at most" in told
+
+
 def test_wrong_tokens_and_names_that_mean_harm(address: tuple[str, int], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     for token in ("", "0" * 16, TOKEN[:-1], TOKEN + "x", "x" * 5000):
