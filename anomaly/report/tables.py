@@ -32,8 +32,8 @@ def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     image figures can be for parts still to come, with at least 95 % confidence; each type of
     defect against all good images under `by_type`; and under `verdicts` what the model's own
     thresholds did, in counts and in rates with 95 % intervals; `n_threshold_images` of the images
-    are those that the thresholds were chosen with, `n_settings_images` the settings. The mean leaves undefined figures
-    out; it is null where models were evaluated on the same images.
+    are those that the thresholds were chosen with, `n_settings_images` the settings. The mean
+    leaves undefined figures out; it is null where models were evaluated on the same images.
     """
     categories = {e.name: _figures(e) | _verdicts(e) for e in evaluations}
     overall = None if on_shared_images(evaluations) else mean(evaluations)
