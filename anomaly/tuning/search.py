@@ -52,17 +52,10 @@ class Tried:
         return tuple(change for change in self.changes if change.axis != SCORE)
 
 
-def aligned(tried: Sequence[Tried], rate: float) -> list[Scores]:
-    """Their scores of the images that all of them score.
-
-    Args:
-        tried: at least one.
-        rate: of false rejects; other good images that are too few to tell it are left out.
-    """
+def aligned(tried: Sequence[Tried]) -> list[Scores]:
+    """Their scores of the images that all of them score."""
     groups = [np.stack(each) for each in zip(*(_groups(t.trial) for t in tried), strict=True)]
     kept = [group[:, ~np.isnan(group).any(0)] for group in groups]
-    if kept[2].shape[1] + 1 < 1 / rate:
-        kept[2] = kept[2][:, :0]
     return [Scores(*scores) for scores in zip(*kept, strict=True)]
 
 
@@ -144,7 +137,7 @@ class Search:
         """Try the best change of each axis that has helped with those of the others."""
         worths: dict[tuple[Change, ...], float] = {}
         rate = self.config.calibration.review_rate
-        for tried, scores in zip(self.tried, aligned(self.tried, rate), strict=True):
+        for tried, scores in zip(self.tried, aligned(self.tried), strict=True):
             value = float(worth(scores, rate).sum())
             worths[tried.step] = max(value, worths.get(tried.step, 0.0))
         best: dict[str, Change] = {}
