@@ -28,7 +28,7 @@ from anomaly.tuning.trials import Images
 _HEAD = ("settings", "defects caught", "", "good flagged", "spread", "ms", "MB")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tuning:
     """What `anomaly.tune` returns.
 
@@ -47,6 +47,9 @@ class Tuning:
     scores: tuple[Scores, ...]
     judgement: Judgement
     images: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"<Tuning of {self.base.name}: {self.reason}>"
 
     @property
     def costs(self) -> list[float]:
