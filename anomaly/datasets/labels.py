@@ -30,7 +30,9 @@ class _Kind(StrEnum):
     FREE = "free"  # turns the word before: defect-free
     PREFIX = "prefix"  # turns the rest of its word only: incorrect
     DOUBT = "doubt"
-    MASK, TEST, ASIDE = "mask", "test", "aside"
+    MASK, ASIDE = "mask", "aside"
+    STICKER = "sticker"  # label: a mask, or what is stuck on a product
+    TRAIN, VALIDATION, TEST = "train", "validation", "test"
     BESIDE = "beside"  # what others are coupled with: parts, images
     PLACE = "place"  # where and when: lot, camera
     FILLER = "filler"
@@ -41,6 +43,7 @@ class _Kind(StrEnum):
 # By language; `buen:o,a` is bueno and buena, `x:,s` is x and xs. Without accents, in small letters.
 _VOCABULARY = {
     _Kind.GOOD: """
+        qualified freigabe
         genugend conformit:y,e,es conformidad konformitat good ok okay okey io pass:,ed,es,ing
         accept:,ed,able approved normal nominal intact healthy golden reference:,s perfect
         flawless faultless compliant conform:,ing,ant correct clean gut:,e,er,es,en
@@ -53,10 +56,13 @@ _VOCABULARY = {
         accettat:o,a,i,e idone:o,a,i,e bom bons boa:,s aprovad:o,a,os,as aceit:o,a,os,as
         dobr:y,e,a prawidlow:y,e,a годн:ый,ые,ая годен норма нормальн:ый,ые хорош:ий,ие 良品
         良 良い 良好 優良 优良 优品 合格 合格品 適合 适合 正常 正常品 完好 健全 好 好品 好的
-        通过 通過 正品 無傷 无伤 标准品 標準品 양품 합격 합격품 정상 정상품 양호""",
+        通过 通過 正品 一等品 优等品 無傷 无伤 标准品 標準品 양품 합격 합격품 정상 정상품 양호""",
     _Kind.NEGATED: """
         ng nok nio ko nc niok noio notok 不良 不良品 不合格 不合格品 不適合 不可 불합격 불량""",
     _Kind.BAD: """
+        def pit:,s pitting pinhole:,s blowhole:,s oxid:ation,ized,ised peeling delamination
+        unfit invalid insufficient malformed ncr nonconformit:y,ies dross
+        verkratzt:,e untauglich:,e негодн:ый,ые
         befund:,e haarriss:e rissbildung holed abnormalities durchgefallen 欠点 bad
         fail:,ed,s,ing,ure,ures reject:,ed,s,ion,ions scrap:,ped defect:,s,ive,ives,ed
         fault:,s,y flaw:,s,ed anomal:y,ies,ous,e abnormal abnormality outlier:,s broken
@@ -86,7 +92,7 @@ _VOCABULARY = {
         bavure:,s scart:o,i difett:o,i difettos:o,a,i,e graffi:,o crepa crepe macchi:a,e
         ammaccatur:a,e buco buchi rott:o,a,i,e rottura guast:o,a,i,e danneggiat:o,a,i,e
         cattiv:o,a,i,e defeito:,s defeituos:o,a,os,as ruim ruins rejeitad:o,a,os,as refugo:,s
-        sucata arranhao arranhoes trinca:,s amassad:o,a,os,as quebrad:o,a,os,as wad:a,y
+        sucata arranhao arranhoes trinca:,s amassad:o,a,os,as quebrad:o,a,os,as wad:,a,y
         wadliw:y,e,a uszkodzon:y,e,a zl:y,e,a braki brakow:y,e rysa rysy pekniecie odrzut:,y
         брак дефект:,ы плох:ой,ие царапин:а,ы трещин:а,ы 缺陷 缺陷品 欠陥 欠陥品 异常 異常
         異常品 异常品 次品 废品 廢品 廃品 廃棄 廃棄品 报废 報廢 瑕疵 坏 壞 坏品 划痕 劃痕 刮痕
@@ -108,7 +114,7 @@ _VOCABULARY = {
         vermeintlich:,e angeblich:,e grenzwertig:,e ex half halb but 誤 误 误判 誤判 誤判定 偽
         伪 假 false fake pseudo pseudofehler maybe perhaps possible possibly probable probably
         almost nearly hardly barely borderline questionable doubtful suspect:,s,ed suspicious
-        unsure uncertain unclear undecided unknown unlabeled unlabelled unsorted unchecked
+        undef unsure uncertain unclear undecided unknown unlabeled unlabelled unsorted unchecked
         uninspected unverified unclassified undefined review recheck pending todo tbd na nan
         null mixed mix semi quasi candidate:,s than wrongly overkill escape:,s limit retest
         only yes true ja oui unbekannt:,e unklar:,e unsicher:,e unsortiert:,e ungepruft:,e
@@ -121,15 +127,22 @@ _VOCABULARY = {
     _Kind.MASK: """
         mask:,s gt truth groundtruth maske:,n mascara:,s masque:,s maschera maschere
         annotation:,s segmentation:,s 掩码 掩膜 マスク 마스크""",
-    _Kind.TEST: "test:,s,ing",
+    _Kind.STICKER: "label:,s seg",
+    _Kind.TRAIN: """
+        train:,ing lernen lerndaten trainings apprentissage entrainement entrenamiento
+        addestramento treino 训练 訓練 学習 학습""",
+    _Kind.VALIDATION: "val valid validation validierung validacion 验证 検証 검증",
+    _Kind.TEST: """
+        test:,s,ing eval evaluation prueba:,s teste:,s 测试 測試 テスト 評価 평가 테스트""",
     _Kind.ASIDE: """
         thumb:,s thumbnail:,s preview:,s vorschau vignettes trash deleted garbage papierkorb
+        recycle recycler trashbox
         geloscht corbeille papelera cestino xyz depth pointcloud:,s pcd normalmap:,s 回收站
         ゴミ箱 ごみ箱 缩略图 サムネイル""",
     _Kind.BESIDE: """
         ground public private set:,s data dataset:,s split:,s type:,s part:,s piece:,s
         image:,s img:,s pic:,s picture:,s photo:,s foto:,s sample:,s item:,s unit:,s
-        product:,s class classes folder:,s file:,s train training val valid validation
+        product:,s class classes folder:,s file:,s daten dati dados datos donnees 数据
         teil:,e,en bild:,er muster stuck stucke produkt:,e pieza:,s imagen imagenes muestra:,s
         echantillon:,s pezz:o,i peca:,s 品 件 图 图像 图片 圖片 画像 写真 样本 樣本 サンプル
         フォルダ データ 零件 部品 ワーク 사진 이미지""",
@@ -151,6 +164,7 @@ _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|.")
 _ACRONYM = re.compile(r"([A-Z]{2,})([a-z]+)")
 _ACCENTS = re.compile("[\u0300-\u036f\u200b-\u200f\u2019\ufeff]")
 _NO = (("no", _Kind.NOT),), (("ni", _Kind.NOT),)
+_UNSAID = {_Kind.NUMBER, _Kind.BESIDE, _Kind.FILLER}
 _TELLING = (_Kind.GOOD, _Kind.BAD, _Kind.NEGATED)
 _ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
 _DIGITS = re.compile(r"\d+")
@@ -180,18 +194,18 @@ def label_of(name: str, *, alone: bool = False) -> Label:
     found = {kind for _, kind in words}
     if alone and _Kind.OTHER in found:
         return Label.UNKNOWN
-    if _Kind.MASK in found:
+    if _shows_masks(found) and not (alone and _Kind.STICKER in found):
         return Label.ASIDE
-    said, loose = _polarities(words)
+    said, loose, open_ = _polarities(words)
     if _Kind.DOUBT in found or len(said) > 1:
         return Label.UNCLEAR
-    if loose and found == {_Kind.NOT}:
+    if open_ and found == {_Kind.NOT}:
         return Label.UNCLEAR
     if said:
-        sure = said == {False} or not (loose or _Kind.TEST in found)
+        sure = not (open_ or (True in said and (loose or _Kind.TEST in found)))
         return (Label.GOOD if said == {True} else Label.DEFECTIVE) if sure else Label.UNCLEAR
     aside = found & {_Kind.TEST, _Kind.ASIDE}
-    return Label.ASIDE if aside and found <= aside | {_Kind.BESIDE, _Kind.NUMBER} else Label.UNKNOWN
+    return Label.ASIDE if aside and found <= aside | _UNSAID else Label.UNKNOWN
 
 
 def meant_by(label: str, where: str) -> str:
@@ -214,24 +228,37 @@ def meant_by(label: str, where: str) -> str:
 
 def only_places(name: str) -> bool:
     """Whether a name says where or when at most: numbers, dates, lots, cameras."""
-    return {kind for word in _RUNS.findall(_plain(name)) for _, kind in _parsed(word)} <= {
-        _Kind.NUMBER, _Kind.PLACE, _Kind.BESIDE, _Kind.FILLER,
-    }  # fmt: skip
+    return _kinds(name) <= _UNSAID | {_Kind.TRAIN, _Kind.VALIDATION, _Kind.PLACE}
 
 
 def says_masks(name: str) -> bool:
     """Whether a folder's name is that of masks."""
-    words = _RUNS.findall(_plain(name))
-    return any(kind is _Kind.MASK for word in words for _, kind in _parsed(word))
+    return _shows_masks(_kinds(name))
+
+
+def split_of(name: str) -> str:
+    """The split whose images a folder holds by its name; empty where it names none."""
+    kinds = _kinds(name)
+    split = kinds & {_Kind.TRAIN, _Kind.VALIDATION, _Kind.TEST}
+    return split.pop().value if len(split) == 1 and kinds <= split | _UNSAID else ""
+
+
+def _shows_masks(kinds: set[_Kind]) -> bool:
+    return _Kind.MASK in kinds or kinds - {_Kind.NUMBER} == {_Kind.STICKER}
+
+
+def _kinds(name: str) -> set[_Kind]:
+    return {kind for run in _RUNS.findall(_plain(name)) for _, kind in _parsed(run)}
 
 
 def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
-    """What files' names say, where they tell good parts from defective ones.
+    """What files' names say, where some say that parts are defective.
 
-    What all names have in common, such as that of the product, says nothing.
+    What all names have in common, such as that of the product, says nothing, unless it denies that
+    the parts are good.
 
     Returns:
-        The label of each; None unless some say good and some defective.
+        The label of each; None where no name says defective.
     """
     forms = {stem: _DIGITS.sub("0", stem) for stem in stems}  # few, however many files there are
     words = {form: _RUNS.findall(_plain(form)) for form in set(forms.values())}
@@ -242,9 +269,17 @@ def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
             form: label_of(" ".join(word for word in own if word not in shared))
             for form, own in words.items()
         }
-        if {Label.GOOD, Label.DEFECTIVE} <= set(labels.values()):
+        said = set(labels.values())
+        both, all_ = {Label.GOOD, Label.DEFECTIVE} <= said, said == {Label.DEFECTIVE}
+        some_ = Label.DEFECTIVE in said and not all_ and shared == (common if telling else set())
+        if both or some_ or (all_ and all(map(denies, labels))):
             return {stem: labels[form] for stem, form in forms.items()}
     return None
+
+
+def denies(name: str) -> bool:
+    """Whether a name denies that parts are good: NOK, not good; no feature's name, such as hole."""
+    return not _kinds(name).isdisjoint({_Kind.NEGATED, _Kind.NOT})
 
 
 def _plain(name: str) -> str:
@@ -262,7 +297,7 @@ def _known(word: str) -> _Kind | None:
     for spelling in (word, re.sub("([aou])e", r"\1", word)):  # beschaedigt
         if kind := _WORDS.get(spelling):
             return kind
-    singular = _WORDS.get(word.removesuffix("s")) if word != "ios" else None
+    singular = _WORDS.get(word.removesuffix("s")) if word not in ("ios", "kos") else None
     return singular if singular in _TELLING else None
 
 
@@ -348,8 +383,11 @@ def _joined(words: list[tuple[str, _Kind]]) -> list[tuple[str, _Kind]]:
     return joined
 
 
-def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool]:
-    """What words say, good (True) and defective (False), and whether a negation turns nothing."""
+def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool, bool]:
+    """What words say, good (True) and defective (False); and whether a negation turns nothing.
+
+    Such a one is between other words, or at the end.
+    """
     said: list[bool] = []
     negated = loose = False
     for i, (word, kind) in enumerate(words):
@@ -371,7 +409,7 @@ def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool]:
             turns = following is _Kind.GOOD and after != "ordnung"
             loose |= turns and word == "in"  # in good order, or in-acceptable
             negated |= turns and word != "in"
-        elif kind is not _Kind.FILLER:
+        elif kind not in (_Kind.FILLER, _Kind.NUMBER):
             loose |= negated
             negated = False
-    return set(said), loose or negated
+    return set(said), loose, negated

@@ -13,10 +13,12 @@ from anomaly.datasets.exports import annotations_in, coco_samples, manifest_rows
 from anomaly.datasets.labels import (
     Label,
     by_file_names,
+    denies,
     label_of,
     meant_by,
     only_places,
     says_masks,
+    split_of,
 )
 from anomaly.datasets.masks import Masks, entries_of, strays
 from anomaly.datasets.samples import (
@@ -41,13 +43,6 @@ COLUMNS = ("path", "label", "mask", "split", "group")
 _SPLITS = ("train", "validation", "test")
 _CLEAR = {Label.GOOD, Label.DEFECTIVE}
 _VISA_LIST = Path("split_csv") / "1cls.csv"
-
-# Folders of splits, where the folders in them say what their images are.
-_SPLIT_FOLDERS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("valid", "val", "validation"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
 
 
 def first_not_good(folders: Iterable[Path], top: Path) -> Path | None:
@@ -183,12 +178,12 @@ class _FolderLayout:
             if label is Label.GOOD:
                 samples += (good := _good(place, folder))
                 for sample in good:  # its mask, which marks nothing, isn't needed
-                    finder.of(sample.path, where)
+                    finder.of(sample.path, [where])
             elif test / kind != masks and (inside := listed(place, folder, kind)):
                 if label in (Label.ASIDE, Label.UNCLEAR) or only_places(kind):
                     raise _undecided(test, [kind])
                 check_defects((sample.path for sample in inside), place)
-                samples += [replace(s, mask_path=finder.of(s.path, where)) for s in inside]
+                samples += [replace(s, mask_path=finder.of(s.path, [where])) for s in inside]
         return samples
 
 
@@ -208,7 +203,8 @@ def _good_only(folder: Path) -> Dataset:
     paths = [sample.path for sample in train]
     _check_folders(paths, folder, lambda bad: _other_layout(bad, _plain(folder)))
     named = by_file_names(path.stem for path in paths)
-    if named is None:
+    if named is None or Label.GOOD not in named.values():
+        _check_files(paths, folder, Label.GOOD)
         return Dataset(folder, tuple(train), ())
     if open_ := [path.name for path in paths if named[path.stem] not in _CLEAR]:
         raise _undecided(folder, open_, "files")
@@ -251,7 +247,7 @@ def _label_within(inner: Path) -> Label:
 
 
 def _split_within(inner: Path) -> str:
-    return _SPLIT_FOLDERS.get(inner.parts[0].lower(), "") if inner.parts else ""
+    return split_of(inner.parts[0]) if inner.parts else ""
 
 
 def sorted_by_names(
@@ -276,24 +272,22 @@ def sorted_by_names(
         raise _undecided(folder, [say_folder(inner) for inner in open_])
     finder = Masks()
     samples: list[tuple[str, Sample]] = []
-    for image in list_images(folder):
-        inner = image.parent.relative_to(folder)
-        sample = Sample(image, image.relative_to(folder).as_posix())
-        split = _split_within(inner)
+    for sample in listed(folder, folder, "defect"):
+        inner = sample.path.parent.relative_to(folder)
+        if labels[inner] not in _CLEAR:
+            continue
+        split, said = _split_within(inner), _says_defect(inner)
+        # Masks may leave out what is above a kind of defect.
+        ends = [Path(*inner.parts[i:]) for i in range(said + 2)]
         if labels[inner] is Label.GOOD:
-            samples.append((split, sample))
-            for i in range(len(inner.parts)):  # its mask, which marks nothing, isn't needed
-                for mask in masks:
-                    finder.of(image, folder / mask / Path(*inner.parts[i:]))
-        elif labels[inner] is Label.DEFECTIVE:
-            said = _says_defect(inner)
-            # A subfolder names the kind; masks may leave out what is above it.
+            ends = [end for end in ends if end.parts]
+        own = [mask for mask in sorted(masks) if _split_within(mask) in ("", split)]
+        mask = finder.of(sample.path, (folder / mask / end for mask in own for end in ends))
+        if labels[inner] is Label.GOOD:  # its mask, which marks nothing, isn't needed
+            samples.append((split, replace(sample, defect_type=GOOD)))
+        else:  # a subfolder names the kind
             kind = (inner.parts[said : said + 2] or inner.parts[-1:] or ("defect",))[-1]
-            ends = [Path(*inner.parts[i:]) for i in range(said + 2)]
-            places = (folder / mask / end for mask in sorted(masks) for end in ends)
-            found = next(filter(None, (finder.of(image, place) for place in places)), None)
-            sample = replace(sample, defect_type=kind, mask_path=found)
-            samples.append((split and "test", sample))
+            samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
     for label in (Label.GOOD, Label.DEFECTIVE):
         alike = [s.path for _, s in samples if s.is_defect == (label is Label.DEFECTIVE)]
         _check_files(alike, folder, label)
@@ -397,10 +391,9 @@ def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> 
     for sample in inside:
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
-        mask = None
-        if masks is not None:  # of several folders' defects, each folder's are in one of its name
-            mask = finder.of(sample.path, masks / folder.name / inner.parent)
-            mask = mask or finder.of(sample.path, masks / inner.parent)
+        # Of several folders' defects, each folder's are in one of its name.
+        around = () if masks is None else (masks / folder.name, masks)
+        mask = finder.of(sample.path, (place / inner.parent for place in around))
         samples.append(replace(sample, defect_type=kind, mask_path=mask))
     return samples
 
@@ -445,14 +438,18 @@ def _check_folders(images: Iterable[Path], folder: Path, remedy: Callable[[Path]
 
 
 def _check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
-    named = by_file_names(path.stem for path in images)
-    if named is None:
+    named = by_file_names(path.stem for path in images) or {}
+    others = [path.name for path in images if named.get(path.stem) in _CLEAR - {wanted}]
+    if not others:
         return
-    other = next(path for path in images if named[path.stem] is not wanted)
-    told = next(path for path in images if named[path.stem] is wanted)
+    contrary = (_CLEAR - {wanted}).pop()
+    what = f"the names of {len(others)} of {len(images)} files say {contrary} ({others[0]})"
+    if wanted not in named.values() and not any(map(denies, others)):  # hole_1.png: a feature?
+        log.warning("%s: taken as %s, but %s", folder, wanted, what)
+        return
     raise DataError(
-        f"the images in {folder} would all be taken as {wanted}, but the names of files tell some "
-        f"({told.name}) from others ({other.name}): move those elsewhere, or rename them"
+        f"the images in {folder} would all be taken as {wanted}, but {what}: move those elsewhere, "
+        "or rename them"
     )
 
 
@@ -566,21 +563,30 @@ def open_list(file: Path) -> Dataset:
     samples: list[tuple[str, Sample]] = []
     seen: dict[str, int] = {}
     unlabelled: list[int] = []
+    numbers = False
     for line, row in _rows(file, COLUMNS, ("path",)):
-        if not seen and "label" not in row and (others := sorted(row.keys() - {*COLUMNS})):
+        where = f"{file} line {line}"
+        others = () if "label" in row else sorted(row.keys() - {*COLUMNS})
+        for name in others:
+            if {label_of(name), label_of(row[name])} & _CLEAR:
+                raise DataError(
+                    f"{where}: there is no column label, but {name} ({row[name]!r}) seems to say "
+                    "which images are good: call that column `label`, or remove it"
+                )
+        if not seen and others:
             log.warning(
                 "%s has no column label, so all its images are taken for good; does %s say which "
                 "are?",
                 file,
                 " or ".join(others),
             )
-        where = f"{file} line {line}"
         if not row["path"].strip():
             raise DataError(f"{where} has no path; fill it in or remove the line")
         sample = _sample(row, file.parent, where)
         if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
             raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
         seen[name] = line
+        numbers |= row.get("label", "").strip().isdecimal()
         unlabelled += [] if row.get("label", "").strip() else [line]
         samples.append((_split_of(row, sample, where), sample))
     if unlabelled and len(unlabelled) < len(samples):
@@ -594,6 +600,8 @@ def open_list(file: Path) -> Dataset:
         label_them = "give the list a column label, with `good` or a kind of defect in each row"
         paths = [sample.path for _, sample in samples]
         check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
+    if numbers:
+        log.info("%s: the label 0 is taken for good, other numbers for defects", file)
     kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
     if kinds:
         log.info("%s: taken for kinds of defect: %s", file, some(sorted(kinds), most=8))

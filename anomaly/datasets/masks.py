@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.imaging.listing import is_folder, is_image, list_images
+from anomaly.imaging.read import FORMATS
 
 
 class Masks:
@@ -20,18 +21,31 @@ class Masks:
         self._listed: dict[Path, dict[str, list[_Entry]]] = {}
         self._owners: dict[Path, Path] = {}  # each mask is one image's
 
-    def of(self, image: Path, folder: Path) -> Path | None:
+    def of(self, image: Path, folders: Iterable[Path] = ()) -> Path | None:
         """`1_mask.png`, `1.png`, another of the usual names or a folder `1`, for `1.jpg`.
 
         Suffixes are any that can be read; capitals and forms of Unicode don't matter where nothing
         has the same ones.
+
+        Args:
+            image: its file.
+            folders: where its mask may be, the likeliest first; then the image's own, for masks
+                that aren't called as the image.
         """
+        return next(filter(None, (self._in(image, f) for f in (*folders, image.parent))), None)
+
+    def _in(self, image: Path, folder: Path) -> Path | None:
         beside = self._names_in(image.parent)
         found = [
             entry
             for entry in self._names_in(folder).get(_folded(image.stem), ())
             # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
-            if entry.rank == _SAME or not any(e.rank == _SAME for e in beside.get(entry.stem, ()))
+            if (
+                entry.rank != _SAME and _lossless(entry.path)
+                if folder == image.parent
+                else entry.rank == _SAME
+                or not any(e.rank == _SAME for e in beside.get(entry.stem, ()))
+            )
         ]
         if not found:
             return None
@@ -87,6 +101,24 @@ _MASK_WORDS = "masks?|labels?|gt|ground_?truth|truth|seg|segm|segmentation|annot
 _MASK_NAME = re.compile(
     rf"(?:{_MASK_WORDS})[-_. ](?P<behind>.+)|(?P<before>.+?)[-_. ](?:{_MASK_WORDS})"
 )
+
+
+def without_masks(images: Sequence[Path]) -> list[Path]:
+    """Those that aren't masks of one beside them by their names: not `1_mask.png` beside `1.jpg`.
+
+    A JPEG is never taken for a mask.
+    """
+    beside = {(image.parent, _folded(image.stem)) for image in images}
+
+    def is_mask(image: Path) -> bool:
+        of = _MASK_NAME.fullmatch(_folded(image.stem)) if _lossless(image) else None
+        return of is not None and (image.parent, of["behind"] or of["before"]) in beside
+
+    return [image for image in images if not is_mask(image)]
+
+
+def _lossless(file: Path) -> bool:
+    return is_image(file) and file.suffix.lower() not in FORMATS["jpeg"].SUFFIXES
 
 
 def _folded(name: str) -> str:

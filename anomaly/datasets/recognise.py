@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anomaly.datasets.exports import annotations_in
-from anomaly.datasets.labels import Label, by_file_names, label_of
+from anomaly.datasets.labels import Label, by_file_names, label_of, split_of
 from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
     folders_in,
@@ -106,7 +106,11 @@ def _check_whole(place: Path) -> None:
 
 def _check_one(place: Path) -> None:
     """Refuse a folder of several data sets."""
-    sets = [name for name in folders_in(place) if any(k.fits(place / name) for k in KNOWN_LAYOUTS)]
+    sets = [
+        name
+        for name in folders_in(place)
+        if not split_of(name) and any(k.fits(place / name) for k in KNOWN_LAYOUTS)
+    ]
     if sets:
         raise DataError(
             f"{place} holds several data sets: {', '.join(sets[:8])}"
@@ -221,8 +225,8 @@ def _plain(place: Path) -> Recognised:
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
         give = listed or f"{other_files(place)}; give a folder of good images"
         raise DataError(f"no images in {place}{give}")
-    if named := by_file_names(image.stem for image in list_images(place)):
-        counts = Counter(named.values())
+    counts = Counter((by_file_names(image.stem for image in list_images(place)) or {}).values())
+    if counts[Label.GOOD]:
         told = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
         return Recognised("folder", place, told)
     unclear = [name for name in inside if list_images(place / name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -11,9 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from anomaly.datasets.masks import without_masks
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.listing import is_folder, list_images, other_files
 from anomaly.imaging.read import Image, read_header, read_mask
+
+log = logging.getLogger(__name__)
 
 GOOD = "good"
 _TEST_SHARE = 5  # one good image in five
@@ -193,10 +197,18 @@ def _orientation(path: Path) -> int:
 
 
 def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
-    """The images of a folder; none where there is no such folder."""
+    """The images of a folder but masks beside them; none where there is no such folder."""
     if not is_folder(folder):
         return []
-    return [Sample(p, p.relative_to(root).as_posix(), defect_type) for p in list_images(folder)]
+    files = list_images(folder)
+    images = without_masks(files)
+    if defect_type == GOOD and len(images) < len(files):
+        mask = next(file for file in files if file not in images)
+        log.warning(
+            "%s: passed over %d masks of images beside them, by their names (%s)",
+            folder, len(files) - len(images), mask.name,
+        )  # fmt: skip
+    return [Sample(p, p.relative_to(root).as_posix(), defect_type) for p in images]
 
 
 def set_apart(good: Iterable[Sample]) -> tuple[list[Sample], list[Sample]]:

@@ -75,7 +75,8 @@ _SYSTEM = re.compile(
     r"[$#@~]recycled?([ ._-]?bin)?|recycle[ ._-]?bin|recycler"
     r"|[#@~]_*(snapshots?|recently-snapshots?|thumbs?|eadir|te?mp|syno\w*|share\w*|trash|recover\w*)"
     r"|\$(sysreset|winreagent|extend|windows\.~\w+)|~\$.*|found\.\d{3}|system volume information"
-    r"|__macosx|__pycache__|ipynb_checkpoints|lost\+found|network trash folder|temporary items"
+    r"|network recycle bin.*|_gsdata_|@(appstore|database|docker)|__macosx|__pycache__"
+    r"|ipynb_checkpoints|lost\+found|network trash folder|temporary items"
     r"|thevolumesettingsfolder|files_trashbin|(eh)?thumbs(_vista)?\.db|desktop\.ini|desktop d[bf]",
     re.IGNORECASE,
 )

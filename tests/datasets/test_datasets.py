@@ -241,7 +241,9 @@ def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: 
         ("path,label\na.png,ok\nb.png,-\n", "line 3: the label '-' doesn't tell"),
         ("path,label\na.png,ok\nb.png,yes\n", "line 3: the label 'yes' doesn't tell"),
         ("path\nOK/a.png\nnIO/b.png\n", "nIO would be taken as good"),
-        ("path\nOK_1.png\nnIO_2.png\n", r"tell some \(OK_1\.png\) from others \(nIO_2"),
+        ("path,ok\na.png,1\nb.png,0\n", r"line 2: there is no column label, but ok \('1'\)"),
+        ("path,class\na.png,-\nb.png,NG\n", r"line 3: .* class \('NG'\).* call that column"),
+        ("path\nOK_1.png\nnIO_2.png\n", r"the names of 1 of 2 files say defective \(nIO_2"),
     ],
 )
 def test_mistakes_in_a_list_name_the_line(tmp_path: Path, text: str, says: str) -> None:
@@ -445,10 +447,10 @@ def test_all_views_of_a_part_with_a_defect_are_tested_with(tmp_path: Path) -> No
     assert {"0", "1", "2", "3"} <= {s.group for s in dataset.test}
 
 
-def test_a_list_whose_labels_have_another_name_is_told(
+def test_a_list_whose_labels_may_have_another_name_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "list.csv").write_text("path,class\na.png,good\nb.png,broken\n")
+    (tmp_path / "list.csv").write_text("path,class\na.png,3\nb.png,4\n")
     open_dataset("csv", tmp_path / "list.csv", None)
     assert "has no column label, so all its images are taken for good; does class" in caplog.text
     (tmp_path / "list.csv").write_text("path,label\na.png,pass\nb.png,broken\n")

@@ -19,7 +19,8 @@ golden|reference|gut|Gute Teile|in Ordnung|inOrdnung|Gutteile|IO-Teile|良品|�
 OK parts|OKParts|OKteile|lot7_OK|OK(2)|No5_OK|OK_cam1|годный|cam1_i.O._A
 no_defects|defect-free|fehlerfrei
 ohne Fehler|undamaged|unbroken|non_defective|sin defectos|sans défaut|senza difetti|無欠陥|无缺陷
-異常なし|キズなし|ＯＫ|train_good"""
+異常なし|キズなし|ＯＫ|train_good|优等品|Freigabe|bez wad|good_side_A|OK_Kamera1|gut geprüft
+PASS 2024-05-01|Gutteile_Los7|bueno_lote3|bonnes pièces|good labels"""
 DEFECTIVE = """NG|NOK|NIO|nIO|nOK|niO|n.i.O.|n.i.O|n-i-O|N_O_K|n_ok|N OK|not_ok|NotOK|not-ok|notok
 un_ok|unOK|nichtOK|nicht in Ordnung|nicht_io|kein Gut|not good|no good|nogood|ungood|nonconforming
 non_conforme|no-conforme|no_bueno|pas bon|pas_conforme|incorrect|unacceptable|inacceptable|nPass
@@ -27,15 +28,17 @@ disapproved|not very good|不良|不合格|不良品|非良品|良品以外|不O
 2024_NG_cam1|NGparts|NOKteile|NOKbracket|noks|NGs|bad|defects|defective|anomaly|abnormal|broken
 damaged|scratch|deep scratch|crack|dent|stain|hole|rework|rejected|failed|scrap|Ausschuss|AUSSCHUẞ
 Fehler|defekt|schlecht|Kratzer|Kratzer_tief|Risse|Nacharbeit|beschädigt|beschaedigt|Löcher|rebut
-défaut|cassé|dañado|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|cam1_n.i.O._A|ab-normal|deepscratch|Lackkratzer"""
+défaut|cassé|dañado|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|cam1_n.i.O._A|def_front|oxidation|негодные|verkratzt
+ab-normal|deepscratch|Lackkratzer"""
 UNCLEAR = """false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?|almost good|semi_ok|OK_NG
-no_NG|rework_ok|bedingt_io|in_acceptable|not_sure_ok|review|unclear|unlabeled|未検査|合否|良否
+no_NG|rework_ok|bedingt_io|in_acceptable|not_sure_ok|review|unclear|unlabeled|未検査|合否|良否|缺陷无
+scratch_none|Gutteile_defekt|good_but_scratched|pass_fail|undef
 test_good|yes|false"""
 UNKNOWN = """2024-05-01|lot7|cam1|Juni|A|widget|contest|test_line_3|brook|token|notebook|combined
-no_cap|ios|kamera links|Charge 12|bottle|01|改|___|default
+no_cap|ios|kos1|kamera links|Charge 12|bottle|01|改|___|default
 breakfast box|blister|stainless steel"""
-ASIDE = """masks|Masken|gt|ground_truth|GroundTruth|ok_masks|マスク|test|Testing|test_public
-thumbnails|xyz"""
+ASIDE = """masks|Masken|ground_truth|GroundTruth|ok_masks|マスク|labels|test|Testdaten|測試|prueba
+Testing|test_public|thumbnails|xyz|gt"""
 NAMES = {
     label: names.replace("\n", "|").split("|")
     for label, names in (
@@ -67,8 +70,10 @@ def test_the_name_of_a_product_says_nothing_of_its_parts() -> None:
     assert not only_places("2024_bent")
 
 
-def test_files_are_told_by_their_names_where_both_labels_are_there() -> None:
-    assert by_file_names(["1", "2_NOK", "scratch"]) is None
+def test_files_are_told_by_their_names_where_some_say_defective() -> None:
+    assert by_file_names(["1", "2_hole"]) == {"1": Label.UNKNOWN, "2_hole": Label.DEFECTIVE}
+    assert by_file_names(["hole_1", "hole_2"]) is None
+    assert by_file_names(["NOK_1", "NOK_2"]) == {f"NOK_{i}": Label.DEFECTIVE for i in (1, 2)}
     assert by_file_names(["OK_1", "2_OK"]) is None
     assert by_file_names(["OK_1", "NOK_1", "x"]) == {
         "OK_1": Label.GOOD, "NOK_1": Label.DEFECTIVE, "x": Label.UNKNOWN,

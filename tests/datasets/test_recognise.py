@@ -48,6 +48,14 @@ def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path
         (["ok", "defect", "ng"], "ok", {"defect", "ng"}),
         (["ok", "ng/hole", "wrong_length"], "ok", {"hole", "wrong_length"}),
         (["lot 1/IO", "lot 1/nIO", "lot 2/IO"], "IO", {"nIO"}),
+        (["training/good", "testing/good", "testing/defect"], "good", {"defect"}),
+        (
+            ["Trainingsdaten/Gutteile", "Testdaten/Gutteile", "Testdaten/Risse"],
+            "Gutteile",
+            {"Risse"},
+        ),
+        (["训练/良品", "测试/良品", "测试/不良品"], "良品", {"不良品"}),
+        (["train/ok_front", "train/def_front", "test/ok_front"], "ok_front", {"def_front"}),
         (["train/IO", "train/nIO/7", "test/IO", "test/nIO", "valid/IO"], "IO", {"nIO", "7"}),
     ],
 )
@@ -57,6 +65,9 @@ def test_names_of_ones_own(folders: list[str], good: str, kinds: set[str], tmp_p
     assert (found.layout, found.root, found.listing) == ("good_defect", root, "")
     dataset = open_dataset(found.layout, root, None)
     assert {sample.path.parent.name for sample in dataset.train} == {good}
+    if any(len(Path(name).parts) > 1 and good in name for name in folders):  # in their split
+        tops = {s.path.relative_to(root).parts[0] for s in dataset.train}
+        assert len(tops) == 1 or all(top.startswith("lot") for top in tops)
     assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
 
 
@@ -68,6 +79,33 @@ def test_masks_beside_folders_of_ones_own_names(tmp_path: Path) -> None:
     assert masks == {path: root / "Masks" / "cut" / path.name for path in masks}
     assert masks
     assert "their masks in Masks" in found.reason
+
+
+@pytest.mark.parametrize("masks", ["defect/{}_label.bmp", "labels/{}.png", "defect/mask_{}.png"])
+def test_masks_are_no_parts_wherever_they_lie(
+    masks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = _images(tmp_path / "part", ["good", "defect"])
+    for i in range(6):
+        for name in (masks.format(i), f"good/{i}_mask.png"):
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_bytes(b"")
+    (found,) = recognise(root)
+    dataset = open_dataset(found.layout, root, None)
+    assert {(s.path, s.mask_path) for s in dataset.test if s.is_defect} == {
+        (root / "defect" / f"{i}.png", root / masks.format(i)) for i in range(6)
+    }
+    assert len([*dataset.train, *dataset.test]) == 12
+    assert len(open_dataset("folder", root / "good", None).train) == 6
+    assert "passed over 6 masks of images beside them" in caplog.text
+
+
+def test_masks_in_a_split_are_those_of_its_images(tmp_path: Path) -> None:
+    folders = [f"{s}/{k}" for s in ("train", "test") for k in ("normal", "anomaly", "masks")]
+    root = _images(tmp_path / "part", folders)
+    defects = [s for s in open_dataset("good_defect", root, None).test if s.is_defect]
+    assert len(defects) == 12
+    assert all(s.mask_path == s.path.parent.with_name("masks") / s.path.name for s in defects)
 
 
 def test_one_mask_is_not_that_of_two_kinds_of_defect(tmp_path: Path) -> None:
@@ -199,6 +237,8 @@ def test_floats_of_16_bits_are_no_16_bit_images() -> None:
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "learn from (12)"),
         (_report("500×1254"), {"model.coreset_ratio": "0.02"}, "images are tall"),
         (_report("4096×3000"), {"model.coreset_ratio": "0.02", "image.tile": "1024"}, "12 times"),
+        (_report("8000×100"), {"model.coreset_ratio": "0.02", "image.tile": "100"}, "strips"),
+        (_report("9×700"), {"model.coreset_ratio": "0.02", "image.tile": "64"}, "strips"),
         (
             _report("900×900", mode="grey16", bits=12),
             {"model.coreset_ratio": "0.02", "image.bit_depth": "12"},
