@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address
@@ -13,7 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 from multipart import parse_options_header
+from starlette.requests import ClientDisconnect
 
 from anomaly.line.slot import Limits
 
@@ -100,14 +101,9 @@ class Guard:
                 await body.read()
             await self._app(scope, body.receive, answer)
         except HTTPException as refused:
-            data = json.dumps({"detail": refused.detail}).encode()
-            fixed = {"content-type": "application/json", "content-length": str(len(data))}
-            told = (fixed | dict(refused.headers or {})).items()
-            raw = [(key.lower().encode(), value.encode()) for key, value in told]
-            start = {"type": "http.response.start", "status": refused.status_code, "headers": raw}
-            await answer(start)
-            await answer({"type": "http.response.body", "body": data})
-        except _GoneError:
+            told = JSONResponse({"detail": refused.detail}, refused.status_code, refused.headers)
+            await told(dict(scope), receive, answer)
+        except ClientDisconnect:
             pass
 
     def _known(self, scope: Scope, headers: Mapping[bytes, str]) -> bool:
@@ -128,10 +124,6 @@ class Guard:
     def _has_token(self, headers: Mapping[bytes, str]) -> bool:
         token = credentials(headers.get(b"authorization", ""))[1]
         return hmac.compare_digest(token.encode(), self._token.encode())
-
-
-class _GoneError(Exception):
-    """The client has closed the connection."""
 
 
 class _Body:
@@ -174,7 +166,7 @@ class _Body:
         while not self.ended:
             message = await self.receive()
             if message["type"] == "http.disconnect":
-                raise _GoneError
+                raise ClientDisconnect
             pieces.append(message.get("body", b""))
         self._whole = b"".join(pieces)
 
@@ -254,11 +246,9 @@ def credentials(authorization: str) -> tuple[str, str]:
     if scheme.lower() == "bearer":
         return "", value.strip()
     if scheme.lower() == "basic":
-        try:
+        with suppress(ValueError):
             user, _, token = base64.b64decode(value, validate=True).decode().partition(":")
-        except ValueError:
-            return "", ""
-        return user, token
+            return user, token
     return "", ""
 
 

@@ -138,10 +138,8 @@ def named(folders: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    missing = [
-        n for n in ("fastapi", "multipart", "uvicorn", "prometheus_client") if not _installed(n)
-    ]
-    if missing:
+    needed = ("fastapi", "multipart", "uvicorn", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise AnomalyError(
             f"serve needs {', '.join(missing)}, which aren't installed: "
             "pip install 'anomaly[serve]'"
@@ -156,10 +154,6 @@ def _check(options: argparse.Namespace) -> None:
     ):
         if not low <= value <= high:
             raise AnomalyError(f"{name} is {value}; it must be {low} to {high}")
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _token(options: argparse.Namespace) -> str:
