@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--data-root",
         type=Path,
-        help="the data sets' folder, where it has moved since training: no image of the test "
-        "split may touch a threshold",
+        help="the data sets' folder, where it has moved since training: no good image of the "
+        "test split may touch a threshold",
     )
     rates = parser.add_argument_group("by rates (default: those that the model has)")
     add = rates.add_argument
@@ -168,8 +168,8 @@ def _score_images(
     """Score the images of `--good` and `--defects`, by option.
 
     Raises:
-        DataError: an image is given as good and as a defect, or belongs to the test split; or none
-            can be used.
+        DataError: an image is given as good and as a defect, or as good and belongs to the test
+            split; or none can be used.
     """
     given = {"good": options.good, "defects": options.defects}
     files = {
@@ -188,14 +188,21 @@ def _score_images(
                 model,
                 paths,
                 what=f"--{name}",
-                tested=tested,
+                tested=tested if name == "good" else frozenset(),
                 workers=threads,
                 progress=partial(progress, name),
             )
         for reason in first_of(scored[name].refused, f" of --{name}"):
             log.warning("skipped: %s", reason)
+    defects = set(scored["defects"].named_hashes().values()) if "defects" in scored else set()
+    if (both := len(defects & tested)) and options.cost_escape is not None:
+        log.info(
+            "%d of %d defects are test images and choose thresholds here: `evaluate` will say so, "
+            "with what is to be expected of new defects, told by leaving out one after the other",
+            both,
+            len(defects),
+        )
     if len(scored) > 1:
-        defects = set(scored["defects"].named_hashes().values())
         for path, sha256 in scored["good"].named_hashes().items():
             if sha256 in defects:
                 raise _twice(path)

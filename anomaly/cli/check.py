@@ -62,17 +62,22 @@ def run(options: argparse.Namespace) -> int:
     return 3 if any(report.has(Severity.UNUSABLE) for report in reports) else 0
 
 
+def reading_of(config: Config) -> Reading:
+    """How settings say that images are read."""
+    image, region = config.image, region_of(config.image, Path())
+    return Reading(
+        image.bit_depth, image.max_pixels, config.data.mask_above, region, image.tile is not None
+    )
+
+
 def _check_data_set(config: Config) -> tuple[str, DataReport]:
     """A data set's folder, and the report on it."""
-    data, image = config.data, config.image
+    data = config.data
     dataset = open_dataset(data.format, data.root, data.category)
-    region = region_of(image, Path())
     with ProgressLine() as progress:
         report = check(
             dataset,
-            Reading(
-                image.bit_depth, image.max_pixels, data.mask_above, region, image.tile is not None
-            ),
+            reading_of(config),
             one_grid=config.one_aspect,
             workers=cores(),
             progress=partial(progress, "reading"),

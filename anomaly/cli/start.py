@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import execute
+from anomaly.cli.check import reading_of
 from anomaly.cli.common_options import add_device, add_settings, passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
-from anomaly.config.schema import ModelConfig, readers
+from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import Reading, advice, check
+from anomaly.datasets.check import advice, check
 from anomaly.datasets.recognise import LIST_SUFFIXES, chosen, recognise, with_copies_together
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
@@ -28,8 +29,9 @@ from anomaly.runtime.parallel import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
+    from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
-    from anomaly.datasets.check import Advice, DataReport
+    from anomaly.datasets.check import Advice, DataReport, Reading
     from anomaly.datasets.recognise import Recognised
 
 log = logging.getLogger(__name__)
@@ -51,15 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
-    name = parse_config({"name": options.name or _name_of(options.folder)}, "--name").name
-    options.output = options.output or Path("runs") / name
+    named = {"name": options.name or _name_of(options.folder)}
+    settings = parse_config(named, "--name", options.overrides)
+    options.output = options.output or Path("runs") / settings.name
     options.interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with locked(options.output):  # the commands that follow work within this lock
-        return _start(options, name)
+        return _start(options, settings)
 
 
-def _start(options: argparse.Namespace, name: str) -> int:
-    output: Path = options.output
+def _start(options: argparse.Namespace, settings: Config) -> int:
+    output, name = options.output, settings.name
     ask = input if options.interactive else None
     taken = chosen(recognise(options.folder, options.format, ask), ask)
     config = output / f"{name}.yaml"
@@ -80,11 +83,17 @@ def _start(options: argparse.Namespace, name: str) -> int:
     network, why = _network(options.overrides)
     if network is not None:
         log.info(f"the network is {network}: {why}")
-    taken, dataset, report = _look(taken, output.absolute() / "images.csv")
+    kind = settings.model.kind
+    tileable = settings.image.resize is None and not METHODS[kind].one_grid
+    reading = reading_of(settings)
+    reading = replace(reading, tiled=reading.tiled or tileable)
+    taken, dataset, report = _look(taken, reading, output.absolute() / "images.csv")
     usable, hints = report.splits["train"].usable, list(advice(report))
-    given = dict(setting.replace(" ", "").partition("=")[::2] for setting in options.overrides)
-    kind = given.get("model.kind", ModelConfig().kind)
-    hints = [hint for hint in hints if kind in (readers(hint.key) or [kind])]
+    hints = [
+        hint
+        for hint in hints
+        if kind in (readers(hint.key) or [kind]) and (tileable or hint.key != "image.tile")
+    ]
     for hint in hints:
         setting = f" ({hint.key}: {hint.value})" if hint.key else ""
         log.info(f"- {hint.reason}{setting}")
@@ -212,11 +221,14 @@ def config_text(
     return "\n".join(lines) + "\n"
 
 
-def _look(taken: Recognised, listing: Path) -> tuple[Recognised, Dataset, DataReport]:
+def _look(
+    taken: Recognised, reading: Reading, listing: Path
+) -> tuple[Recognised, Dataset, DataReport]:
     """What the images are taken for, the data set that they make, and what there is to know of it.
 
     Args:
         taken: what they are recognised as.
+        reading: how they are read.
         listing: where they are listed, if their split is drawn and would part copies.
 
     Raises:
@@ -226,7 +238,7 @@ def _look(taken: Recognised, listing: Path) -> tuple[Recognised, Dataset, DataRe
     with ProgressLine() as progress:
         report = check(
             dataset,
-            Reading(),
+            reading,
             workers=cores(),
             progress=partial(progress, "looking"),
         )

@@ -28,26 +28,26 @@ FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 _LONGEST, _MOST_NODES, _DEEPEST, _MOST_DIGITS = 1_000_000, 50_000, 20, 40
 
 
-def parse_config(
-    values: Mapping[str, Any], where: str, overrides: Mapping[str, str] | None = None
-) -> Config:
+def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
     """Check plain values against the schema.
 
     Args:
         values: as read.
         where: their source, for messages.
-        overrides: sources of the values that come from elsewhere, by dotted key.
+        overrides: of `--set`, which change them.
 
     Raises:
         ConfigError: an unknown key, a wrong type or range; a line for each mistake.
     """
+    values = dict(values)
+    sources = {_apply(values, override): f"--set {override}" for override in overrides}
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         lines = []
         for mistake in error.errors():
             message = _explain(dict(mistake))
-            source = _source(mistake["loc"], message, overrides or {}) or where
+            source = _source(mistake["loc"], message, sources) or where
             lines.append(f"{source}: {message}")
         raise ConfigError("\n  ".join(lines)) from None
 
@@ -100,7 +100,8 @@ def _explain(error: dict[str, Any]) -> str:
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown key {key!r}; {nearest(str(location[-1]), _known_keys(location[:-1]))}"
+        alike = nearest(str(location[-1])[:200], _known_keys(location[:-1]))
+        return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
@@ -136,9 +137,8 @@ def load_config(
     values.setdefault("name", file.stem)
     changed = f", changed by {', '.join(overrides)}" if overrides else ""
     log.debug("settings from %s%s", file.absolute(), changed)
-    sources = {_apply(values, override): f"--set {override}" for override in overrides}
-    config = parse_config(values, str(file), sources)
-    _warn_of_unused(config, sources)
+    config = parse_config(values, str(file), overrides)
+    _warn_of_unused(config, {o.partition("=")[0].strip(): f"--set {o}" for o in overrides})
     return config
 
 

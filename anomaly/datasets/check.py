@@ -24,7 +24,7 @@ from anomaly.datasets.masks import strays
 from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape
+from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
 from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import (
@@ -43,6 +43,8 @@ _FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
 _HANDFUL, _SMALL_SET, _LARGE = 8, 50, 2048
 _TILE, _OBLONG = 1024, 1.2
+# The share of strips from which all are tiled, and the smallest tile that the settings allow.
+_MANY_STRIPS, _LEAST_TILE = 0.1, 64
 
 
 class Severity(StrEnum):
@@ -425,13 +427,24 @@ def _shape_advice(report: DataReport) -> Iterator[Advice]:
     elif max(width, height) > _OBLONG * min(width, height):
         shape = "tall" if height > width else "wide"
         yield Advice("", "", f"images are {shape} ({common}): their aspect is kept, never squashed")
-    if min(width, height) >= _LARGE:
-        tiles = -(-width // _TILE) * -(-height // _TILE)
+    is_large = min(width, height) >= _LARGE
+    strips = [size for size in sizes if _is_strip(size)]
+    if is_large or sum(sizes[size] for size in strips) >= _MANY_STRIPS * sizes.total():
+        tile = _TILE if is_large else max(_LEAST_TILE, min(width, height))
+        tiles = -(-width // tile) * -(-height // tile)
+        why = f"large ({common}), and small defects would vanish"
+        if not is_large:
+            why = f"strips ({strips[0]}), too thin to be seen as a whole"
         reason = (
-            f"images are large ({common}): each is seen in tiles of {_TILE} pixels, or small "
-            f"defects would vanish; an image takes about {tiles} times as long as without"
+            f"images are {why}: each is seen in tiles of {tile} pixels; an image of {common} takes "
+            f"about {tiles} times as long as without"
         )
-        yield Advice("image.tile", str(_TILE), reason)
+        yield Advice("image.tile", str(tile), reason)
+
+
+def _is_strip(size: str) -> bool:
+    width, height = map(int, size.split("×"))
+    return is_strip((height, width))
 
 
 def _bits_advice(report: DataReport) -> Iterator[Advice]:

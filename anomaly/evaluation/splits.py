@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
 from anomaly.datasets.masks import strays
@@ -90,13 +91,32 @@ def threshold_images(model: Model) -> frozenset[str]:
     if not hashes:
         hashes |= {*model.manifest["training_images"].values()}
     if limits.label != "calibrated":
-        lines = model.history.splitlines()
-        with suppress(
-            ValueError, TypeError, KeyError, AttributeError, IndexError
-        ):  # edited by hand
-            last = model.changes[-1] if model.changes else json.loads(lines[-1])
-            hashes |= {*last["images"].get("defects", {}).values()}
+        with suppress(*_EDITED_BY_HAND):
+            hashes |= {*_last_change(model)["images"].get("defects", {}).values()}
     return frozenset(hashes)
+
+
+def expected_of_new_defects(model: Model) -> float | None:
+    """The share that thresholds by cost catch of defects which didn't choose them.
+
+    As `calibrate` has found it, by leaving out one defect after the other; None where they weren't
+    chosen so.
+    """
+    if model.thresholds is not None and model.thresholds.label == "by cost":
+        with suppress(*_EDITED_BY_HAND):
+            return float(_last_change(model)["defects_found"]["caught"]["expected"])
+    return None
+
+
+# What a line of the history that somebody has written may raise.
+_EDITED_BY_HAND = (ValueError, TypeError, KeyError, AttributeError, IndexError)
+
+
+def _last_change(model: Model) -> Mapping[str, Any]:
+    """The last line of a model's history."""
+    if model.changes:
+        return model.changes[-1]
+    return dict(json.loads(model.history.splitlines()[-1]))
 
 
 def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:

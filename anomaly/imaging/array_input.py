@@ -28,6 +28,7 @@ from anomaly.imaging.read import (
     check_size,
     described,
     full_scale_of,
+    is_out_of_memory,
     turned_upright,
 )
 
@@ -57,7 +58,12 @@ Channels: TypeAlias = Literal["rgb", "bgr"]
 AxisOrder: TypeAlias = Literal["HW", "HWC", "CHW"]
 
 _EXIF_ORIENTATION = 0x0112
-_PIL_GREY = ("L", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+# Of the modes of PIL images that can be used: the type of their values here.
+_PIL_MODES: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("1", "L", "LA", "P", "PA", "RGB", "RGBA"), np.dtype(np.uint8)),
+    **dict.fromkeys(("I", "I;16", "I;16L", "I;16B", "I;16N"), np.dtype(np.uint16)),
+    "F": np.dtype(np.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -102,16 +108,22 @@ class ArrayFormat:
             return Path(image)
         try:
             return self._image(image)
-        except MemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise unsupported("there isn't enough memory for a copy of it") from None
 
     def _image(self, image: Any) -> Image:
-        """Checked by the size that it says it has, before any of its pixels are touched."""
+        """Checked by the size and kind that it says it has, before its pixels are touched."""
         if isinstance(image, Image):
             self._check_size(*image.size)
             return image
         if _is(image, "PIL.Image", "Image"):
             self._check_size(image.height, image.width)
+            if image.mode not in _PIL_MODES:
+                convert = "convert it: image.convert('RGB')"
+                raise unsupported(f"a PIL image of mode {image.mode}; {convert}")
+            full_scale = self._full_scale(_PIL_MODES[image.mode])
             values, orientation = _from_pil(image)
             pixels = turned_upright(_rgb(values, "rgb"), orientation)
         else:
@@ -123,10 +135,10 @@ class ArrayFormat:
                 )
             self._check_shape(tuple(image.shape), is_tensor)
             values = _of_known_type(_from_torch(image) if is_tensor else image)
+            full_scale = self._full_scale(values.dtype)
             if self.layout == "CHW":
                 values = values.transpose(1, 2, 0)
             pixels = _rgb(values, self.channels)
-        full_scale = self._full_scale(pixels)
         check_range(pixels, full_scale, in_memory=True)
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
@@ -159,15 +171,15 @@ class ArrayFormat:
             raise unsupported(f"it has no pixels ({width} × {height})")
         check_size((height, width), self.max_pixels)
 
-    def _full_scale(self, pixels: Pixels) -> float:
-        if pixels.dtype.kind == "f":
+    def _full_scale(self, dtype: np.dtype[Any]) -> float:
+        if dtype.kind == "f":
             if self.full_scale is None:
                 raise unsupported(
                     "its values are floats, and nothing says which one means white: give "
                     "full_scale=1.0 for values from 0 to 1, 255 for 0 to 255"
                 )
             return float(self.full_scale)
-        full_scale = full_scale_of(float(np.iinfo(pixels.dtype).max), self.bit_depth)
+        full_scale = full_scale_of(float(np.iinfo(dtype).max), self.bit_depth)
         return full_scale if self.full_scale is None else float(self.full_scale)
 
 
@@ -243,7 +255,9 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
         elif image.mode in ("L", "RGB") and "transparency" in image.info:  # one colour is clear
             image = image.convert("LA" if image.mode == "L" else "RGBA")
         values = np.asarray(image)
-    except (OSError, SyntaxError, ValueError, TypeError) as error:
+    except Exception as error:  # PIL's readers have many ways to fail
+        if is_out_of_memory(error):
+            raise
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
     if image.mode in ("LA", "RGBA"):
         colours = np.ascontiguousarray(values[..., :-1])
@@ -255,6 +269,4 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
                 "be used"
             )
         values = values.astype(np.uint16)
-    elif image.mode not in (*_PIL_GREY, "RGB"):
-        raise unsupported(f"a PIL image of mode {image.mode}; convert it: image.convert('RGB')")
     return values, orientation

@@ -25,13 +25,18 @@ THINNEST = 64
 _LONGEST_INPUT = 8192
 
 
+def is_strip(size: tuple[int, int]) -> bool:
+    """Whether an image of (H0, W0) is too thin for the network to see as a whole."""
+    return max(size) > THINNEST * min(size)
+
+
 def check_shape(size: tuple[int, int]) -> None:
     """See that an image of (H0, W0) isn't a mere line.
 
     Raises:
         DataError: one side is more than `THINNEST` times the other.
     """
-    if max(size) > THINNEST * min(size):
+    if is_strip(size):
         raise DataError(
             f"its {size[1]}×{size[0]} pixels are too thin: one side may be {THINNEST} times as "
             "long as the other at most; set image.tile, or cut it into pieces"

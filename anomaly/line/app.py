@@ -95,7 +95,8 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
     """The record can't be read or written, or all places are taken."""
-    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": "10"})
+    seconds = error.seconds if isinstance(error, BusyError) else 10
+    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
@@ -111,8 +112,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
         if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
             raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
-        with service.bodies.holding() as body:
-            data, filename = await body.image(request)
+        async with service.bodies.image(request) as (data, filename):
             scored = await _answered(service, partial(slot.submit, data, filename, wanted))
         return _TextResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
@@ -129,10 +129,6 @@ async def _answered(service: InspectionService, submit: Callable[[], Future[Scor
             f"there is no answer after {service.limits.answer_seconds:g} s; once there is, it is "
             "written down",
         ) from None
-    except BusyError as error:
-        raise HTTPException(503, str(error), {"Retry-After": str(error.seconds)}) from None
-    except AnomalyError as error:  # nothing is answered that isn't written down
-        raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
 
 
 def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
@@ -152,7 +148,7 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
 def _taking(service: InspectionService, name: str) -> ModelSlot:
     slot = _slot(service, name)
     if reason := "the service is stopping" if service.stopping else slot.unusable:
-        raise HTTPException(503, reason, {"Retry-After": "5"})
+        raise BusyError(reason, 5)
     return slot
 
 

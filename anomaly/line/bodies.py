@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from urllib.parse import unquote_to_bytes
 
 from fastapi import HTTPException, Request
@@ -42,25 +42,9 @@ class Bodies:
         self._limits = limits
         self.held = 0
 
-    @contextmanager
-    def holding(self) -> Iterator[Body]:
-        """A body to be received; what it holds counts until this is left."""
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            self.held -= body.held
-
-
-class Body:
-    """One request's body."""
-
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self.held = 0
-
-    async def image(self, request: Request) -> tuple[bytes, str]:
-        """The image file's bytes, and what the client calls it.
+    @asynccontextmanager
+    async def image(self, request: Request) -> AsyncIterator[tuple[bytes, str]]:
+        """An image file's bytes, and what the client calls it; they count until this is left.
 
         Raises:
             HTTPException: 400 for a form without a file, 415 for text, 503 where too much is held
@@ -68,31 +52,30 @@ class Body:
         """
         kind = request.headers.get("content-type", "")
         form = Form(kind) if kind.lower().startswith("multipart/") else None
-        pieces = []
+        pieces, held = [], 0
         try:
             async for piece in request.stream():
-                self._hold(len(piece))
+                held += len(piece)
+                self.held += len(piece)
+                if self.held > self._limits.held_bytes:
+                    raise refusal(503, "too many bytes of images wait already; try again in 1 s")
                 if form is not None:
                     form.add(piece)
                 else:
                     pieces.append(piece)
+            data, name = (b"".join(pieces), "") if form is None else form.file()
+            if _is_text(data):
+                path = shown_name(request.url.path)
+                raise HTTPException(
+                    415,
+                    "the body is text (JSON or base64), not an image file; send the file as it "
+                    f"is: curl --data-binary @part.png http://HOST:PORT{path}",
+                )
+            yield data, shown_name(request.query_params.get("name", "") or name)
         except ClientDisconnect:
             raise refusal(400, "the connection was closed before the body was there") from None
-        data, name = (b"".join(pieces), "") if form is None else form.file()
-        if _is_text(data):
-            path = shown_name(request.url.path)
-            raise HTTPException(
-                415,
-                "the body is text (JSON or base64), not an image file; send the file as it is: "
-                f"curl --data-binary @part.png http://HOST:PORT{path}",
-            )
-        return data, shown_name(request.query_params.get("name", "") or name)
-
-    def _hold(self, count: int) -> None:
-        self.held += count
-        self._bodies.held += count
-        if self._bodies.held > self._bodies._limits.held_bytes:
-            raise refusal(503, "too many bytes of images wait already; try again in 1 s")
+        finally:
+            self.held -= held
 
 
 def _is_text(data: bytes) -> bool:

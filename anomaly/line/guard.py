@@ -165,9 +165,7 @@ class _Body:
                 400,
                 "Content-Length and Transfer-Encoding contradict each other; send one of the two",
             )
-        if not (length.isascii() and length.isdecimal()):
-            raise refusal(400, "Content-Length isn't a number of bytes")
-        if int(length) > self._most:
+        if int(length) > self._most:  # h11 has seen that it is a number
             raise self._too_long()
 
     async def read(self) -> None:

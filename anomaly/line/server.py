@@ -29,6 +29,7 @@ _HEAD_BYTES = 8192
 _HEAD_LINES = 100
 # Chunks of a body: so many, and one more for each so many bytes.
 _CHUNKS, _CHUNK_BYTES = 64, 256
+_LINES_BYTES = 1024  # of heads, chunks and trailers, parsed at once
 _WAITING = 1024  # connections that the system keeps until they are taken
 # Taken at once: a new connection has sent its request before as many others have come as there
 # are places.
@@ -95,31 +96,69 @@ class _Paced(h11.Connection):
     """Parses what a client has sent a few events at a time.
 
     A request's head ends a turn, so that nothing of its body is parsed before it was looked at.
+
+    Attributes:
+        turn: events that are left of it.
+        refused: why no more is parsed; empty while it is, and where what was sent is no HTTP.
     """
 
     turn = 0
-    _more_chunks: float = 0
+    refused = ""
+    _more_chunks = math.inf
+    _coming = 0  # bytes of the body, where the head says how many
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, _HEAD_BYTES)
+        self._left = bytearray()  # has come, and h11 hasn't got it
+
+    def receive_data(self, data: bytes) -> None:
+        """Take what has come."""
+        self._left += data
 
     def next_event(self) -> Any:
         """The next event; NEED_DATA, too, once the turn is over.
 
         Raises:
-            h11.RemoteProtocolError: what was sent is no HTTP, or in chunks of a few bytes, each of
-                which takes as long as one of many.
+            h11.RemoteProtocolError: what was sent is no HTTP, or has a head or trailers that are
+                too long, or comes in chunks of a few bytes, each of which takes as long as one of
+                many.
         """
         if self.turn == 0:
             return h11.NEED_DATA
-        event = super().next_event()
+        while (event := self._parsed()) is h11.NEED_DATA and self._left:
+            size = max(self._coming, _LINES_BYTES)
+            super().receive_data(bytes(self._left[:size]))
+            del self._left[:size]
         self.turn -= 1
         if isinstance(event, h11.Request):
             self.turn = 0
-            chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
-            self._more_chunks = _CHUNKS if chunked else math.inf
+            headers = dict(event.headers)
+            self._coming = int(headers.get(b"content-length", 0))
+            self._more_chunks = _CHUNKS if b"transfer-encoding" in headers else math.inf
         elif isinstance(event, h11.Data):
-            self._more_chunks += len(event.data) / _CHUNK_BYTES - 1
+            self._coming -= len(event.data)
+            self._more_chunks += len(event.data) / _CHUNK_BYTES - event.chunk_start
             if self._more_chunks < 0:
-                raise h11.RemoteProtocolError("the chunks are too small")
+                raise self._refusal("the chunks of the body are too small; send larger ones")
         return event
+
+    def _parsed(self) -> Any:
+        """What h11 makes of what it has got: lines are counted before, as each takes its time."""
+        lines = self.trailing_data[0]
+        if self.their_state is h11.IDLE:
+            blank = _BLANK_LINE.search(lines)
+            size = blank.start() if blank else len(lines)
+            if size > _HEAD_BYTES or lines.count(b"\n", 0, size) > _HEAD_LINES:
+                raise self._refusal(
+                    f"the head of a request has {_HEAD_BYTES} bytes and {_HEAD_LINES} lines at most"
+                )
+        elif self._more_chunks < math.inf and len(lines) > 2 * _LINES_BYTES:  # no whole line yet
+            raise self._refusal("the trailers of the body are too long; leave them out")
+        return super().next_event()
+
+    def _refusal(self, reason: str) -> h11.RemoteProtocolError:
+        self.refused = reason
+        return h11.RemoteProtocolError(reason)
 
 
 class _Connection(H11Protocol):
@@ -134,7 +173,7 @@ class _Connection(H11Protocol):
 
     def __init__(self, places: Places, turns: Turns, **told: Any) -> None:
         super().__init__(**told)
-        self.conn = self._paced = _Paced(h11.SERVER, _HEAD_BYTES)
+        self.conn = self._paced = _Paced()
         self.app_state = {"connection": self}
         self.address = ""
         self.waiting: float | None = None
@@ -143,7 +182,6 @@ class _Connection(H11Protocol):
         self.turns = turns
         self._places = places
         self._due = False
-        self._head = bytearray()  # until it is whole; h11 gets what follows as it comes
 
     @property
     def idle(self) -> bool:
@@ -165,24 +203,10 @@ class _Connection(H11Protocol):
         self._places.leave(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Take what has come; a first head goes on once it is whole, and not of too many lines."""
-        if self.cycle is None:
-            begin = max(0, len(self._head) - 3)
-            self._head += data
-            end = _BLANK_LINE.search(self._head, begin)
-            if end is None and len(self._head) <= _HEAD_BYTES:
-                return
-            if self._head.count(b"\n", 0, end and end.start()) > _HEAD_LINES:
-                self.send_400_response(f"a request has {_HEAD_LINES} lines of headers at most")
-                return
-            data, self._head = bytes(self._head), bytearray()
-        super().data_received(data)
-
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
         try:
-            super().send_400_response(msg)
+            super().send_400_response(self._paced.refused or msg)
         except h11.LocalProtocolError:  # an answer is under way
             self.transport.abort()
 

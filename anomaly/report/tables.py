@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anomaly.calibration.rates import rate_of
+from anomaly.calibration.rates import percent, rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
@@ -32,8 +32,8 @@ def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     image figures can be for parts still to come, with at least 95 % confidence; each type of
     defect against all good images under `by_type`; and under `verdicts` what the model's own
     thresholds did, in counts and in rates with 95 % intervals; `n_threshold_images` of the images
-    are those that the thresholds were chosen with, `n_settings_images` the settings. The mean leaves undefined figures
-    out; it is null where models were evaluated on the same images.
+    are those that the thresholds were chosen with, `n_settings_images` the settings. The mean
+    leaves undefined figures out; it is null where models were evaluated on the same images.
     """
     categories = {e.name: _figures(e) | _verdicts(e) for e in evaluations}
     overall = None if on_shared_images(evaluations) else mean(evaluations)
@@ -121,6 +121,12 @@ def flattered(evaluation: Evaluation) -> str:
         notes.append(
             f"{count} of {images} test images are among those that the thresholds were chosen "
             "with: what the thresholds do here is better than what new parts will show"
+            + (
+                f". Of new defects they catch about {percent(evaluation.expected_of_new)}, told by "
+                "leaving out one after the other"
+                if evaluation.expected_of_new is not None
+                else ""
+            )
         )
     if notes:
         return ". ".join(notes)

@@ -138,9 +138,13 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
     else:
         read = partial(load_file, file)
     try:
-        return read()
+        tensors: dict[str, NDArray[Any]] = read()
+        # With ml_dtypes installed, bfloat16 is read as a kind of numbers that is not numpy's own.
+        if all(values.dtype.isbuiltin == 1 for values in tensors.values()):
+            return tensors
     except (SafetensorError, AttributeError, KeyError, TypeError, ValueError):
-        raise ModelError(f"{file} is damaged, or holds what no model does; {AGAIN}") from None
+        pass
+    raise ModelError(f"{file} is damaged, or holds what no model does; {AGAIN}")
 
 
 def checked(values: Any, kind: type[_T], file: Path) -> _T:

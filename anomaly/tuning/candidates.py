@@ -18,8 +18,9 @@ _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
 _TURNED_BANK = 1.0  # of as many vectors as without turned copies
 _GRAIN = 32  # sides that networks take, see `image.area`
 _MORE_OF_THE_BANK = 0.1
-# Axes of changes: of those that cost nothing to try, and of those that good images can judge.
-SCORE, TURNS = "image score", "turns"
+# Axes of changes: of those that cost nothing to try, that good images can judge, and whose time
+# can't be told from that of others.
+SCORE, TURNS, NETWORK = "image score", "turns", "network"
 _IMAGE_SCORES = {
     "map_top_percent": "for defects of any size",
     "map_max": "for defects of a few pixels",
@@ -140,7 +141,7 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
         ]
     found += [
         Change(
-            "network",
+            NETWORK,
             {"backbone.name": name, "backbone.weights": "imagenet", "backbone.layers": None},
             "another network sees other details",
         )
@@ -167,15 +168,15 @@ def shares_features(one: Config, other: Config) -> bool:
     return key(one) == key(other)
 
 
-def work(config: Config) -> tuple[float, float]:
+def work(config: Config) -> tuple[float, float, float]:
     """How much a config takes beside another one with the same network, on the same images.
 
     Returns:
-        For features, and for learning from them and scoring: a coreset's selection compares all
-        patches with all that are kept.
+        For features of known images, and of training images; and for learning from these and
+        scoring: a coreset's selection compares all patches with all that are kept.
     """
     pixels, copies = _pixels(config), 1 + len(turns_of(config))
-    return pixels * copies, pixels * copies * _bank(config)
+    return pixels, pixels * copies, pixels * copies * _bank(config)
 
 
 def expense(config: Config, base: Config) -> float:

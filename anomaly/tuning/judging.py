@@ -32,7 +32,7 @@ class Scores:
     Attributes:
         held_out: (n,) of training images, by models that haven't learned from them.
         defects: (m,) of known defects.
-        good: (g,) of other good images; empty where they are too few to say what a rate does.
+        good: (g,) of other good images.
     """
 
     held_out: Floats
@@ -53,27 +53,20 @@ class Scores:
         return Scores(self.held_out, self.defects[defects], self.good)
 
     @property
-    def reference(self) -> tuple[Floats, ...]:
-        """The groups of good images, each of which is to keep a false-reject rate by itself.
-
-        The other good images may be of another lot.
-        """
-        return (self.held_out, self.good) if len(self.good) else (self.held_out,)
+    def reference(self) -> Floats:
+        """Of all good images (n + g,): the training's, and others that may be of another lot."""
+        return np.concatenate([self.held_out, self.good])
 
     def limit(self, rate: float) -> float:
         """The score above which no more good images than a share are to be expected."""
-        return max(_limit(group, rate) for group in self.reference)
-
-
-def _limit(good: Floats, rate: float) -> float:
-    above = max(1, int(rate * (len(good) + 1) + 1e-9))
-    return float(np.partition(good, len(good) - above)[len(good) - above])
+        good = self.reference
+        above = max(1, int(rate * (len(good) + 1) + 1e-9))
+        return float(np.partition(good, len(good) - above)[len(good) - above])
 
 
 def worth(scores: Scores, rate: float) -> Floats:
     """What each defect (m,) counts, from 0 to 1; see above."""
-    shares = [(good[:, None] >= scores.defects).mean(0) for good in scores.reference]
-    return _counted(np.maximum.reduce(shares), rate)
+    return _counted((scores.reference[:, None] >= scores.defects).mean(0), rate)
 
 
 def _counted(shares: Floats, rate: float) -> Floats:
@@ -85,16 +78,10 @@ def _leaning(scores: Scores, rate: float) -> Floats:
 
     The sum of their squares is the jackknife's variance.
     """
-    above = [good[:, None] >= scores.defects for good in scores.reference]
-    parts = []
-    for i, group in enumerate(above):
-        count = max(len(group) - 1, 1)
-        shares = (group.sum(0) - group) / count
-        for other in above[:i] + above[i + 1 :]:
-            shares = np.maximum(shares, other.mean(0))
-        sums = _counted(shares, rate).sum(1)
-        parts.append((sums - sums.mean()) * np.sqrt(count / len(group)))
-    return np.concatenate(parts)
+    above = scores.reference[:, None] >= scores.defects
+    count = max(len(above) - 1, 1)
+    sums = _counted((above.sum(0) - above) / count, rate).sum(1)
+    return np.asarray((sums - sums.mean()) * np.sqrt(count / len(above)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +123,7 @@ def judge(
     first, count = settings[0], len(settings[0].defects)
     folds = [draw.permutation(len(group)) % _FOLDS for group in first.groups]
     worths = np.stack([worth(scores, rate) for scores in settings])
-    gains, leaning = np.zeros(count), np.zeros(sum(map(len, first.reference)))
+    gains, leaning = np.zeros(count), np.zeros(len(first.reference))
     caught = flagged = 0
     for fold in range(_FOLDS):
         out = [of_group == fold for of_group in folds]

@@ -17,6 +17,7 @@ from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError
 from anomaly.training.fit import StageProgress
 from anomaly.tuning.candidates import (
+    NETWORK,
     SCORE,
     TURNS,
     Change,
@@ -31,7 +32,7 @@ from anomaly.tuning.trials import Features, Images, Trial
 
 log = logging.getLogger(__name__)
 
-_NETWORK = 2.0  # times as long as the first one: a guess, on the safe side
+_AS_LONG = 2.0  # another network takes so many times as long: a guess, on the safe side
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +53,10 @@ class Tried:
         return tuple(change for change in self.changes if change.axis != SCORE)
 
 
-def aligned(tried: Sequence[Tried], rate: float) -> list[Scores]:
-    """Their scores of the images that all of them score.
-
-    Args:
-        tried: at least one.
-        rate: of false rejects; other good images that are too few to tell it are left out.
-    """
+def aligned(tried: Sequence[Tried]) -> list[Scores]:
+    """Their scores of the images that all of them score."""
     groups = [np.stack(each) for each in zip(*(_groups(t.trial) for t in tried), strict=True)]
     kept = [group[:, ~np.isnan(group).any(0)] for group in groups]
-    if kept[2].shape[1] + 1 < 1 / rate:
-        kept[2] = kept[2][:, :0]
     return [Scores(*scores) for scores in zip(*kept, strict=True)]
 
 
@@ -122,6 +116,7 @@ class Search:
             AnomalyError: the settings that are there can't be trained.
         """
         self._began = time.monotonic()
+        self.say(f"settings are tried for {_minutes(self.budget)} at most, yours first")
         planned = steps(self.config, networks_on_disk())
         if len(self.images.defects) < LEAST_DEFECTS:  # only what good images can tell
             planned = [step for step in planned if step.axis == TURNS]
@@ -131,12 +126,9 @@ class Search:
             took = self.tried[0].trial.seconds
             self.say(f"your settings took {sum(took.values()):.0f} s")
             planned.sort(key=lambda step: self._estimate((step,)))
-            here = [step for step in planned if self._shares((step,))]
-            for step in here:
-                self._try_if_it_fits((step,), features)
-        for step in planned:
-            if step not in here:
-                self._try_if_it_fits((step,))
+            for step in planned:
+                shares = shares_features(changed(self.config, (step,)), self.config)
+                self._try_if_it_fits((step,), features if shares else None)
         if len(self.images.defects) >= LEAST_DEFECTS:
             self._try_together()
 
@@ -144,7 +136,7 @@ class Search:
         """Try the best change of each axis that has helped with those of the others."""
         worths: dict[tuple[Change, ...], float] = {}
         rate = self.config.calibration.review_rate
-        for tried, scores in zip(self.tried, aligned(self.tried, rate), strict=True):
+        for tried, scores in zip(self.tried, aligned(self.tried), strict=True):
             value = float(worth(scores, rate).sum())
             worths[tried.step] = max(value, worths.get(tried.step, 0.0))
         best: dict[str, Change] = {}
@@ -186,8 +178,12 @@ class Search:
         self.tried += map(Tried, ways, trials)
 
     def _features(self, changes: tuple[Change, ...]) -> Features:
+        config = changed(self.config, changes)
+        if self.tried and config.backbone == self.config.backbone:  # its precision is settled
+            settled = self.tried[0].trial.config.precision
+            config = config.model_copy(update={"precision": settled})
         return Features(
-            changed(self.config, changes),
+            config,
             self.images,
             device=self.device,
             scratch=self.scratch,
@@ -195,18 +191,17 @@ class Search:
             progress=self.progress,
         )
 
-    def _shares(self, changes: tuple[Change, ...]) -> bool:
-        return shares_features(changed(self.config, changes), self.config)
-
     def _estimate(self, changes: tuple[Change, ...]) -> float:
         """Seconds that a step takes, by what the first one took."""
         seconds = self.tried[0].trial.seconds
-        before, after = work(self.config), work(changed(self.config, changes))
-        features = 0.0 if self._shares(changes) else seconds["features"] * after[0] / before[0]
-        if any(change.axis == "network" for change in changes):
-            features *= _NETWORK
-        rest = (seconds["learning"] + seconds["scoring"]) * after[1] / before[1]
-        return features + rest
+        new = changed(self.config, changes)
+        known, train, rest = (y / x for x, y in zip(work(self.config), work(new), strict=True))
+        features = 0.0
+        if not shares_features(new, self.config):
+            features = seconds["known"] * known + seconds["features"] * train
+        if any(change.axis == NETWORK for change in changes):
+            features *= _AS_LONG
+        return features + (seconds["learning"] + seconds["scoring"]) * rest
 
 
 def _minutes(seconds: float) -> str:

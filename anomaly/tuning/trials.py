@@ -124,8 +124,7 @@ class Features:
             except BaseException:
                 self._cache.close()
                 raise
-        self._seconds = {"features": between - started}
-        self._known_seconds = time.perf_counter() - between
+        self._seconds = {"features": between - started, "known": time.perf_counter() - between}
 
     @property
     def hashes(self) -> dict[int, str]:
@@ -165,6 +164,8 @@ class Features:
             scores = _scores(fit.detector, configs, self._known, self._known.views)
         scored = time.perf_counter()
         count = max(1, 0 if self._known is None else len(self._known.hashes))
+        split = len(self._images.defects)
+        self._forget_learned(scores, split)
         standing = set(thresholds.good.names)  # copies and what stands out are left out
         rates = configs[0].calibration
         tensors = fit.detector.scorer.tensors().values()
@@ -175,7 +176,6 @@ class Features:
                 of_good.get(i, np.nan) if sample.name in standing else np.nan
                 for i, sample in enumerate(self._images.train)
             ]
-            split = len(self._images.defects)
             known = [of_known.get(i, np.nan) for i in range(split + len(self._images.good))]
             trials.append(
                 Trial(
@@ -189,12 +189,20 @@ class Features:
                     np.array(known[:split]),
                     np.array(known[split:]),
                     self._seconds | {"learning": learned - started, "scoring": scored - learned},
-                    (self._known_seconds + scored - learned) / count,
+                    (self._seconds["known"] + scored - learned) / count,
                     sum(t.numel() * t.element_size() for t in tensors),
                     patches,
                 )
             )
         return trials
+
+    def _forget_learned(self, scores: Sequence[dict[int, float]], split: int) -> None:
+        """Leave out good images that are copies of training images: these score too low."""
+        learned = set(self._train.hashes.values())
+        for i, sha256 in self.hashes.items():
+            if i >= split and sha256 in learned:
+                for of_known in scores:
+                    of_known.pop(i, None)
 
     def _fitter(self, config: Config) -> Any:
         extractor = self._setup.extractor

@@ -28,7 +28,7 @@ from anomaly.tuning.trials import Images
 _HEAD = ("settings", "defects caught", "", "good flagged", "spread", "ms", "MB")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tuning:
     """What `anomaly.tune` returns.
 
@@ -47,6 +47,14 @@ class Tuning:
     scores: tuple[Scores, ...]
     judgement: Judgement
     images: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"<Tuning of {self.base.name}: {self.reason}>"
+
+    @property
+    def costs(self) -> list[float]:
+        """How dear the settings that were tried are, and a trifle for each value that differs."""
+        return [_cost(self.base, tried) for tried in self.tried]
 
     @property
     def config(self) -> Config:
@@ -92,8 +100,8 @@ class Tuning:
         lines = _table(self._rows())
         if len(self.tried[0].trial.defects):
             lines.append(
-                f"defects caught where {rate} of good images are flagged, the training's and the "
-                "others'; good flagged: others, by the threshold that training finds"
+                f"defects caught where {rate} of all good images are flagged; good flagged: of "
+                "those not learned from, by the threshold that training finds"
             )
         if self.skipped:
             lines += [f"not tried: {self._told(s.changes)}: {s.why}" for s in self.skipped]
@@ -274,7 +282,7 @@ def tune(
         search.run()
     known = [*images.defects, *images.good]
     rate = config.calibration.review_rate
-    scores = tuple(aligned(search.tried, rate))
+    scores = tuple(aligned(search.tried))
     if images.defects and not len(scores[0].defects):
         raise DataError("none of the known defects can be used; `anomaly check` says why")
     costs = [_cost(config, tried) for tried in search.tried]

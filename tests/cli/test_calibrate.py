@@ -1,4 +1,4 @@
-"""Thresholds without retraining: by rate, cost and hand, on record, never from the test split."""
+"""Thresholds without retraining: by rate, cost and hand, on record, of no good test image."""
 
 import hashlib
 import json
@@ -13,6 +13,7 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
+from anomaly.calibration.rates import percent
 from anomaly.training.feature_cache import CachedFeatures
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
@@ -221,18 +222,38 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
 
 
-@pytest.mark.parametrize("option", ["--good", "--defects"])
-def test_images_of_the_test_split_are_refused(
-    option: str, run: Path, product: Path, tmp_path: Path, command: Command
+def test_good_images_of_the_test_split_are_refused(
+    run: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
     before = _files(run)
     (tmp_path / "some").mkdir()
     shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
     code, _, err = command(
-        "calibrate", ["--model", run, option, tmp_path / "some", "--device", "cpu"]
+        "calibrate", ["--model", run, "--good", tmp_path / "some", "--device", "cpu"]
     )
     assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
     assert _files(run) == before
+
+
+def test_defects_that_are_tested_with_may_choose_and_both_commands_say_so(
+    run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    costs = ["--cost-false-reject", 5, "--cost-escape", 200, "--cost-review", 1, "--yes"]
+    given = ["--model", run, "--defects", product / "test" / "spot", "--device", "cpu"]
+    code, out, _ = command("calibrate", [*given, *costs])
+    assert code == 0
+    assert "3 of 3 defects are test images and choose thresholds here" in out
+    code, _, err = command(
+        "evaluate", ["--model", run, "--device", "cpu", "--output", tmp_path / "figures"]
+    )
+    assert code == 0
+    assert "3 of 6 test images are among those that the thresholds were chosen with" in err
+    last = json.loads((run / "model" / "history.jsonl").read_text().splitlines()[-1])
+    expected = last["defects_found"]["caught"]["expected"]
+    assert f"Of new defects they catch about {percent(expected)}, told by leaving out" in err
+    # By rates nothing is chosen with them.
+    code, out, _ = command("calibrate", [*given, "--false-reject-rate", 0.02, "--yes"])
+    assert (code, "choose thresholds here" in out) == (0, False)
 
 
 def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
@@ -254,7 +275,7 @@ def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
     (moved / product.name / "test" / "spot" / "000.png").symlink_to(tmp_path / "nowhere.png")
     (tmp_path / "some").mkdir()
     shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
-    arguments = ["--model", run, "--defects", tmp_path / "some", "--device", "cpu", "--data-root"]
+    arguments = ["--model", run, "--good", tmp_path / "some", "--device", "cpu", "--data-root"]
     code, _, err = command("calibrate", [*arguments, moved])
     assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
     code, _, err = command("calibrate", [*arguments, tmp_path / "absent"])

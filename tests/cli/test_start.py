@@ -75,6 +75,27 @@ def test_defects_that_pass_are_said_with_what_to_try(
     assert f"Train with them: anomaly train --config {output / 'part_tuned.yaml'}" in out
 
 
+@pytest.mark.parametrize("shape", [(70, 4600), (4600, 70)], ids=str)
+def test_strips_are_seen_in_tiles(shape: tuple[int, int], command: Command, tmp_path: Path) -> None:
+    for i in range(3):
+        picture = np.random.default_rng(i).integers(90, 150, shape, dtype=np.uint8)
+        (tmp_path / "strips").mkdir(exist_ok=True)
+        cv2.imwrite(str(tmp_path / "strips" / f"{i}.png"), picture)
+    output = tmp_path / "run"
+    code, out, err = command("start", [tmp_path / "strips", "--output", output, *SETTINGS])
+    assert code == 0, err
+    assert "too thin to be seen as a whole: each is seen in tiles of 70 pixels" in out
+    assert yaml.safe_load((output / "strips.yaml").read_text())["image"] == {"tile": 70}
+
+
+def test_it_looks_with_the_settings_given(product: Path, command: Command, tmp_path: Path) -> None:
+    few = ["--set", "image.max_pixels=100"]
+    code, _, err = command("start", [product, "--output", tmp_path / "run", *SETTINGS, *few])
+    assert code == 2
+    assert "more than image.max_pixels allows" in err
+    assert "$ anomaly train" not in err
+
+
 def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_path: Path) -> None:
     output = tmp_path / "run"
     good = product / "train" / "good"

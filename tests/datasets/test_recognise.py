@@ -255,6 +255,8 @@ def test_floats_of_16_bits_are_no_16_bit_images() -> None:
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "learn from (12)"),
         (_report("500×1254"), {"model.coreset_ratio": "0.02"}, "images are tall"),
         (_report("4096×3000"), {"model.coreset_ratio": "0.02", "image.tile": "1024"}, "12 times"),
+        (_report("8000×100"), {"model.coreset_ratio": "0.02", "image.tile": "100"}, "strips"),
+        (_report("9×700"), {"model.coreset_ratio": "0.02", "image.tile": "64"}, "strips"),
         (
             _report("900×900", mode="grey16", bits=12),
             {"model.coreset_ratio": "0.02", "image.bit_depth": "12"},

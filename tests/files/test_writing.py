@@ -42,16 +42,22 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["b.txt"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("name", ["evaluate", "train", "region"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("evaluate", errno.ENOSPC),
+        ("train", errno.ENOSPC),
+        *(("region", n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)),
+    ],
+)
 def test_a_disk_that_refuses_has_an_exit_code_of_its_own(
     run_folder: Path,
     product: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
-    number: int,
     name: str,
+    number: int,
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number), "a draft's name")

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -71,6 +72,32 @@ def test_huge_pil_images_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) 
     _refused(_lazy_png(monkeypatch), ArrayFormat(), "900.0 million pixels, more than")
 
 
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "LAB", "HSV", "F"])
+def test_pil_images_of_unusable_modes_are_refused_undecoded(mode: str) -> None:
+    refused = "floats, and nothing says" if mode == "F" else f"mode {mode}; convert it"
+    _refused(Pil.new(mode, (2000, 1000)), ArrayFormat(), refused)
+
+
+def test_pil_readers_that_fail_in_ways_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise struct.error("unpack requires a buffer of 8 bytes")
+
+    monkeypatch.setattr(Pil.Image, "tobytes", fail)
+    with pytest.raises(ImageError, match=r"PIL can't read it .unpack requires"):
+        ArrayFormat().source(Pil.new("L", (8, 8)))
+
+
+def test_memory_that_opencv_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        error = cv2.error("Insufficient memory")
+        error.code = cv2.Error.StsNoMem
+        raise error
+
+    monkeypatch.setattr(cv2, "cvtColor", fail)
+    with pytest.raises(ImageError, match="isn't enough memory"):
+        ArrayFormat().source(np.zeros((8, 8), np.uint8))
+
+
 def _refused(image: Any, given: ArrayFormat, why: str) -> None:
     tracemalloc.start()
     try:
@@ -88,6 +115,7 @@ def _refused(image: Any, given: ArrayFormat, why: str) -> None:
         _strided(np.int64, 20_000, 10_000, 3),
         _strided(np.complex128, 20_000, 10_000),
         _strided(object, 20_000, 10_000),
+        _strided(np.float64, 20_000, 10_000),
         _strided(np.uint8, 20_000, 10_000, 4),
         _strided(np.uint8, 100, 100, 100, 100),
         memoryview(bytes(1000)),
@@ -97,7 +125,7 @@ def _refused(image: Any, given: ArrayFormat, why: str) -> None:
     ids=lambda image: f"{type(image).__name__} {getattr(image, 'dtype', '')}",
 )
 def test_what_is_no_image_is_refused_unconverted(image: Any) -> None:
-    _refused(image, ArrayFormat(), "image")
+    _refused(image, ArrayFormat(), "image|floats, and nothing says which")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,9 @@ ATTACKS = {
     "long body": Attack(b"Content-Length: 5000000000\r\n\r\n", drip=bytes(1000), status=413),
     "long chunked body": Attack(_CHUNKED + b"\r\n", body=_CHUNK * 40, drip=_CHUNK, status=413),
     "tiny chunks": Attack(_CHUNKED + b"\r\n", body=_TINY * 1000, status=400),
+    "long trailers": Attack(
+        _CHUNKED + b"\r\n", body=b"0\r\n" + b"X:y\r\n" * 1000 + b"\r\n", status=400
+    ),
     "contradicting framing": Attack(
         _JSON + b"Content-Length: 18\r\n" + _CHUNKED + b"\r\n", body=_CHUNK, status=400
     ),
@@ -72,6 +75,7 @@ ATTACKS = {
     "head that never ends": Attack(b"X:"),
     "dripping head": Attack(b"X: ", drip=b"x"),
     "large heads": Attack(b"a:b\r\n" * 1500 + b"\r\n", status=400),
+    "long head": Attack(b"X: " + b"x" * 9000 + b"\r\n\r\n", status=400),
     "unknown charset": Attack(
         b"Content-Type: text/plain; charset=none-such\r\nContent-Length: 1\r\n\r\n",
         body=b"x",

@@ -348,11 +348,11 @@ def taken(bodies: Bodies, asked: Request) -> tuple[int, bytes]:
     """The status of what is refused, or 200 and the bytes."""
 
     async def take() -> tuple[int, bytes]:
-        with bodies.holding() as body:
-            try:
-                return 200, (await body.image(asked))[0]
-            except HTTPException as refused:
-                return refused.status_code, refused.detail.encode()
+        try:
+            async with bodies.image(asked) as (data, _):
+                return 200, data
+        except HTTPException as refused:
+            return refused.status_code, refused.detail.encode()
 
     return asyncio.run(take())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from browser import Browser, running_browser
 from running import Served
+
+from anomaly.line.service import MOST_FOLLOWERS
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +153,17 @@ def test_it_says_what_readiness_says(served: Served, page: Browser) -> None:
     page.until("document.getElementById('state').textContent", "not ready", seconds=10)
     assert page.evaluate("document.getElementById('state').className") == "soft"
     assert text(page, "alarm").startswith("disc has failed · it was removed")
+
+
+def test_it_follows_once_there_is_a_place(served: Served, page: Browser) -> None:
+    page.open("about:blank")
+    others = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(MOST_FOLLOWERS)]
+    for other in others:
+        other.sendall(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in other.recv(20)
+    page.open(f"http://127.0.0.1:{served.port}/")
+    page.until("document.getElementById('state').textContent.slice(0, 13)", "no connection")
+    for other in others:
+        other.close()
+    page.until("document.getElementById('state').textContent", "live", seconds=10)
+    page.events.clear()  # the browser complains of each 503

@@ -249,6 +249,49 @@ def ask(
     return answer.status, said
 
 
+@pytest.mark.parametrize("head", [b"a:b\r\n" * 101, b"X: " + b"x" * 9000 + b"\r\n"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_head_of_a_connection_has_a_limit(
+    address: tuple[str, int], head: bytes, at_once: bool
+) -> None:
+    """The second is no longer than the first, whether it comes behind it or after its answer."""
+    first = ASKED[:-2] + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
+    second = first[:-2] + head + b"\r\n"
+    with socket.create_connection(address, timeout=20) as line:
+        line.sendall(first + second if at_once else first)
+        told = b""
+        while b"true}" not in told:
+            told += line.recv(2000)
+        if not at_once:
+            line.sendall(second)
+        with suppress(ConnectionResetError):
+            while piece := line.recv(2000):
+                told += piece
+    assert told.count(b"HTTP/1.1 200") == 1
+    assert b"HTTP/1.1 400" in told
+    assert b"8192 bytes and 100 lines at most" in told
+
+
+def test_bodies_behind_each_other_are_all_read(address: tuple[str, int]) -> None:
+    """However they are framed: each by its head, and none by what has come with it."""
+    shown = f" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head = f"POST /v1/models/disc/score{shown}".encode()
+    body = b"x" * 60_000
+    sized = head + b"Content-Length: 60000\r\n\r\n" + body
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    for size in (256, 1000, 30_000):
+        pieces = [body[at : at + size] for at in range(0, len(body), size)]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        sent = sized + chunked + chunks + b"0\r\nA: b\r\n\r\n" + sized + ASKED
+        with socket.create_connection(address, timeout=20) as line:
+            line.sendall(sent)
+            told = b""
+            while piece := line.recv(65536):  # health without the token ends it
+                told += piece
+        assert told.count(b"HTTP/1.1 503") == 3  # the model is busy
+        assert told.count(b"HTTP/1.1 200") == 1
+
+
 def test_wrong_tokens_and_names_that_mean_harm(address: tuple[str, int], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     for token in ("", "0" * 16, TOKEN[:-1], TOKEN + "x", "x" * 5000):

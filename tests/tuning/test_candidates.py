@@ -61,7 +61,7 @@ def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
         settled = changed(base, [step])
         assert settled.model.coreset_ratio == pytest.approx(0.04 / copies, rel=1e-2)
         assert expense(settled, base) == pytest.approx(1.0, rel=1e-2)
-        assert work(settled)[0] == copies * work(base)[0]
+        assert work(settled)[1] == copies * work(base)[1]
 
 
 def test_features_are_shared_where_only_the_bank_or_the_score_differs() -> None:

@@ -3,6 +3,7 @@
 
 const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
+const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
 const WORDS = { good: "GOOD", review: "REVIEW", reject: "REJECT" };
 const at = (id) => document.getElementById(id);
 
@@ -297,7 +298,11 @@ function listen() {
     connected = true;
     refresh().catch(alarms).catch(lost);
   });
-  source.addEventListener("error", lost);
+  source.addEventListener("error", () => {
+    lost();
+    // A browser tries again by itself only where there was no answer at all.
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, AGAIN);
+  });
   source.addEventListener("message", (message) => {
     const event = JSON.parse(message.data);
     if (event.kind === "behind") refresh().catch(alarms).catch(lost);
