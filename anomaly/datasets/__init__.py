@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from anomaly.datasets.layouts import FORMATS, check_inputs, folders_in, open_test_images
+from anomaly.datasets.by_names import check_inputs
+from anomaly.datasets.layouts import FORMATS, folders_in, open_test_images
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, looked_in

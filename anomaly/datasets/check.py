@@ -56,22 +56,8 @@ class Severity(StrEnum):
 
 
 # What a kind of fault leads to, where that isn't an unusable file.
-_SEVERITIES = {
-    **dict.fromkeys(
-        (
-            *("leak", "two_labels", "too_few_images"),
-            *("mask_size", "mask_inverted", "mask_on_good"),
-        ),
-        Severity.WRONG,
-    ),
-    **dict.fromkeys(
-        (
-            *("duplicate", "near_copies", "no_masks"),
-            *("mask_maybe_turned", "few_images", "bit_depth"),
-        ),
-        Severity.NOTE,
-    ),
-}
+_WRONG = {"leak", "two_labels", "too_few_images", "mask_size", "mask_inverted", "mask_on_good"}
+_NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "few_images", "bit_depth"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,8 @@ class Fault:
 
 
 def _fault(kind: str, split: str, sample: Sample | None, detail: str) -> Fault:
-    severity = _SEVERITIES.get(kind, Severity.UNUSABLE)
+    severity = Severity.WRONG if kind in _WRONG else Severity.UNUSABLE
+    severity = Severity.NOTE if kind in _NOTES else severity
     return Fault(kind, severity, split, "" if sample is None else sample.name, detail)
 
 
@@ -312,8 +299,8 @@ def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 def _good_looks(images: Sequence[_CheckedImage]) -> dict[int, Look]:
     """Of good images; of a defect, a small mark may be all that tells it from a good part."""
-    good = {i: image.look for i, image in enumerate(images) if not image.sample.is_defect}
-    return {i: look for i, look in good.items() if look is not None}
+    good = ((i, image.look) for i, image in enumerate(images) if not image.sample.is_defect)
+    return {i: look for i, look in good if look is not None}
 
 
 def _nearly_repeated(

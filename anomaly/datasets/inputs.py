@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.layouts import COLUMNS
+from anomaly.datasets.lists import COLUMNS
 from anomaly.errors import DataError
 from anomaly.files.outputs import left_by_system
 from anomaly.files.storage import named

@@ -252,13 +252,13 @@ def _kinds(name: str) -> set[_Kind]:
 
 
 def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
-    """What files' names say, where some say that parts are defective.
+    """What files' names say, where some say more than others.
 
     What all names have in common, such as that of the product, says nothing, unless it denies that
     the parts are good.
 
     Returns:
-        The label of each; None where no name says defective.
+        The label of each; None where names tell none from others.
     """
     forms = {stem: _DIGITS.sub("0", stem) for stem in stems}  # few, however many files there are
     words = {form: _RUNS.findall(_plain(form)) for form in set(forms.values())}
@@ -270,9 +270,10 @@ def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
             for form, own in words.items()
         }
         said = set(labels.values())
-        both, all_ = {Label.GOOD, Label.DEFECTIVE} <= said, said == {Label.DEFECTIVE}
-        some_ = Label.DEFECTIVE in said and not all_ and shared == (common if telling else set())
-        if both or some_ or (all_ and all(map(denies, labels))):
+        both = {Label.GOOD, Label.DEFECTIVE} <= said
+        last = shared == (common if telling else set())
+        some = last and len(said) > 1 and said & {Label.GOOD, Label.DEFECTIVE}
+        if both or some or (said == {Label.DEFECTIVE} and all(map(denies, labels))):
             return {stem: labels[form] for stem, form in forms.items()}
     return None
 

@@ -10,16 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.by_names import labels_in, say_folder, sorted_by_names
 from anomaly.datasets.exports import annotations_in
 from anomaly.datasets.labels import Label, by_file_names, label_of, split_of
-from anomaly.datasets.layouts import (
-    KNOWN_LAYOUTS,
-    folders_in,
-    labels_in,
-    say_folder,
-    say_named,
-    sorted_by_names,
-)
+from anomaly.datasets.layouts import KNOWN_LAYOUTS, folders_in, say_named
 from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system
@@ -145,7 +139,7 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     if others:
         reason += f", others in {some(list(others), most=8)}"
     if any(sample.mask_path for _, sample in samples):
-        reason += f", their masks in {some(masks)}"
+        reason += f", their masks {f'in {some(masks)}' if masks else 'beside them'}"
     if answers:
         return Recognised("csv", place, reason, _listing(samples))
     tops = {inner.parts[0] for inner in good}
@@ -219,18 +213,20 @@ def _plain(place: Path) -> Recognised:
     if any(label_of(name) in (Label.DEFECTIVE, Label.ASIDE) for name in inside):
         raise _no_good(place, inside)
     lists = [p for p in sorted(place.glob("*.csv")) if not left_by_system(p.name)]
-    if len(lists) == 1 and not list_images(place):
+    images = list_images(place)
+    if len(lists) == 1 and not images:
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
-    if not list_images(place):
+    if not images:
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
         give = listed or f"{other_files(place)}; give a folder of good images"
         raise DataError(f"no images in {place}{give}")
-    counts = Counter((by_file_names(image.stem for image in list_images(place)) or {}).values())
-    if counts[Label.GOOD]:
+    counts = Counter((by_file_names(image.stem for image in images) or {}).values())
+    if counts[Label.GOOD] and counts[Label.DEFECTIVE]:
         told = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
         return Recognised("folder", place, told)
-    unclear = [name for name in inside if list_images(place / name)]
-    if len(unclear) > 1 and not any(image.parent == place for image in list_images(place)):
+    tops = [image.relative_to(place).parts for image in images]
+    unclear = sorted({parts[0] for parts in tops if len(parts) > 1})
+    if len(unclear) > 1 and all(len(parts) > 1 for parts in tops):
         raise DataError(
             f"{place} has folders whose names don't say which images are good "
             f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from anomaly.imaging.read import Image, read_header, read_mask
 log = logging.getLogger(__name__)
 
 GOOD = "good"
+SPLITS = ("train", "validation", "test")
 _TEST_SHARE = 5  # one good image in five
 # A mask that marks as much of its image is inverted, or has a background that isn't 0.
 _NEARLY_ALL = 0.98
@@ -228,6 +229,22 @@ def set_apart(good: Iterable[Sample]) -> tuple[list[Sample], list[Sample]]:
             test.add(part)
             left -= views[part]
     return [s for s in samples if _part(s) not in test], [s for s in samples if _part(s) in test]
+
+
+def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> Dataset:
+    """Samples as the splits that each is in; those with none are drawn, all defects are tested."""
+    train, validation, test = ([s for n, s in samples if n == split] for split in SPLITS)
+    undecided = [s for n, s in samples if not n]
+    # Of a part with a defect all views are tested with, and so are those of a part that is tested.
+    parts = {s.group for s in [*test, *(s for s in undecided if s.is_defect)]} - {None}
+    test += [s for s in undecided if not s.is_defect and s.group in parts]
+    learned, tested = set_apart(s for s in undecided if not s.is_defect and s.group not in parts)
+    train += learned
+    test += [*tested, *(s for s in undecided if s.is_defect)]
+    if not train:
+        raise no_training_images(where, hint)
+    drawn = len(undecided) == len(samples)
+    return Dataset(where, tuple(train), tuple(test), tuple(validation), drawn=drawn)
 
 
 def no_training_images(where: Path, hint: str) -> DataError:

@@ -72,6 +72,7 @@ def test_the_name_of_a_product_says_nothing_of_its_parts() -> None:
 
 def test_files_are_told_by_their_names_where_some_say_defective() -> None:
     assert by_file_names(["1", "2_hole"]) == {"1": Label.UNKNOWN, "2_hole": Label.DEFECTIVE}
+    assert by_file_names(["1", "2_OK"]) == {"1": Label.UNKNOWN, "2_OK": Label.GOOD}
     assert by_file_names(["hole_1", "hole_2"]) is None
     assert by_file_names(["NOK_1", "NOK_2"]) == {f"NOK_{i}": Label.DEFECTIVE for i in (1, 2)}
     assert by_file_names(["OK_1", "2_OK"]) is None

@@ -100,6 +100,24 @@ def test_masks_are_no_parts_wherever_they_lie(
     assert "passed over 6 masks of images beside them" in caplog.text
 
 
+@pytest.mark.parametrize(("folder", "name"), [("good", "hole_{}.png"), ("NG", "OK_{}.png")])
+def test_names_that_some_files_have_are_told(
+    folder: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = _images(tmp_path, ["good", "NG"])
+    for i in range(3):
+        (root / folder / name.format(i)).write_bytes(b"")
+    dataset = open_dataset("good_defect", root, None)
+    assert len([*dataset.train, *dataset.test]) == 15
+    assert (
+        f"the names of 3 of 9 files say {'defective' if folder == 'good' else 'good'}"
+        in caplog.text
+    )
+    (root / "good" / "NOK_1.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"all be taken as good, but the names of"):
+        open_dataset("good_defect", root, None)
+
+
 def test_masks_in_a_split_are_those_of_its_images(tmp_path: Path) -> None:
     folders = [f"{s}/{k}" for s in ("train", "test") for k in ("normal", "anomaly", "masks")]
     root = _images(tmp_path / "part", folders)

@@ -1,0 +1,151 @@
+"""Lists: what their rows say an image is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from anomaly.datasets.by_names import CLEAR, check_good, plain
+from anomaly.datasets.exports import manifest_rows
+from anomaly.datasets.labels import Label, label_of, meant_by
+from anomaly.datasets.samples import SPLITS, Dataset, Sample, in_splits
+from anomaly.errors import DataError, nearest, some
+from anomaly.files.storage import named
+from anomaly.files.tables import Rows, read_rows
+from anomaly.files.writing import like
+
+log = logging.getLogger(__name__)
+
+# Columns and splits of a list of one's own.
+COLUMNS = ("path", "label", "mask", "split", "group")
+_VISA_LIST = Path("split_csv") / "1cls.csv"
+
+
+def open_list(file: Path) -> Dataset:
+    """A CSV file with a header: `path`, and where there are any `label, mask, split, group`.
+
+    Or a manifest of SageMaker, which has paths and labels.
+
+    Paths are taken from the list's own folder. A label is `good` (or another word for it, or `0`)
+    or a kind of defect; where no row has one, all are good, unless their folders' names say
+    otherwise. Without a column `split`, good images are learned from, but for
+    a fifth that is tested with, like all defects; views of one part stay together. The order of
+    the lines changes nothing: images are taken in the order of their paths, as from a folder.
+
+    Raises:
+        DataError: no such list, or a row that can't be meant; the message names the line.
+    """
+    samples: list[tuple[str, Sample]] = []
+    seen: dict[str, int] = {}
+    unlabelled: list[int] = []
+    numbers = False
+    for line, row in _rows(file, COLUMNS, ("path",)):
+        where = f"{file} line {line}"
+        others = () if "label" in row else sorted(row.keys() - {*COLUMNS})
+        for name in others:
+            if {label_of(name), label_of(row[name])} & CLEAR:
+                raise DataError(
+                    f"{where}: there is no column label, but {name} ({row[name]!r}) seems to say "
+                    "which images are good: call that column `label`, or remove it"
+                )
+        if not seen and others:
+            log.warning(
+                "%s has no column label, so all its images are taken for good; does %s say which "
+                "are?",
+                file,
+                " or ".join(others),
+            )
+        if not row["path"].strip():
+            raise DataError(f"{where} has no path; fill it in or remove the line")
+        sample = _sample(row, file.parent, where)
+        if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
+            raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
+        seen[name] = line
+        numbers |= row.get("label", "").strip().isdecimal()
+        unlabelled += [] if row.get("label", "").strip() else [line]
+        samples.append((_split_of(row, sample, where), sample))
+    if unlabelled and len(unlabelled) < len(samples):
+        raise DataError(
+            f"{file}: {len(unlabelled)} of {len(samples)} rows have no label (lines "
+            f"{some([str(line) for line in unlabelled])}). Fill in `good` or a kind of defect, or "
+            "remove these lines"
+        )
+    if unlabelled:
+        folders = [plain(sample.path.parent) for _, sample in samples]
+        label_them = "give the list a column label, with `good` or a kind of defect in each row"
+        paths = [sample.path for _, sample in samples]
+        check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
+    if numbers:
+        log.info("%s: the label 0 is taken for good, other numbers for defects", file)
+    kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
+    if kinds:
+        log.info("%s: taken for kinds of defect: %s", file, some(sorted(kinds), most=8))
+    samples.sort(key=lambda entry: entry[1].name)
+    hint = (
+        "A list needs good images with the split `train`; good ones have the label good, another "
+        "word for it, or 0"
+    )
+    return in_splits(file, samples, hint)
+
+
+def open_visa(folder: Path) -> Dataset:
+    """A category of VisA, in the one-class split: `split_csv/1cls.csv` beside the categories.
+
+    Raises:
+        DataError: no such list, or none of its rows is of this category.
+    """
+    root, category = folder.parent, folder.name
+    file = root / _VISA_LIST
+    rows = list(_rows(file, ("object", "split", "label", "image", "mask")))
+    own = [(line, row) for line, row in rows if row["object"] == category]
+    if not own:
+        known = nearest(category, (row["object"] for _, row in rows))
+        raise DataError(f"{file} lists no category {category!r}; {known}")
+    samples = []
+    for line, row in own:
+        where = f"{file} line {line}"
+        if not row["label"].strip():
+            raise DataError(f"{where} has no label; it must be `normal` or `anomaly`")
+        mask = root / row["mask"] if row["mask"] else None
+        defect_type = meant_by(row["label"], where)
+        sample = Sample(root / row["image"], row["image"], defect_type, mask)
+        samples.append((_split_of(row, sample, where), sample))
+    return in_splits(folder, samples, f"{file} must list some with the split `train`")
+
+
+def _sample(row: dict[str, str], folder: Path, where: str) -> Sample:
+    path, mask = (named(row.get(name, "").strip(), folder) for name in ("path", "mask"))
+    return Sample(
+        path=folder / path,
+        name=Path(path).as_posix(),
+        defect_type=meant_by(row.get("label", ""), where),
+        mask_path=folder / mask if mask else None,
+        group=row.get("group", "").strip() or None,
+    )
+
+
+def _split_of(row: dict[str, str], sample: Sample, where: str) -> str:
+    """The split that a row names; empty where it names none."""
+    split = row.get("split", "").strip()
+    if split and split not in SPLITS:
+        raise DataError(f"{where}: unknown split {split!r}; {nearest(split, SPLITS)}")
+    if split in ("train", "validation") and sample.is_defect:
+        raise DataError(
+            f"{where}: a defect ({sample.defect_type!r}) in the split {split!r}, which is for good "
+            "images; make its split `test`"
+        )
+    return split
+
+
+def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
+    except OSError as error:
+        raise DataError(f"{file} can't be read ({error.strerror})") from None
+    if data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return manifest_rows(data, file)
+    return read_rows(data, str(file), columns, needed or columns)
