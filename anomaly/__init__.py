@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from anomaly.evaluating import evaluate
     from anomaly.fitting import fit
     from anomaly.scoring.prediction import Prediction
-    from anomaly.tuning.tune import tune
+    from anomaly.training.tuning.tune import tune
 
 _HOME = {
     "AnomalyDetector": "detector",

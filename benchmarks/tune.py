@@ -25,7 +25,7 @@ import anomaly
 from anomaly.calibration.thresholds import threshold_for_expected_rate
 from anomaly.config.load import parse_config
 from anomaly.evaluation.metrics.images import recall_at_false_reject_rates
-from anomaly.tuning.judging import Mask, Scores, judge
+from anomaly.training.tuning.judging import Mask, Scores, judge
 from benchmarks.inputs import machine
 
 _RATE = 0.05  # calibration.review_rate

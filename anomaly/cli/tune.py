@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     named = open_test_images(options.good, options.defects, None) if _named(options) else ()
     device, threads = device_and_threads(options)
-    from anomaly.tuning.tune import tune
+    from anomaly.training.tuning.tune import tune
 
     with ProgressLine() as progress:
         tuning = tune(

@@ -6,7 +6,14 @@ import pytest
 
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.tuning.candidates import changed, expense, image_scores, shares_features, steps, work
+from anomaly.training.tuning.candidates import (
+    changed,
+    expense,
+    image_scores,
+    shares_features,
+    steps,
+    work,
+)
 
 
 def config(**values: Any) -> Config:

@@ -11,7 +11,7 @@ from conftest import FAST, Command
 
 import anomaly
 from anomaly.config.load import load_config
-from anomaly.tuning import search
+from anomaly.training.tuning import search
 
 
 @pytest.fixture(autouse=True)

@@ -20,10 +20,10 @@ from anomaly.files.writing import as_json, write
 from anomaly.runtime.devices import device_of
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.training.fit import StageProgress
-from anomaly.tuning.candidates import TURNS, Change, changed, expense
-from anomaly.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
-from anomaly.tuning.search import Search, Skipped, Tried, aligned
-from anomaly.tuning.trials import Images
+from anomaly.training.tuning.candidates import TURNS, Change, changed, expense
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
+from anomaly.training.tuning.search import Search, Skipped, Tried, aligned
+from anomaly.training.tuning.trials import Images
 
 _HEAD = ("settings", "defects caught", "", "good flagged", "spread", "ms", "MB")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from anomaly.tuning.judging import LEAST_DEFECTS, Scores, judge, worth
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Scores, judge, worth
 
 RATE = 0.05
 

@@ -16,7 +16,7 @@ from anomaly.backbones.networks import networks_on_disk
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError
 from anomaly.training.fit import StageProgress
-from anomaly.tuning.candidates import (
+from anomaly.training.tuning.candidates import (
     NETWORK,
     SCORE,
     TURNS,
@@ -27,8 +27,8 @@ from anomaly.tuning.candidates import (
     steps,
     work,
 )
-from anomaly.tuning.judging import LEAST_DEFECTS, Floats, Scores, worth
-from anomaly.tuning.trials import Features, Images, Trial
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Scores, worth
+from anomaly.training.tuning.trials import Features, Images, Trial
 
 log = logging.getLogger(__name__)
 
