@@ -33,7 +33,7 @@ _HOME = {
     "load": "detector",
     "load_config": "config.load",
     "open_dataset": "datasets",
-    "tune": "tuning.tune",
+    "tune": "training.tuning.tune",
 }
 
 __all__ = [
