@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from anomaly.datasets.inputs import Found, picture_names
-from anomaly.errors import OutputError, WriteError
+from anomaly.errors import OutputError
 from anomaly.files.outputs import HEATMAPS
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -148,12 +148,12 @@ def resumable(done: Callable[[], str]) -> Iterator[None]:
         done: says it.
 
     Raises:
-        WriteError: results can't be written.
+        OutputError: results can't be written; a `WriteError` where it was one.
     """
     try:
         yield
     except OutputError as error:
-        raise WriteError(f"{error}; {done()} done and kept: go on with --resume") from None
+        raise type(error)(f"{error}; {done()} done and kept: go on with --resume") from None
 
 
 # A score, what its pictures show, and the pictures on their way.

@@ -270,7 +270,7 @@ def test_start_parts_no_copies(tmp_path: Path) -> None:
     cv2.imwrite(str(folder / "defect" / "0.png"), _frame(99))
     (taken,) = recognise(folder)
     assert any(len(names) < 4 for names in _frames_in(open_dataset("good_defect", folder)))
-    taken, dataset, _ = start._look(taken, tmp_path / "images.csv")
+    taken, dataset, _ = start._look(taken, Reading(), tmp_path / "images.csv")
     assert (taken.layout, taken.root) == ("csv", tmp_path / "images.csv")
     assert all(len(names) == 4 for names in _frames_in(dataset))
     assert 0 < sum(not sample.is_defect for sample in dataset.test) < 8

@@ -191,7 +191,7 @@ def test_every_command_that_writes_minds_the_lock(
     lines += [("update", update, out), ("merge", [model, model, "--output", out], out)]
     # These write one file that appears whole, add to a record or a store, or run others; shards
     # share their folder.
-    single = {"manifest", "merge-results", "drift", "region", "feedback", "demo"}
+    single = {"manifest", "merge-results", "drift", "region", "feedback", "demo", "tune"}
     single |= {"register"}
     nothing = {"check", "layers", "completion"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single

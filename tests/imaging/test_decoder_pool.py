@@ -29,7 +29,7 @@ import os, sys
 sys.path[:] = {path!r}
 from anomaly.imaging import decoder_worker
 honest = decoder_worker.load
-def load(index, file, loading):
+def load(index, file, loading, looks=False):
     if "deadly" in file.name:
         os.kill(os.getpid(), 9)
     if "once" in file.name and not file.with_suffix(".tried").exists():

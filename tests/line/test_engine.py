@@ -465,7 +465,6 @@ def test_bodies_are_limited_whatever_their_framing(path: str) -> None:
             (200, [b"12345", b"67890"], {"content_length": "10"}),
             (413, [], {"content_length": "11"}),
             (413, [], {"content_length": "9" * 19}),
-            (400, [], {"content_length": "²"}),
             (200, [b"12345", b"67890"], {"transfer_encoding": "chunked"}),
             (413, [b"12345", b"678901"], {"transfer_encoding": "chunked"}),
             (400, [b"1"], {"transfer_encoding": "chunked", "content_length": "1"}),

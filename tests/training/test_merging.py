@@ -105,7 +105,7 @@ def test_images_that_both_were_calibrated_with_count_once(run_folder: Path, prod
     assert first.thresholds is not None
     files = sorted((product / "train" / "good").glob("*.png"))
     pictures = [np.asarray(Image.open(file).convert("RGB"))[::-1] for file in files[:6]]
-    others = AnomalyDetector(first).calibrate(pictures).model
+    others = AnomalyDetector(first).calibrate(pictures, force=True).model
     assert others.thresholds is not None
     count = len(others.thresholds.good.names)
     both = merge([others, others], ["a", "b"])
