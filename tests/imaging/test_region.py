@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Command, train_arguments, write_part, write_product
+from families import quick_and_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -106,7 +107,7 @@ def test_a_region_without_patches_is_an_error() -> None:
 LEFT = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
+@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "padim", "subspace"], "patchcore"))
 def test_what_lies_outside_counts_nowhere(
     kind: str, product: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, Command, train_arguments, write_product
+from families import quick_and_slow
 
 from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
@@ -26,7 +27,7 @@ def _bytes(model: Path) -> dict[str, str]:
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(model.iterdir())}
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
+@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "padim", "subspace"], "patchcore"))
 def test_one_seed_gives_the_same_bytes_from_anywhere(
     kind: str, product: Path, tmp_path: Path, command: Command
 ) -> None:

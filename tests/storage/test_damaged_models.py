@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from conftest import RUNS, Command
+from families import quick_and_slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def bank(run_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture(params=RUNS)
+@pytest.fixture(params=quick_and_slow(RUNS, "patchcore"))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a trained model's folder."""
     fixture = RUNS[request.param]
