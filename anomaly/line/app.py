@@ -6,12 +6,12 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +27,8 @@ from anomaly.line.record import in_utc
 from anomaly.line.service import InspectionService
 from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__
+
+_T = TypeVar("_T")
 
 # The page's files by route, with their types.
 _PAGE = {
@@ -172,18 +174,33 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
     async def live() -> dict[str, bool]:  # no thread, of which all may be busy
         return {"live": True}
 
+    health_now = _for_all(lambda: service.health())
+    metrics_now = _for_all(lambda: service.metrics.text())
+
     @app.get(
         "/v2/health/ready",
         summary="Whether all models can be used, and answers be written down",
     )
     async def ready() -> JSONResponse:
-        health = await asyncio.to_thread(service.health)
+        health = await health_now()
         return _TextResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def metrics() -> Response:
-        text = await asyncio.to_thread(service.metrics.text)  # beside the routes' threads
-        return Response(text, media_type="text/plain; version=0.0.4")
+        return Response(await metrics_now(), media_type="text/plain; version=0.0.4")
+
+
+def _for_all(compute: Callable[[], _T]) -> Callable[[], Awaitable[_T]]:
+    """Computes in a thread beside the routes', once for all who ask meanwhile."""
+    running: asyncio.Task[_T] | None = None
+
+    async def ask() -> _T:
+        nonlocal running
+        if running is None or running.done():
+            running = asyncio.create_task(asyncio.to_thread(compute))
+        return await asyncio.shield(running)
+
+    return ask
 
 
 def _part_routes(app: FastAPI, service: InspectionService) -> None:
