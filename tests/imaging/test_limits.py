@@ -127,7 +127,7 @@ def _task(**sizing: object) -> Task:
     return Task(Preprocessing(Sizing(**rule), None, 10**6))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 @needs_proc
 def test_limits_hold_and_say_which(
     bad_parser: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -335,7 +335,7 @@ def _commands(tmp_path: Path, run: Path) -> dict[str, tuple[str, list[object]]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.clock
 @needs_proc
 @pytest.mark.parametrize(
     "name",
