@@ -205,4 +205,4 @@ class Search:
 
 
 def _minutes(seconds: float) -> str:
-    return f"{max(seconds, 0):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return f"{max(seconds, 0):.0f} s" if seconds <= 120 else f"{seconds / 60:.0f} min"
