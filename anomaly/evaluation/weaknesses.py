@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 _PRINTED = 3
 _TURNS = range(1, 8)
 _TURNED_IMAGES = 6  # flagged images that are scored in all ways to lay them
+_USUAL = 0.75  # of good images
 _LEAST_TUNED = 6  # defects that `tune` needs
 _LEAST_ALIKE = 3  # images that show a cause; fewer may do so by chance
 _CHANCE = 0.01
 _TURNED_COPIES = "model.turned_copies=quarter_turns_and_mirrors"
-_OUTSIDE = 1.05  # times the training images' lowest or highest figure
+_FAR = 1.1  # times the reject threshold, above which an image is far from all others
+_OUTSIDE = 1.1  # times the training images' lowest or highest figure
 # Shares of the images concerned that a remedy is expected to mend. Tuning: the mean over the five
 # sets of benchmarks/ACCURACY.md (93, 9, 47, -6 and 1 %).
 _TUNED, _LEARNED, _FINER = 0.29, 0.5, 0.5
@@ -184,8 +186,8 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
         found += _few(run)
     if _are_many(len(flagged), len(others), thresholds):
         found += _many_flagged(run, flagged, others, thresholds)
-        found += _other_light(run, flagged, len(others))
         found += _other_colours(run, flagged, len(others))
+        found += _other_light(run, flagged, len(others))
         found += _other_poses(run, flagged, len(others))
     return _ranked(found)
 
@@ -269,25 +271,31 @@ def _few(run: Run) -> Iterator[Weakness]:
 
 
 def _suspects(run: Run) -> Iterator[Weakness]:
-    """Training images that may be no good ones."""
-    summary, thresholds = run.record, run.model.thresholds
-    raised = [] if thresholds is None else thresholds.raised_by()
-    apart = [] if summary["left_out"] else [*summary["stand_out"]]
-    names = dict.fromkeys([*apart, *(name for name, _, _ in raised), *summary["odd"]])
+    """Training images that may be no good ones: far above all others, or too high for a threshold.
+
+    Of those that merely stand out train.json knows.
+    """
+    record, thresholds = run.record, run.model.thresholds
+    if thresholds is None or record["left_out"]:
+        return
+    raised, apart = thresholds.raised_by(), record["stand_out"]
+    far = [name for name, score in apart.items() if raised or score > _FAR * thresholds.image]
+    names = [*dict.fromkeys([*far, *(name for name, _, _ in raised), *record["odd"]])]
     if not names:
         return
-    what = f"{_counted(len(names), 'training image')} stand out from all others: {some([*names])}."
-    gain = 0.0
-    if raised and thresholds is not None:
-        without = raised[-1][2]
+    stand = "stands" if len(names) == 1 else "stand"
+    what = f"{_counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
+    without = raised[-1][2] if raised else thresholds.image
+    if raised:
         what += (
-            f" Without {raised[-1][0] if len(raised) == 1 else 'them'} the reject threshold would "
-            f"be {without:.5g} instead of {thresholds.image:.5g}."
+            f" Without {'it' if len(names) == 1 else some([name for name, _, _ in raised])} the "
+            f"reject threshold would be {without:.5g} instead of {thresholds.image:.5g}."
         )
-        gain = 1 - without / thresholds.image
-    pictures = run.folder / "suspects"
-    remedy = f"Look at them ({pictures}). Where one isn't good, remove it and train again:"
-    yield Weakness(what, remedy, run.train(), "", gain)
+    remedy = (
+        f"Look at them (the worst are in {run.folder / 'suspects'}). Where one isn't good, remove "
+        "it and train again:"
+    )
+    yield Weakness(what, remedy, run.train(), "", 1 - without / thresholds.image)
 
 
 def _are_many(flagged: int, images: int, thresholds: Thresholds) -> bool:
@@ -384,9 +392,9 @@ def _other_poses(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
 
 
 def _is_usual_turned(model: Model, source: Path | Image) -> bool:
-    """Whether some way to lay an image scores below the middle good part."""
+    """Whether some way to lay an image scores as three quarters of good parts do, or less."""
     assert model.thresholds is not None
-    loading, usual = model.loading, median(model.thresholds.good.image)
+    loading, usual = model.loading, float(np.quantile(model.thresholds.good.image, _USUAL))
     with suppress(ImageError):
         image = source
         if not isinstance(image, Image):

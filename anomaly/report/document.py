@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -74,6 +75,7 @@ def report_html(category: Category) -> str:
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "curves": _curves(category),
+        "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
         "by_type": list(_by_type(category)),
         "glossary": glossary(),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
