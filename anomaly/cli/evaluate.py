@@ -287,6 +287,6 @@ def _report(categories: Sequence[Category], failures: Sequence[Failure], output:
         log.warning("not scored: %s", reason)
     for category in categories:
         for line in lines(category.weaknesses, category.name if len(categories) > 1 else ""):
-            print(line)
+            log.info(line)
     print(f"all of it: {output / 'index.html'}")
     return 3 if refused or failures else 0

@@ -246,7 +246,7 @@ def _print_weaknesses(
     for product, images in judged.items():
         run = Run(model.models[product], folder / product, training_record(folder / product))
         for line in lines(of_images(run, images), product):
-            print(line)
+            log.info(line)
 
 
 def _print_learned(learned: Mapping[str, frozenset[str]], rows: list[Row]) -> None:

@@ -22,9 +22,9 @@ from anomaly.training.runs import check_same, train_run
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.calibration import Thresholds
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
+    from anomaly.scoring.pipeline import Model
     from anomaly.training.fit import SharedFeaturesOf
 
 log = logging.getLogger(__name__)
@@ -196,13 +196,12 @@ def train_and_report(
             line(f"{product}, {stage}" if product else stage, done, total)
 
         training, summary = train_run(config, dataset, output, **vars(options), progress=progress)
-    _report(summary, output, training.detector.thresholds)
-    found = of_training(Run(training.detector, output, summary))
-    print("\n".join(lines(found)), end="\n" if found else "")
+    _report(summary, output, training.detector)
     return 3 if training.refused else 0
 
 
-def _report(summary: dict[str, Any], output: Path, thresholds: Thresholds | None) -> None:
+def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
+    thresholds = model.thresholds
     images, vectors = summary["images"]["learned"], summary["bank_vectors"]
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(
@@ -222,6 +221,8 @@ def _report(summary: dict[str, Any], output: Path, thresholds: Thresholds | None
             some([*names], most=_NAMED),
             ", train.json names all" if len(names) > _NAMED else "",
         )
+    for line in lines(of_training(Run(model, output, summary))):
+        log.info(line)
     for reason in first_of([*summary["refused"].values()], "; train.json lists all"):
         log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9

@@ -46,6 +46,11 @@ _BY_TUNING = (
     "on five photographed sets defects caught rose from 59 to 97 % and from 12 to 53 %, and stayed "
     "within 2 points on three (where 5 % of good parts are flagged)"
 )
+_BY_CLEANING = (
+    "of MVTec AD's bottles, where one training image in ten was a defect, 39 of 40 other defects "
+    "lay below the reject threshold, and 1 without those images"
+)
+_BY_TURNING = "with 4 hazelnuts to learn from image AUROC rose from 0.875 to 1.000"
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,8 @@ class Run:
 
     def update(self) -> str:
         """The command that lets the model learn more good images."""
-        return _command("update", "--model", self.folder, "--good", "FOLDER")
+        output = f"{self._run}_updated"
+        return _command("update", "--model", self.folder, "--good", "FOLDER", "--output", output)
 
     @property
     def _run(self) -> Path:
@@ -267,35 +273,38 @@ def _few(run: Run) -> Iterator[Weakness]:
     if run.is_turnable:
         remedy += " Where parts may lie any way, turned copies of the images help:"
         command = run.train(_TURNED_COPIES)
-    yield Weakness(what, remedy, command, "", bound - reject.target)
+    expected = _BY_TURNING if command else ""
+    yield Weakness(what, remedy, command, expected, bound - reject.target)
 
 
 def _suspects(run: Run) -> Iterator[Weakness]:
-    """Training images that may be no good ones: far above all others, or too high for a threshold.
+    """Training images that may be no good ones: several, far ones, or what raises a threshold.
 
-    Of those that merely stand out train.json knows.
+    One or two that merely stand out are in train.json.
     """
     record, thresholds = run.record, run.model.thresholds
     if thresholds is None or record["left_out"]:
         return
     raised, apart = thresholds.raised_by(), record["stand_out"]
-    far = [name for name, score in apart.items() if raised or score > _FAR * thresholds.image]
+    every = raised or len(apart) >= _LEAST_ALIKE
+    far = [name for name, score in apart.items() if every or score > _FAR * thresholds.image]
     names = [*dict.fromkeys([*far, *(name for name, _, _ in raised), *record["odd"]])]
     if not names:
         return
-    stand = "stands" if len(names) == 1 else "stand"
+    stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
     what = f"{_counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
     without = raised[-1][2] if raised else thresholds.image
     if raised:
+        alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun
         what += (
-            f" Without {'it' if len(names) == 1 else some([name for name, _, _ in raised])} the "
-            f"reject threshold would be {without:.5g} instead of {thresholds.image:.5g}."
+            f" Without {alone} the reject threshold would be {without:.5g} instead of "
+            f"{thresholds.image:.5g}."
         )
     remedy = (
-        f"Look at them (the worst are in {run.folder / 'suspects'}). Where one isn't good, remove "
-        "it and train again:"
+        f"Look at {pronoun} (heatmaps of the oddest: {run.folder / 'suspects'}). Remove what isn't "
+        "good and train again:"
     )
-    yield Weakness(what, remedy, run.train(), "", 1 - without / thresholds.image)
+    yield Weakness(what, remedy, run.train(), _BY_CLEANING, 1 - without / thresholds.image)
 
 
 def _are_many(flagged: int, images: int, thresholds: Thresholds) -> bool:
