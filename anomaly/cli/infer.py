@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -29,7 +30,14 @@ from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import OutputOptions, Outputs
-from anomaly.inference.rows import counts_of, say_counts, say_verdicts
+from anomaly.inference.rows import (
+    count_flagged,
+    counts_of,
+    flagged_lines,
+    learned_by,
+    say_counts,
+    say_verdicts,
+)
 from anomaly.inference.run import infer_files, resumable
 from anomaly.report.gallery import write_gallery
 from anomaly.scoring.predictor import check_product
@@ -38,7 +46,6 @@ from anomaly.storage.load import load
 
 if TYPE_CHECKING:
     from anomaly.inference.rows import Row
-    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -211,19 +218,18 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     model, options.model, named, lambda: rows, options.output, thumbnails, about
                 )
             _print_rows(rows, total, options.output, page)
-            _print_learned(model, rows)
+            learned = learned_by(model)
+            _print_learned(rows, learned)
+            for line in flagged_lines(count_flagged(rows, learned), model, options.model):
+                log.warning(line)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
         print("stopped; go on with --resume")
         return stop.exit_code
 
 
-def _print_learned(model: AnyModel, rows: list[Row]) -> None:
+def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:
     """Say how many of the images are the model's own training images."""
-    learned = {
-        product: frozenset(one.manifest["training_images"].values())
-        for product, one in model.models.items()
-    }
     if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
         print(f"the model has learned from {known} of them: their verdicts say nothing of others")
 
