@@ -27,6 +27,7 @@ from anomaly.calibration.thresholds import (
 _HIGHEST = 5
 _WORTH_A_WORD = 0.1
 _CONFIDENCE = 0.95
+_ASSUMES = "this holds for images like these: same lot, lamp and camera"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Thresholds:
         else:
             lines.append(f"review above {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
-        return [*lines, *self.good.cautions]
+        return [*lines, *self.good.cautions, _ASSUMES]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
         """The good images that put the reject threshold where it is, the highest first.
@@ -147,6 +148,7 @@ class Thresholds:
         return {
             "label": self.label,
             "source": self.good.source,
+            "assumes": _ASSUMES,
             "review": _threshold_json(self.calibration.review),
             "reject": _threshold_json(self.calibration.reject),
             "pixel": self.pixel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -30,7 +31,7 @@ from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import OutputOptions, Outputs
-from anomaly.inference.rows import counts_of, say_counts, say_verdicts
+from anomaly.inference.rows import counts_of, learned_by, say_counts, say_verdicts
 from anomaly.inference.run import infer_files, resumable
 from anomaly.report.gallery import write_gallery
 from anomaly.scoring.predictor import check_product
@@ -39,8 +40,6 @@ from anomaly.storage.load import load
 from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from anomaly.inference.rows import Row
     from anomaly.scoring.prediction import Prediction
     from anomaly.scoring.predictor import AnyModel
@@ -197,10 +196,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         journal = RunJournal(options.output / JOURNAL, about)
         with resumable(lambda: f"{len(journal.done)} of {total} images are"):
             judged: dict[str, list[JudgedImage]] = {product: [] for product in model.models}
-            learned = {
-                product: frozenset(one.manifest["training_images"].values())
-                for product, one in model.models.items()
-            }
+            learned = learned_by(model)
             with ProgressLine() as progress:
                 thumbnails = infer_files(
                     model,
@@ -222,7 +218,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     model, options.model, named, lambda: rows, options.output, thumbnails, about
                 )
             _print_rows(rows, total, options.output, page)
-            _print_learned(learned, rows)
+            _print_learned(rows, learned)
             _print_weaknesses(model, options.model, judged)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
@@ -249,7 +245,7 @@ def _print_weaknesses(
             log.info(line)
 
 
-def _print_learned(learned: Mapping[str, frozenset[str]], rows: list[Row]) -> None:
+def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:
     """Say how many of the images are the model's own training images."""
     if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
         print(f"the model has learned from {known} of them: their verdicts say nothing of others")

@@ -18,8 +18,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.calibration import Thresholds
-from anomaly.calibration.rates import binomial, images_needed, percent, supported_rate
+from anomaly.calibration.production import Comparison, compare_flagged
+from anomaly.calibration.rates import images_needed, percent, supported_rate
 from anomaly.errors import ImageError, some
 from anomaly.imaging.loading import turned
 from anomaly.imaging.read import Image, read_image
@@ -35,7 +35,6 @@ _TURNED_IMAGES = 6  # flagged images that are scored in all ways to lay them
 _USUAL = 0.75  # of good images
 _LEAST_TUNED = 6  # defects that `tune` needs
 _LEAST_ALIKE = 3  # images that show a cause; fewer may do so by chance
-_CHANCE = 0.01
 _TURNED_COPIES = "model.turned_copies=quarter_turns_and_mirrors"
 _FAR = 1.1  # times the reject threshold, above which an image is far from all others
 _OUTSIDE = 1.1  # times the training images' lowest or highest figure
@@ -143,6 +142,11 @@ class Run:
         output = f"{self._run}_updated"
         return _command("update", "--model", self.folder, "--good", "FOLDER", "--output", output)
 
+    def calibrate(self) -> str:
+        """The command that finds thresholds with production images."""
+        unlabelled = ("--production", "FOLDER", "--at-most-defective", "5%")
+        return _command("calibrate", "--model", self.folder, *unlabelled)
+
     @property
     def _run(self) -> Path:
         return self.folder.parent if self.folder.name == "model" else self.folder
@@ -190,8 +194,11 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
     found = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
     if missed:
         found += _few(run)
-    if _are_many(len(flagged), len(others), thresholds):
-        found += _many_flagged(run, flagged, others, thresholds)
+    promised = thresholds.calibration.review.false_rejects
+    comparison = compare_flagged(len(flagged), len(others), promised)
+    labelled = any(image.is_defect is not None for image in images)
+    found += _flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled)
+    if comparison == "more":
         found += _other_colours(run, flagged, len(others))
         found += _other_light(run, flagged, len(others))
         found += _other_poses(run, flagged, len(others))
@@ -307,28 +314,29 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     yield Weakness(what, remedy, run.train(), _BY_CLEANING, 1 - without / thresholds.image)
 
 
-def _are_many(flagged: int, images: int, thresholds: Thresholds) -> bool:
-    """Whether more images are flagged than chance explains where all are good."""
-    promised = thresholds.calibration.review.false_rejects.at_most
-    if flagged < _LEAST_ALIKE or promised >= 1:
-        return False
-    return float(binomial(images, promised)[flagged:].sum()) < _CHANCE
-
-
-def _many_flagged(
-    run: Run, flagged: Sequence[JudgedImage], others: Sequence[JudgedImage], thresholds: Thresholds
+def _flagged_shares(
+    run: Run, flagged: int, images: int, comparison: Comparison, *, labelled: bool
 ) -> Iterator[Weakness]:
-    share = len(flagged) / len(others)
-    promised = thresholds.calibration.review.false_rejects.at_most
-    labelled = others[0].is_defect is not None
-    what = (
-        f"{len(flagged)} of {_counted(len(others), 'good image' if labelled else 'image')} are "
-        f"flagged ({percent(share)}); of good parts like the training images at most "
-        f"{percent(promised)} are."
-    )
-    sure = "" if labelled else "If most of them are good: "
-    remedy = f"{sure}let the model learn other good images like these:"
-    yield Weakness(what, remedy, run.update(), "", _LEARNED * (share - promised))
+    """More, or fewer, flagged images than the thresholds promise of good parts."""
+    if comparison == "as promised" or run.model.thresholds is None:
+        return
+    promised = run.model.thresholds.calibration.review.false_rejects
+    share = flagged / images
+    noun = "good image" if labelled else "image"
+    what = f"{flagged} of {_counted(images, noun)} are flagged ({percent(share)}); "
+    if comparison == "fewer":
+        what += f"at least {percent(promised.low)} were to be expected, so defects may pass."
+        remedy = "Find lower thresholds with images like these:"
+        yield Weakness(what, remedy, run.calibrate(), "", promised.low - share)
+        return
+    what += f"of good parts like the training images at most {percent(promised.at_most)} are."
+    gain = _LEARNED * (share - promised.at_most)
+    if labelled:
+        remedy = "Let the model learn other good images like these:"
+        yield Weakness(what, remedy, run.update(), "", gain)
+    else:
+        remedy = "If most of them are good, find thresholds for images like these:"
+        yield Weakness(what, remedy, run.calibrate(), "", gain)
 
 
 def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:

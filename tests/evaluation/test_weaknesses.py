@@ -80,7 +80,7 @@ def run(made_once: MadeOnce) -> Path:
 def found(run: Path, tmp_path: Path, **changes: Callable[[Picture], Picture]) -> list[Weakness]:
     """What is weak where the good parts, and the defects, look like this."""
     folders = {
-        name: write(tmp_path / name, change, range(100 * i, 100 * i + 12))
+        name: write(tmp_path / name, change, range(100 * i, 100 * i + 24))
         for i, (name, change) in enumerate(changes.items(), 1)
     }
     model = load_model(run, "cpu")
@@ -126,7 +126,7 @@ def test_good_parts_that_are_flagged(
 
 def test_defects_that_pass(run: Path, tmp_path: Path) -> None:
     first = found(run, tmp_path, good=unchanged, defects=unchanged)[0]
-    assert re.match(r"1\d of 12 defects pass as good \(\d+ %\)\.", first.what)
+    assert re.match(r"2\d of 24 defects pass as good \(\d+ %\)\.", first.what)
     assert shlex.split(first.command)[:2] == ["anomaly", "tune"]
     assert "59 to 97 %" in first.expected
 

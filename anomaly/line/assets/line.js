@@ -75,6 +75,7 @@ async function alarms() {
   const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
   const said = [health.reason, health.record].filter(Boolean);
   if (drifted.length) said.push(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
+  said.push(...Object.entries(drift).filter(([, { flagged }]) => flagged).map(([name, { flagged }]) => `${name}: ${flagged}`));
   said.push(...models.filter((model) => model.reason).map((model) => model.refused
     ? `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`
     : `${model.name}: ${model.reason}`));

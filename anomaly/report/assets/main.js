@@ -223,6 +223,16 @@ function showWeaknesses() {
       ...(expected ? [element("p", { class: "soft small" }, `Expected: ${visible(expected)}.`)] : []))));
 }
 
+// What the thresholds promise beside what these images show; it stays when a threshold is moved.
+function showPromise() {
+  const { head, rows, line } = data.promise;
+  if (!rows.length) return;
+  const table = element("table", { class: "types" }, element("caption", { class: "soft" }, "The model's own thresholds"),
+    element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
+  byId("promise").replaceChildren(table, line ? element("p", { class: "odd" }, line) : "");
+}
+
 function showColours() {
   const bar = byId("colour-bar");
   const limit = data.thresholds.pixel;
@@ -271,6 +281,7 @@ function start() {
   for (const node of document.querySelectorAll(other)) node.classList.add("gone");
   showHead();
   showWeaknesses();
+  showPromise();
   showColours();
   showFacts();
   drawHistogram();
