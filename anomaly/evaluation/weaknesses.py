@@ -197,11 +197,14 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
     promised = thresholds.calibration.review.false_rejects
     comparison = compare_flagged(len(flagged), len(others), promised)
     labelled = any(image.is_defect is not None for image in images)
-    found += _flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled)
-    if comparison == "more":
-        found += _other_colours(run, flagged, len(others))
-        found += _other_light(run, flagged, len(others))
-        found += _other_poses(run, flagged, len(others))
+    shares = list(_flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled))
+    causes = [
+        cause
+        for find in (_other_colours, _other_light, _other_poses)
+        for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
+    ]
+    # A cause says more than the share alone.
+    found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes] or shares
     return _ranked(found)
 
 
@@ -358,8 +361,8 @@ def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     if len(outside) < max(_LEAST_ALIKE, len(flagged) / 2):
         return
     what = (
-        f"{len(outside)} of {_counted(len(flagged), 'flagged image')} have a {about}, by "
-        f"{percent(median(outside) - 1)} in the median."
+        f"Of the flagged ones {len(outside)} have a {about}, by {percent(median(outside) - 1)} in "
+        "the median."
     )
     remedy = (
         "Set lamp, exposure and focus as they were for training; or, if parts look like that from "
@@ -378,10 +381,7 @@ def _other_colours(run: Run, flagged: Sequence[JudgedImage], images: int) -> Ite
     if other < _LEAST_ALIKE:
         return
     kinds = ("in colour", "grey") if was_grey else ("grey", "in colour")
-    what = (
-        f"{other} of {_counted(len(flagged), 'flagged image')} are {kinds[0]}, and all training "
-        f"images are {kinds[1]}."
-    )
+    what = f"Of the flagged ones {other} are {kinds[0]}, and all training images are {kinds[1]}."
     remedy = (
         f"Set the camera to deliver images that are {kinds[1]}, or train with images that are "
         f"{kinds[0]} alone:"
@@ -399,8 +399,8 @@ def _other_poses(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     if usual < max(_LEAST_ALIKE, len(tried) / 2):
         return
     what = (
-        f"{usual} of {_counted(len(tried), 'flagged image')} that were tried score as good parts "
-        "do once they are turned or mirrored: training lacks the ways in which these parts lie."
+        f"Of {len(tried)} flagged ones that were tried {usual} score as good parts do once they "
+        "are turned or mirrored: training lacks the ways in which these parts lie."
     )
     remedy = "Train with turned copies of the images (the model stays as large):"
     yield Weakness(
