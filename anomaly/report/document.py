@@ -74,7 +74,7 @@ def report_html(category: Category) -> str:
     ]
     data = {
         "labelled": True,
-        "promise": promise_shown(category.thresholds, good, all_good=True),
+        "promise": promise_shown(category, good, all_good=True),
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
@@ -156,27 +156,26 @@ def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, An
     }
 
 
-def promise_shown(
-    thresholds: Thresholds | None, scores: ArrayLike, *, all_good: bool
-) -> dict[str, Any]:
+def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
     """What thresholds promise of good parts beside what these images show, as a table for a page.
 
     Args:
-        thresholds: of the model; without them, or without images, there is nothing to show.
+        model: what is known of it; without thresholds, or images, there is nothing to show.
         scores: (n,) of images, but for those that are for review whatever their score.
         all_good: whether somebody has said that none of the images is defective.
     """
-    values = np.asarray(scores)
+    values, thresholds = np.asarray(scores), model.thresholds
     if thresholds is None or not len(values):
         return {"head": [], "rows": [], "line": ""}
     both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
     rows, lines = [], []
     for name, threshold in both.items():
         rate, count = threshold.false_rejects, int((values > threshold.value).sum())
-        promised = f"{percent(rate.expected)}, at most {percent(rate.at_most)}"
-        rows.append([name, promised, f"{percent(count / len(values))} ({count})"])
-        lines.append(flagged_line(count, len(values), rate, all_good=all_good))
-    head = ["", "promised", f"{len(values)} {'good images' if all_good else 'images'}"]
+        promised = percent(rate.expected), percent(rate.at_most)
+        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
+        place = shlex.quote(model.model) if model.model else "RUN"
+        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
+    head = ["", "promised", "at most", f"{len(values)} {'good images' if all_good else 'images'}"]
     return {"head": head, "rows": rows, "line": lines[0]}
 
 

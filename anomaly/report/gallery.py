@@ -150,7 +150,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         )
     data = {
         "labelled": False,
-        "promise": promise_shown(run.thresholds, np.frombuffer(tally.scores), all_good=False),
+        "promise": promise_shown(run, np.frombuffer(tally.scores), all_good=False),
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
         "types": [],
         "images": images,
