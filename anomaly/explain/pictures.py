@@ -244,7 +244,7 @@ def _padded(picture: RgbImage, height: int, width: int) -> RgbImage:
     return np.pad(picture, padding, constant_values=_BACKGROUND)
 
 
-_FACTS = "explanation.json"
+_FACTS, PAGE = "explanation.json", "explanation.html"
 _PICTURES = ("evidence.png", "score_gradient.png", "grad_cam.png")
 _MAPS = ("feature_maps_*.png", "classifier_feature_maps_*.png")
 
@@ -263,7 +263,7 @@ def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
         OutputError: it holds an explanation already, or can't be written to.
     """
     maps = [file.name for pattern in _MAPS for file in folder.glob(pattern)]
-    names = [_FACTS, *_PICTURES, *maps]
+    names = [_FACTS, PAGE, *_PICTURES, *maps]
     claim(folder, names, overwrite=overwrite)
     return names
 
@@ -273,6 +273,7 @@ def save_explanation(
     facts: Mapping[str, Any],
     pictures: Mapping[str, RgbImage],
     notes: Sequence[str],
+    page: str = "",
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -283,6 +284,7 @@ def save_explanation(
         facts: plain values.
         pictures: (H, W, 3) uint8 RGB, by the names of their files.
         notes: what can't be shown, and why.
+        page: HTML for people; none where it is empty.
         overwrite: replace an earlier explanation.
 
     Returns:
@@ -294,6 +296,8 @@ def save_explanation(
     clear(folder, claim_folder(folder, overwrite=overwrite))
     for name, picture in pictures.items():
         write(folder / name, encode_png(picture))
+    if page:
+        write(folder / PAGE, page)
     written = {**facts, "pictures": list(pictures), "not_shown": list(notes)}
     write(folder / _FACTS, as_json(written))
     return written

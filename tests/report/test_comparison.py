@@ -11,7 +11,8 @@ from report_cases import case, limits
 
 from anomaly.errors import DataError
 from anomaly.report.category import Category
-from anomaly.report.comparison import compare, comparison_csv, comparison_html, summary
+from anomaly.report.comparison import compare, comparison_csv, summary
+from anomaly.report.comparison_page import comparison_html
 from anomaly.report.tables import metrics_json, scores_csv
 
 

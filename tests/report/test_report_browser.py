@@ -22,7 +22,8 @@ from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics.images import confusion
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
-from anomaly.report.comparison import Change, Comparison, comparison_html
+from anomaly.report.comparison import Change, Comparison
+from anomaly.report.comparison_page import comparison_html
 from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
 
