@@ -123,6 +123,8 @@ def _map(prediction: Prediction) -> str:
             "No single place is odd enough to be marked, but together they are; a faint line runs "
             "around the oddest."
         )
+    if np.isnan(prediction.anomaly_map).any():
+        lines += " Darkened: where the network doesn't look."
     small = thumbnail(prediction.heatmap(), _PIXELS)
     shown = picture_svg("the anomaly map over it", small.size, [image_layer(small.photo)])
     about = "The anomaly map over it: the brighter, the less like good parts."
@@ -133,7 +135,7 @@ def _regions(regions: list[RegionRow]) -> str:
     """A table of sizes; nothing where nothing is marked."""
     if not regions:
         return ""
-    titles = ["Marked", "Width × height", "Measured to ± one patch", "Area", "Highest value"]
+    titles = ["Marked", "Width × height", "Uncertain by one patch", "Area", "Highest value"]
     rows = [
         row_html(str(r.region), [*_sizes(r), f"{r.peak_score:.4g}"]) for r in regions[:_REGIONS]
     ]
@@ -146,7 +148,7 @@ def _sizes(region: RegionRow) -> list[str]:
     """Size, its uncertainty and area: pixels, and millimetres where they are known."""
     pixels = [
         f"{region.width} × {region.height} px",
-        f"± {region.width_uncertainty:g} × {region.height_uncertainty:g} px",
+        f"± {region.width_uncertainty:.3g} × {region.height_uncertainty:.3g} px",
         f"{region.area:,} px",
     ]
     if region.area_mm2 is None:
@@ -208,7 +210,8 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     return [
         ("Look at the part, at what is marked first, and judge it.", ""),
         (
-            "Is it defective? Keep the photograph with your defects, to choose settings by:",
+            "Is it defective? Then the verdict is right. Keep the photograph with your known "
+            "defects, on which settings can be tuned:",
             tune,
         ),
         (

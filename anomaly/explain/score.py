@@ -168,6 +168,8 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
 def _about(detector: Model) -> dict[str, str]:
     """What `Explanation.model` says."""
     folder, model_id = detector.folder, detector.model_id
+    if folder is not None and folder.name == "model":
+        folder = folder.parent  # the run, as people name it
     return {
         "name": detector.name,
         "method": detector.method,

@@ -22,7 +22,7 @@ from anomaly.report.page import image_layer, picture_svg, row_html, table_html, 
 from anomaly.report.tables import COLUMNS
 
 _FILES = ("comparison.html", "comparison.csv")
-_SHOWN = 100  # images whose verdict is the same
+_SHOWN = 30  # images whose verdict is the same
 _CHANCE = 0.05  # of a p-value: above, a difference may be chance
 # What is counted of the images in both: whether they are good, and their verdict.
 _COUNTED: dict[str, tuple[bool, str]] = {
@@ -64,8 +64,8 @@ def comparison_html(comparison: Comparison) -> str:
     rest = f"<h2>Other changed verdicts</h2>{_images_table(listed)}" if listed else ""
     content = f"""
 <h2>What changed</h2>{_paired_table(changes)}
-{"".join(_cards(comparison, pictured))}{rest}
 <h2>What is compared</h2>{"".join(_origins(comparison))}
+{"".join(_cards(comparison, pictured))}{rest}
 <h2>Figures</h2>{_figures_table(comparison)}
 <h2>Same verdict, moved furthest</h2>{_images_table(changes[len(changed) :][:_SHOWN])}
 <p class="soft small">“Of threshold” is a score over its own model's threshold: scores of two
@@ -109,9 +109,9 @@ def _chance(better: int, worse: int) -> str:
     answer = "Yes" if p > _CHANCE else "Hardly"
     exact = "p < 0.0001" if p < 1e-4 else f"p = {p:.2g}"
     return (
-        f"{answer}. Where A and B differ, B is right in {better} of {better + worse}; of parts to "
-        f"come, in {percent(rate.low)} to {percent(rate.high)} (95 % confidence). "
-        f"Exact McNemar test: {exact}"
+        f"{answer}: {exact} (exact McNemar test). B is right in {better} of {better + worse} images "
+        f"on which A and B differ; among parts to come, in {percent(rate.low)} to "
+        f"{percent(rate.high)} of such cases (95 % confidence)"
     )
 
 
