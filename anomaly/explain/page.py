@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from anomaly.scoring.prediction import Prediction
 
 _PIXELS = 1_000_000  # of a picture
-_REGIONS = 6  # that are numbered; explanation.json has all
+_REGIONS = 4  # that are numbered, as many as have crops; explanation.json has all
 
 
 def explanation_html(explanation: Explanation) -> str:

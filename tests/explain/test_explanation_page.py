@@ -166,7 +166,15 @@ def test_it_opens_silently_fits_narrow_windows_and_one_sheet(
 ) -> None:
     window.events.clear()
     why = explanation(run_folder, product / "test" / "spot" / "000.png")
-    why = replace(why, patches=why.patches[:1] * 4, crops=why.crops[:1] * 4)
+    region = replace(
+        why.regions[0],
+        **dict.fromkeys(("width_mm", "height_mm", "area_mm2"), 1.0),
+        **dict.fromkeys(("width_uncertainty_mm", "height_uncertainty_mm"), 0.5),
+    )
+    fullest = {"patches": why.patches, "crops": why.crops, "regions": [region] * 2}
+    why = replace(
+        why, **{name: (values * 4)[: 4 + (name == "regions")] for name, values in fullest.items()}
+    )
     file = tmp_path / "explanation.html"
     file.write_text(why.html(), "utf-8")
     for width in (360, 820, 1366):
