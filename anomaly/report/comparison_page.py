@@ -109,8 +109,8 @@ def _chance(better: int, worse: int) -> str:
     answer = "Yes" if p > _CHANCE else "Hardly"
     exact = "p < 0.0001" if p < 1e-4 else f"p = {p:.2g}"
     return (
-        f"{answer}: {exact} (exact McNemar test). B is right in {better} of {better + worse} images "
-        f"on which A and B differ; among parts to come, in {percent(rate.low)} to "
+        f"{answer}: {exact} (exact McNemar test). B is right in {better} of {better + worse} "
+        f"images on which A and B differ; among parts to come, in {percent(rate.low)} to "
         f"{percent(rate.high)} of such cases (95 % confidence)"
     )
 
