@@ -117,7 +117,9 @@ def _marked(explanation: Explanation) -> str:
 
 def _map(prediction: Prediction) -> str:
     limits = prediction.thresholds
-    lines = "A white line runs around what is marked, a fainter one around what is for review."
+    lines = ""
+    if prediction.verdict != "good":
+        lines = "A white line runs around what is marked, a fainter one around what is for review."
     if limits is not None and prediction.verdict == "reject" and not prediction.regions:
         lines = (
             "No single place is odd enough to be marked, but together they are; a faint line runs "

@@ -1,11 +1,12 @@
-"""Why an image has its anomaly score: evidence, the score's gradient, feature maps."""
+"""Why an image has its anomaly score: evidence, the score's gradient, feature maps; a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.explain.evidence import (
     GoodImages,
-    GoodPatch,
     patch_box,
     patch_centres,
     score_gradient,
@@ -30,19 +30,18 @@ from anomaly.explain.page import explanation_html
 from anomaly.explain.pictures import (
     RgbImage,
     beside,
+    fitted,
     glowing,
-    marked,
     patch_crop,
     picture_of,
     read_image,
     save_explanation,
-    stacked,
 )
 from anomaly.explain.saliency import saliency_map
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.inference.rows import RegionRow, region_rows
-from anomaly.maps.heatmap import display, encode_png
+from anomaly.maps.heatmap import display
 from anomaly.report.category import training_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -56,9 +55,8 @@ class Explanation:
         prediction: what the detector makes of the image.
         model: name, method, network, id and folder of the detector, when it was trained and how
             many images it has learned from; empty where one isn't known.
-        pictures: (H, W, 3) uint8 RGB by name: `evidence` (the patches that were flagged beside the
-            good ones they were compared with), `score_gradient` (the pixels that move the score),
-            and `feature_maps_<layer>` for each hooked layer.
+        pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
+            `feature_maps_<layer>` for each hooked layer.
         regions: what is marked, as in regions.csv.
         patches: place and score of each flagged patch, the region that it is in, and what it was
             compared with.
@@ -77,9 +75,9 @@ class Explanation:
     def __repr__(self) -> str:
         return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
 
-    def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
-        return encode_png(self.pictures["evidence"])
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="900"></iframe>'
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Write `explanation.html`, the pictures as PNG files, and `explanation.json`.
@@ -147,19 +145,11 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         layouts=extractor.layouts,
         picture=picture_of(worst),
     )
-    title = "most unusual patch"
-    if flaws:
-        title = "worst patch of each flaw that is marked"
-    elif detector.thresholds is not None:
-        title += "; nothing is marked"
-    seen_map = marked(prediction.heatmap())
-    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
-    overview = beside([(title, marked(display(item.decoded), boxes)), ("heatmap", seen_map)])
-    crops, rows, facts = _compared(training, item, patches, scores)
+    seen_map = fitted(prediction.heatmap())
+    crops, facts = _compared(training, item, patches, scores)
     facts = [{"region": of_region.get(p), **f} for p, f in zip(patches, facts, strict=True)]
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, seen_map)
-    pictures["evidence"] = stacked([overview, *rows])
     regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
     notes = _notes(detector.method, prediction, training)
     return Explanation(prediction, _about(detector), pictures, regions, facts, crops, notes)
@@ -206,7 +196,7 @@ def _gradient(
     detector: Model, prediction: Prediction, worst: NetworkInput, heatmap: RgbImage
 ) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
-    seen = marked(picture_of(worst))
+    seen = fitted(picture_of(worst))
     return beside(
         [
             ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
@@ -220,7 +210,7 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     notes = []
     if prediction.nearest is None:
         notes.append(
-            f"the nearest good patches: {method} keeps none; evidence.png has the same place on "
+            f"the nearest good patches: {method} keeps none; the page has the same place on "
             "some good images instead"
         )
     if missing := good.missing():
@@ -237,7 +227,7 @@ def _compared(
     item: NetworkInput,
     patches: Sequence[tuple[int, int]],
     scores: NDArray[np.float32],
-) -> tuple[list[list[RgbImage]], list[RgbImage], list[dict[str, Any]]]:
+) -> tuple[list[list[RgbImage]], list[dict[str, Any]]]:
     """Show patches beside what they were compared with.
 
     Args:
@@ -247,26 +237,17 @@ def _compared(
         scores: patch scores (h, w).
 
     Returns:
-        For each patch its crop and those of what it was compared with; these in a line with titles;
-        and its place, its score and the good patches that it was compared with.
+        For each patch its crop and those of what it was compared with; and its place, its score and
+        the good patches that it was compared with.
     """
     picture = display(item.decoded)
     height, width = scores.shape
     crops: list[list[RgbImage]] = []
-    lines: list[RgbImage] = []
     facts: list[dict[str, Any]] = []
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
         score = float(scores[patch])
         crop = patch_crop(picture, patch_box(item.view, (height, width), *patch))
-        panels = [(f"{len(lines) + 1}: score {score:.3g}\nthis image", crop)]
-        panels += [(_caption(other), good.crop(other)) for other in near]
-        crops.append([crop for _, crop in panels])
-        lines.append(beside(panels))
+        crops.append([crop, *map(good.crop, near)])
         place = {"row": patch[0], "column": patch[1], "score": score}
         facts.append({**place, "compared_with": [asdict(other) for other in near]})
-    return crops, lines, facts
-
-
-def _caption(patch: GoodPatch) -> str:
-    where = "same place" if patch.distance is None else f"distance {patch.distance:.3g}"
-    return f"{where}\n{PurePath(patch.image).name}"
+    return crops, facts

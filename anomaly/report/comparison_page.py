@@ -164,7 +164,8 @@ def _card(change: Change, pictures: Sequence[Picture | None], photo: str) -> str
     """
     first = next(filter(None, pictures))
     layers = [image_layer(first.photo, attributes=f'id="{photo}"'), _path(first.truth, "truth")]
-    parts = [("Photograph", picture_svg(change.path, first.size, layers))]
+    outlined = ", the defect outlined" if first.truth else ""
+    parts = [(f"Photograph{outlined}", picture_svg(change.path, first.size, layers))]
     for side, picture, score, verdict in zip(
         "AB", pictures, change.scores, change.verdicts, strict=True
     ):
