@@ -158,7 +158,7 @@ def _sizes(region: RegionRow) -> list[str]:
     metric = [
         f"{region.width_mm:.3g} × {region.height_mm:.3g} mm",
         f"± {region.width_uncertainty_mm:.2g} × {region.height_uncertainty_mm:.2g} mm",
-        f"{region.area_mm2:.3g} mm²",
+        f"{region.area_mm2:,.{'3g' if region.area_mm2 < 100 else '0f'}} mm²",
     ]
     return [f"{m}<small>{p}</small>" for m, p in zip(metric, pixels, strict=True)]
 
@@ -200,6 +200,11 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     if prediction.thresholds is None:
         command = command_line("anomaly", "calibrate", "--model", folder, "--good", "FOLDER")
         return [("Find thresholds with good images that the model hasn't learned from:", command)]
+    if prediction.reason:
+        return [
+            ("Look at the part. The photograph isn't like those that the model knows.", ""),
+            ("Check the camera, the light and where the part lies, and take another one.", ""),
+        ]
     update = command_line("anomaly", "update", "--model", folder, "--good", "FOLDER", "--output")
     tune = "anomaly tune --config CONFIG --defects FOLDER"
     if prediction.verdict == "good":
