@@ -29,14 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backbone", metavar="NAME", help="a torchvision classifier: explains the class it sees"
     )
     image = parser.add_mutually_exclusive_group(required=True)
-    image.add_argument(
-        "input",
-        nargs="?",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="IMAGE",
-        help="one image file",
-    )
+    image.add_argument("image", nargs="?", type=Path, metavar="IMAGE", help="one image file")
     image.add_argument("--input", type=Path, metavar="IMAGE", help="the same")
     parser.add_argument(
         "--output",
@@ -71,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
+    options.input = options.input or options.image
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
