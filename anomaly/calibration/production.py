@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -73,8 +74,8 @@ def flagged_line(
         else f", at least {percent(promised.low)}. The thresholds are too high for these images, "
         "and defects pass that could be caught"
     )
-    command = f"anomaly calibrate --model {model} --production FOLDER --at-most-defective 5%"
-    return f"{shares}{why}. See: {command}"
+    options = "--production FOLDER --at-most-defective 5%"
+    return f"{shares}{why}. See: anomaly calibrate --model {shlex.quote(model)} {options}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -171,7 +171,7 @@ def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -
         rate, count = threshold.false_rejects, int((values > threshold.value).sum())
         promised = percent(rate.expected), percent(rate.at_most)
         rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
-        place = shlex.quote(model.model) if model.model else "RUN"
+        place = model.model or "RUN"
         lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
     head = ["", "promised", "at most", f"{len(values)} {'good images' if all_good else 'images'}"]
     return {"head": head, "rows": rows, "line": lines[0]}
