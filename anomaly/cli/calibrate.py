@@ -160,6 +160,8 @@ def _run(options: argparse.Namespace) -> int:
         print("these are the thresholds that the model has; nothing was changed")
         return exit_code
     criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
+    if options.data_root is not None:
+        criteria["data_root"] = str(options.data_root)
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(criteria, before, new, images, recall)
     model_id = replace_thresholds(options.model, new, record)
