@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
-from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
+from anomaly.calibration.model_thresholds import Thresholds, thresholds_from, with_pixels
 from anomaly.calibration.rates import Rate, binomial, percent, rate_anywhere
 from anomaly.calibration.scores import GoodScores
-from anomaly.calibration.thresholds import Calibration, Threshold, threshold_for_expected_rate
-from anomaly.errors import some
+from anomaly.calibration.thresholds import (
+    Calibration,
+    Threshold,
+    threshold_at,
+    threshold_for_expected_rate,
+)
+from anomaly.errors import DataError, some
 
 LEAST_IMAGES = 20  # fewer say nothing of a rate
 DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
@@ -69,8 +74,8 @@ def flagged_line(
         else f", at least {percent(promised.low)}. The thresholds are too high for these images, "
         "and defects pass that could be caught"
     )
-    command = f"anomaly calibrate --model {model} --production FOLDER --at-most-defective 5%"
-    return f"{shares}{why}. See: {command}"
+    options = "--production FOLDER --at-most-defective 5%"
+    return f"{shares}{why}. See: anomaly calibrate --model {shlex.quote(model)} {options}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +86,8 @@ class ProductionChoice:
         thresholds: with bounds that hold wherever the defects score.
         defects: how many of the images may be defective.
         review_range: the review threshold if so many score highest, and if none is defective.
-        deciding: name and score of the images that lie between: whether they are good decides.
-        left_out: name and score of images taken for defects; among the deciding ones, or above.
+        deciding: name and score of the images above its lower end: how many are defective decides.
+        left_out: the highest of them, taken for defects: half as many as there may be.
     """
 
     thresholds: Thresholds
@@ -92,17 +97,15 @@ class ProductionChoice:
     left_out: tuple[tuple[str, float], ...]
 
     def lines(self) -> list[str]:
-        """What is not known, and which images would tell, for people."""
+        """What isn't known, and which images would tell, for people."""
         low, high = self.review_range
-        lines = [
-            f"these images alone put the review threshold at {high:.5g} if all are good, at "
-            f"{low:.5g} if the highest {self.defects} are defective"
+        highest = "image is" if self.defects == 1 else f"{self.defects} images are"
+        return [
+            f"left out as if defective, half as many as there may be: {_named(self.left_out)}",
+            f"review would begin at {low:.5g} if the highest {highest} defective, at {high:.5g} if "
+            f"none is. To know better, look at the {len(self.deciding)} images above {low:.5g}, "
+            f"take out the defects and give --at-most-defective 0%: {_named(self.deciding)}",
         ]
-        if self.deciding:
-            lines.append(f"look at what decides: {_named(self.deciding)}")
-        if self.left_out:
-            lines.append(f"taken for defects, and left out: {_named(self.left_out)}")
-        return lines
 
 
 def thresholds_from_production(
@@ -112,12 +115,14 @@ def thresholds_from_production(
     review_rate: float,
     reject_rate: float,
 ) -> ProductionChoice:
-    """Thresholds for production images, a few of which may be defective.
+    """Thresholds for production images, some of which may be defective.
 
-    Their scores, and the known ones brought to the same median, are taken together: one hundred
-    images alone say too little of a rate of 5 %. Images that score higher than all of the known
-    ones are taken for defects and left out, the highest first, as many as there may be. The bounds
-    of the rates hang on the production images alone and hold wherever the defects score.
+    Of n images at most d are defective, wherever they score. So the score that a share r of the
+    good ones exceeds lies between those of the ranks r · (n − d) and r · (n − d) + d from above.
+    The review threshold is put between them: half of the d highest images are left out. The scores
+    of known good images have another lot's shape and are no help here (benchmarks/ACCURACY.md).
+    Only the reject threshold, for which so few images say too little, keeps its distance from the
+    review threshold: their ratio is that of the known scores.
 
     Args:
         known: scores of good images, of training say.
@@ -125,54 +130,41 @@ def thresholds_from_production(
         at_most_defective: the share of these images that may be defective.
         review_rate: as for `thresholds_from`.
         reject_rate: as for `thresholds_from`.
+
+    Raises:
+        DataError: the share allows for no defect among so few images.
     """
-    defects = int(at_most_defective * len(production.image) + 1e-9)
-    moved, factor = _moved(known, production, at_most_defective)
+    images = len(production.image)
+    defects = int(at_most_defective * images + 1e-9)
+    if not defects:
+        raise DataError(
+            f"{percent(at_most_defective)} of {images} images is less than one image: give "
+            f"{math.ceil(1 / at_most_defective)} or more, or --at-most-defective 0% where all of "
+            "them are good"
+        )
     rows = sorted(production.rows(), key=lambda row: row[1])
-    sure = len(rows) - defects  # so many are good at least
-    out = [row for row in rows[sure:] if row[1] > max(moved.image)]
-    source = (
-        f"{len(rows)} production images, at most {defects} of them defective, and on "
-        f"{len(moved.image)} known good images, their scores times {factor:.3g}"
-    )
-    good = moved.joined(production.with_rows(rows[: len(rows) - len(out)]), source)
-    found = thresholds_from(good, review_rate, reject_rate)
-    review, reject = (
+    cut = images - max(defects // 2, 1)
+    source = f"{images} production images, at most {defects} of them defective"
+    good = replace(production.with_rows(rows[:cut]), source=source)
+    found, former = (thresholds_from(some, review_rate, reject_rate) for some in (good, known))
+    review, reject = found.calibration.review, found.calibration.reject
+    if 0 < former.review < former.image:
+        reject = threshold_at(review.value * former.image / former.review, good.image)
+    both = (
         replace(threshold, false_rejects=_rate(threshold, production.image, defects))
-        for threshold in (found.calibration.review, found.calibration.reject)
+        for threshold in (review, reject)
     )
     low, high = (
         threshold_for_expected_rate([row[1] for row in some], review_rate).value
-        for some in (rows[:sure], rows)
+        for some in (rows[: images - defects], rows)
     )
     return ProductionChoice(
-        replace(found, calibration=Calibration(review, reject)),
+        with_pixels(Calibration(*both), "calibrated", good),
         defects,
         (low, high),
-        tuple(row[:2] for row in reversed(rows) if low < row[1] <= high),
-        tuple(row[:2] for row in reversed(out)),
+        tuple(row[:2] for row in reversed(rows) if row[1] > low),
+        tuple(row[:2] for row in reversed(rows[cut:])),
     )
-
-
-def _moved(
-    known: GoodScores, production: GoodScores, at_most_defective: float
-) -> tuple[GoodScores, float]:
-    """Known scores times the factor that brings their median to that of production, and the factor.
-
-    Half as many defects as there may be are taken to lie above the median. Images that production
-    has, too, don't count as known, unless there are no others.
-    """
-    new = {*production.hashes} - {""}
-    rows = [row for row in known.rows() if row[3] not in new] or known.rows()
-    kept = known.with_rows(rows)
-    middle = (1 - at_most_defective / 2) / 2
-    pairs = (kept.image, production.image), (kept.peak, production.peak)
-    image, peak = (
-        float(np.quantile(scores, middle)) / median if (median := float(np.median(before))) else 1.0
-        for before, scores in pairs
-    )
-    moved = [(name, image * score, peak * top, sha256) for name, score, top, sha256 in rows]
-    return kept.with_rows(moved), image
 
 
 def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:

@@ -19,8 +19,8 @@ from anomaly.calibration import (
     thresholds_by_cost,
     thresholds_from,
 )
-from anomaly.calibration.production import thresholds_from_production
 from anomaly.calibration.rates import percent
+from anomaly.cli import calibrate_production
 from anomaly.cli.common_options import (
     add_device,
     add_paths,
@@ -32,7 +32,6 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.production import effects, test_split_defects
 from anomaly.evaluation.recalibrate import by_hand, evaluated_on, known_scores, score_held_out
 from anomaly.files.outputs import locked
 from anomaly.storage.folder import HISTORY, find_model
@@ -40,8 +39,6 @@ from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import change, replace_thresholds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from anomaly.calibration import Choice, GoodScores, Thresholds
     from anomaly.calibration.production import ProductionChoice
     from anomaly.evaluation.recalibrate import HeldOutScores
@@ -63,7 +60,6 @@ _CRITERIA = (
     *_AMOUNTS,
 )  # that the history records
 _MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
-_MOST_DEFECTIVE = 0.2  # of production images
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 
 
@@ -73,14 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
     good = "good images that the model hasn't learned from (default: the scores it came with)"
     add_paths(parser, "--good", good)
-    production = "production images, of which nobody has said which are good"
-    add_paths(parser, "--production", production)
-    add(
-        "--at-most-defective",
-        type=_share,
-        metavar="SHARE",
-        help="of --production: how many of these images may be defective, 5%% say",
-    )
+    calibrate_production.add_arguments(parser)
     defects = "images of defects: says how many are found, and costs can be weighed"
     add_paths(parser, "--defects", defects)
     add(
@@ -119,12 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
-def _share(text: str) -> float:
-    """A share of an option, as a number or in percent."""
-    plain = text.strip()
-    return number(plain[:-1]) / 100 if plain.endswith("%") else number(plain)
-
-
 def run(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder.
 
@@ -147,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
     before = model.thresholds
     unlabelled: ProductionChoice | None = None
     if options.at_most_defective:
-        unlabelled = _choose_unlabelled(options, model, good)
+        unlabelled = calibrate_production.choose(options, model, good)
         new, choice, good = unlabelled.thresholds, None, unlabelled.thresholds.good
     else:
         new, choice = _choose(options, model, good, defects)
@@ -169,36 +152,21 @@ def _run(options: argparse.Namespace) -> int:
         if unlabelled is not None:
             print("\n".join(unlabelled.lines()))
         if "production" in scored:
-            _print_effects(options, model, scored, moved, threads)
+            calibrate_production.print_effects(options, model, scored, moved, threads)
         if not _agreed(moved, options):
             return 1
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return exit_code
     criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
+    if options.data_root is not None:
+        criteria["data_root"] = str(options.data_root)
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(criteria, before, new, images, recall)
     model_id = replace_thresholds(options.model, new, record)
     history = find_model(options.model) / HISTORY
     print(f"model {model.model_id} is now {model_id}; the change is in {history}")
     return exit_code
-
-
-def _print_effects(
-    options: argparse.Namespace,
-    model: Model,
-    scored: Mapping[str, HeldOutScores],
-    moved: ThresholdChange,
-    threads: int,
-) -> None:
-    """Print what becomes of the production images, of known defects and of golden parts."""
-    if (defects := scored.get("defects")) is None:
-        with ProgressLine() as shown:
-            progress = partial(shown, "defects of the test split")
-            defects = test_split_defects(model, options.model, options.data_root, threads, progress)
-    known = () if defects is None else defects.scores
-    for line in effects(moved, scored["production"].scores, known, options.model):
-        print(line)
 
 
 def _agreed(moved: ThresholdChange, options: argparse.Namespace) -> bool:
@@ -319,7 +287,7 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError(
             "costs need all of --cost-false-reject, --cost-escape, --cost-review and --defects"
         )
-    _check_production(options, by_hand=by_hand, by_cost=by_cost)
+    calibrate_production.check(options, by_hand=by_hand, by_cost=by_cost)
     for name in ("defect_share", "currency"):
         if getattr(options, name) is not None and not by_cost:
             raise AnomalyError(
@@ -333,29 +301,6 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError(f"--{name.replace('_', '-')} is {value:g}; it must be {legal}")
 
 
-def _check_production(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
-    """Refuse what doesn't go with images of which nobody has said which are good."""
-    share = options.at_most_defective
-    if bool(options.production) != (share is not None):
-        raise AnomalyError(
-            "--production and --at-most-defective go together: say how many of the production "
-            "images may be defective (5% say; 0% where all are good)"
-        )
-    if share is None:
-        return
-    if options.good:
-        raise AnomalyError("thresholds come from --good or from --production images, not both")
-    if not 0 <= share <= _MOST_DEFECTIVE:
-        raise AnomalyError(
-            f"--at-most-defective is {percent(share)}; it must be from 0 % to "
-            f"{percent(_MOST_DEFECTIVE)}. Beyond that, sort the images: give --good and --defects"
-        )
-    if share and (by_hand or by_cost):
-        raise AnomalyError(
-            "thresholds by hand and by cost need images that are known to be good: give --good"
-        )
-
-
 def _good_scores(
     options: argparse.Namespace, model: Model, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
@@ -367,20 +312,6 @@ def _good_scores(
             "give --good with a folder of some"
         )
     return known_scores(model, options.without or ())
-
-
-def _choose_unlabelled(
-    options: argparse.Namespace, model: Model, production: GoodScores
-) -> ProductionChoice:
-    """The thresholds that production images show, some of which may be defective."""
-    if model.thresholds is None:
-        raise DataError(
-            f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
-            "say that all production images are good (--at-most-defective 0%), or give --good"
-        )
-    rates = model.rates(options.review_rate, options.false_reject_rate)
-    known = known_scores(model)
-    return thresholds_from_production(known, production, options.at_most_defective, *rates)
 
 
 def _choose(

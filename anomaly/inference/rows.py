@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -348,7 +347,7 @@ def flagged_lines(
         if one.thresholds is not None:
             flagged, passed = (counts.get((product, is_flagged), 0) for is_flagged in (True, False))
             promised = one.thresholds.calibration.review.false_rejects
-            place = shlex.quote(str(folder / product))
+            place = str(folder / product)
             if line := flagged_line(flagged, flagged + passed, promised, place):
                 yield line
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from anomaly.calibration import Threshold
@@ -267,7 +266,7 @@ class ModelSlot:
             return {"alarm": False, "lines": [], "flagged": ""}
         drift, review = self.now.drift.look(self.record, self.since), self.now.review
         lines = [
-            flagged_line(watched.above, drift.parts, review.false_rejects, quote(str(self.folder)))
+            flagged_line(watched.above, drift.parts, review.false_rejects, str(self.folder))
             for watched in drift.watched
             if watched.level.value == review.value
         ]

@@ -161,7 +161,7 @@ def evaluated(
         pictures = tiles.finished()
     seconds = time.perf_counter() - started
     folder = Path(model) if model else detector.folder
-    training = {} if folder is None else _training(folder, detector.model_id)
+    training = {} if folder is None else training_of(folder, detector.model_id)
     run = Run(detector, folder or Path("RUN"), training, own_split)
     return Category(
         evaluation=evaluation,
@@ -190,7 +190,7 @@ def _judged(prediction: Prediction, sample: Sample, mask: Mask | None) -> Judged
     return replace(image, is_defect=sample.is_defect, width=width)
 
 
-def _training(folder: Path, model_id: str) -> dict[str, Any]:
+def training_of(folder: Path, model_id: str) -> dict[str, Any]:
     """What is known of a model's training; empty where the record beside it is another model's."""
     record = training_record(folder)
     if record.get("model_id", model_id) == model_id:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -24,7 +21,7 @@ from anomaly.calibration.rates import percent
 from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics.images import image_curves
 from anomaly.maps.heatmap import OPACITY, colour_stops
-from anomaly.report.page import asset, page
+from anomaly.report.page import asset, command_line, page, shown_time
 from anomaly.report.tables import flattered
 from anomaly.scoring.build import flatten
 from anomaly.version import __version__
@@ -76,10 +73,12 @@ def report_html(category: Category) -> str:
     data = {
         "labelled": True,
         # What differs from the promise is in the list of weaknesses.
-        "promise": promise_shown(category.thresholds, good, all_good=True) | {"line": ""},
+        "promise": promise_shown(category, good, all_good=True) | {"line": ""},
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
+            *([("model in", category.model)] if category.model else []),
+            *([("trained", shown_time(when))] if (when := category.training.get("time")) else []),
         ],
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
@@ -142,8 +141,7 @@ def _command(model: str) -> str:
     if not model:
         return ""
     folder = str(Path(model).absolute())  # holds in any working directory
-    quoted = subprocess.list2cmdline([folder]) if os.name == "nt" else shlex.quote(folder)
-    return f"anomaly calibrate --model {quoted}"
+    return command_line("anomaly", "calibrate", "--model", folder)
 
 
 def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:
@@ -159,27 +157,26 @@ def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, An
     }
 
 
-def promise_shown(
-    thresholds: Thresholds | None, scores: ArrayLike, *, all_good: bool
-) -> dict[str, Any]:
+def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
     """What thresholds promise of good parts beside what these images show, as a table for a page.
 
     Args:
-        thresholds: of the model; without them, or without images, there is nothing to show.
+        model: what is known of it; without thresholds, or images, there is nothing to show.
         scores: (n,) of images, but for those that are for review whatever their score.
         all_good: whether somebody has said that none of the images is defective.
     """
-    values = np.asarray(scores)
+    values, thresholds = np.asarray(scores), model.thresholds
     if thresholds is None or not len(values):
         return {"head": [], "rows": [], "line": ""}
     both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
     rows, lines = [], []
     for name, threshold in both.items():
         rate, count = threshold.false_rejects, int((values > threshold.value).sum())
-        promised = f"{percent(rate.expected)}, at most {percent(rate.at_most)}"
-        rows.append([name, promised, f"{percent(count / len(values))} ({count})"])
-        lines.append(flagged_line(count, len(values), rate, all_good=all_good))
-    head = ["", "promised", f"{len(values)} {'good images' if all_good else 'images'}"]
+        promised = percent(rate.expected), percent(rate.at_most)
+        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
+        place = model.model or "RUN"
+        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
+    head = ["", "promised", "at most", f"{len(values)} {'good images' if all_good else 'images'}"]
     return {"head": head, "rows": rows, "line": lines[0]}
 
 

@@ -2,10 +2,18 @@
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, gamma, norm, rv_continuous
 
-from anomaly.calibration.production import DEFECT_SHARE, compare_flagged, flagged_line
+from anomaly.calibration import GoodScores, thresholds_from
+from anomaly.calibration.production import (
+    DEFECT_SHARE,
+    ProductionChoice,
+    compare_flagged,
+    flagged_line,
+    thresholds_from_production,
+)
 from anomaly.calibration.rates import rate_of
+from anomaly.errors import DataError
 
 PROMISED = rate_of(9, 209, 10 / 210)  # the review threshold of 209 good images
 
@@ -45,3 +53,77 @@ def test_images_like_the_training_images_seldom_seem_to_differ_however_often_one
 def test_fifty_images_tell_a_lot_of_which_a_third_is_flagged(share: float, comparison: str) -> None:
     flagged = round(50 * share)
     assert compare_flagged(flagged, 50, PROMISED) == comparison
+
+
+def _scores(values: np.ndarray, prefix: str = "") -> GoodScores:
+    names = tuple(f"{prefix}{i}" for i in range(len(values)))
+    return GoodScores(names, tuple(values.tolist()), tuple((2 * values).tolist()), "images")
+
+
+KNOWN = _scores(10 + norm.ppf(np.linspace(0.001, 0.999, 209)))
+PLACES = {"above": (30, 1), "below": (1, 0.1), "among": (13, 2), "in the tail": (14.6, 0.1)}
+
+
+def _choice(
+    law: rv_continuous, images: int, defects: int, place: str, rng: np.random.Generator
+) -> ProductionChoice:
+    good = 10 + law.rvs(size=images - defects, random_state=rng)
+    mean, width = PLACES[place]
+    scores = rng.permutation(np.append(good, rng.normal(mean, width, defects)))
+    return thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("law", "defects", "place"),
+    [
+        (norm(2), 0, "above"),
+        *((norm(2), 5, place) for place in PLACES),
+        (gamma(3), 3, "above"),
+        (gamma(3), 5, "in the tail"),
+    ],
+)
+def test_bounds_hold_wherever_defects_score(law: rv_continuous, defects: int, place: str) -> None:
+    rng = np.random.default_rng([defects, len(place)])
+    inside = {"review": 0, "reject": 0}
+    for _ in range(60):
+        both = _choice(law, 100, defects, place, rng).thresholds.calibration
+        for name, threshold in (("review", both.review), ("reject", both.reject)):
+            rate, share = threshold.false_rejects, law.sf(threshold.value - 10)
+            inside[name] += rate.low <= share <= min(rate.high, rate.at_most + 1e-12)
+    assert min(inside.values()) >= 57
+
+
+def test_the_rate_lies_between_those_of_no_defect_and_of_all_that_may_be() -> None:
+    # Above it lies the fourth of 98 images, two being left out: the sixth, or the first good one.
+    rng = np.random.default_rng(0)
+    for share, expected in ((0.0, 6 / 101), (0.05, 1 / 96)):
+        shares = [
+            norm(2).sf(chosen.thresholds.review - 10)
+            for _ in range(40)
+            for chosen in [_choice(norm(2), 100, int(share * 100), "above", rng)]
+        ]
+        assert np.mean(shares) == pytest.approx(expected, abs=0.012)
+
+
+def test_what_decides_is_named_and_the_reject_threshold_keeps_its_distance() -> None:
+    scores = np.append(np.linspace(20, 30, 98), [50, 60])
+    choice = thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
+    assert choice.defects == 5
+    assert [name for name, _ in choice.left_out] == ["99", "98"]
+    low, high = choice.review_range
+    assert low < choice.thresholds.review < high
+    # It lies just above the fourth of 95 images, 5 % in the mean, or the fifth of 100.
+    assert [name for name, _ in choice.deciding] == [str(i) for i in range(99, 91, -1)]
+    assert scores[91] < low < scores[92]
+    assert scores[95] < high < scores[96]
+    known = thresholds_from(KNOWN, 0.05, 0.01)
+    ratio = choice.thresholds.image / choice.thresholds.review
+    assert ratio == pytest.approx(known.image / known.review, rel=0.01)
+    assert choice.thresholds.images == 98
+    assert choice.lines()[1].startswith("review would begin at 29.")
+    assert "give --at-most-defective 0%: 99: 60, 98: 50, 97: 30" in choice.lines()[1]
+
+
+def test_a_share_of_less_than_one_image_is_refused() -> None:
+    with pytest.raises(DataError, match="less than one image: give 20 or more"):
+        thresholds_from_production(KNOWN, _scores(np.arange(1.0, 20.0)), 0.05, 0.05, 0.01)
