@@ -203,8 +203,10 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
         for find in (_other_colours, _other_light, _other_poses)
         for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
     ]
-    # A cause says more than the share alone.
-    found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes] or shares
+    if labelled and causes:  # a cause says more than the share alone
+        found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
+    else:
+        found += [*causes, *shares]
     return _ranked(found)
 
 
