@@ -152,7 +152,7 @@ class Update:
             those = _count(missed, "known defect that was", "known defects that were")
             return (
                 f"{those} missed before would pass again ({some(missed)}), "
-                "so the update isn't taken; anomaly tune finds settings that catch more, or force it"
+                "so the update isn't taken; anomaly tune finds other settings, or force it"
             )
         return ""
 

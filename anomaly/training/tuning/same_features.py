@@ -92,7 +92,7 @@ class Budget:
         if self.spent > _MEASURED_SECONDS and needed > self.seconds:
             raise OverBudgetError(
                 f"other settings need about {needed:.0f} s with {total} training images, and "
-                f"{self.seconds:.0f} s were given; give --budget {60 * (1 + needed // 60):.0f}s"
+                f"{self.seconds:.0f} s were given; give --budget {1 + needed // 60:.0f}m"
             )
 
 
