@@ -112,7 +112,7 @@ def test_a_budget_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(60.0)
     monkeypatch.setattr("time.monotonic", lambda: budget._began + 20.0)
     budget.features(70, 70)
-    with pytest.raises(OverBudgetError, match="about 500 s .* --budget 9m"):
+    with pytest.raises(OverBudgetError, match=r"about 500 s .* --budget 9m"):
         budget.features(10, 100)
 
 
