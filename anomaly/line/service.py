@@ -124,7 +124,7 @@ class InspectionService:
                 "missed --keep. serve --keep-good 1 keeps the pictures of all good parts"
             )
         kept = keep_missed(slot.folder, f"part-{number}", file)
-        note = f"{said['note']} (known missed defect: {kept.name})".strip()
+        note = "; ".join(filter(None, [said["note"], f"known missed defect: {kept.name}"]))
         self.record.add_feedback(
             "defect", who=who, part=number, defect_type=said["defect_type"], note=note
         )
