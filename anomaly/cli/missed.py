@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from anomaly.cli.common_options import add_device, add_paths, device_and_threads, duration
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.masks import without_masks
 from anomaly.errors import AnomalyError, DataError, ImageError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import short_name
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 done, 3 done without some images that can't be used.
     """
-    paths = find_inputs(options.images, option="IMAGE").paths
+    paths = without_masks(find_inputs(options.images, option="IMAGE").paths)
     if options.mask is not None and len(paths) > 1:
         raise AnomalyError(f"--mask belongs to one image, and {len(paths)} are given; give one")
     folder = find_model(options.model, exported=False)

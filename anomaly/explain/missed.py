@@ -138,17 +138,24 @@ def explain_missed(
     explanation = explained(model, image, *good)
     for name, sha256 in model.manifest["training_images"].items():
         if sha256 == explanation.prediction.sha256:
-            raise DataError(learned_as_good(image, name))
+            raise learned_as_good(image, name)
     mask = mask or _mask_of(image.absolute())
-    pixels = None if mask is None else read_mask(mask)
-    size = explanation.prediction.view.source
-    if mask is not None and pixels is not None and (pixels.shape != size or not pixels.any()):
-        is_size = f"is {pixels.shape[0]}×{pixels.shape[1]} where the image is {size[0]}×{size[1]}"
+    marked = None if mask is None else _read(mask, explanation.prediction.view.source)
+    return MissedDefect(image, explanation, marked, model.thresholds)
+
+
+def _read(mask: Path, size: tuple[int, int]) -> NDArray[np.bool_]:
+    """The mask (H0, W0) of an image of this size."""
+    pixels = read_mask(mask)
+    if pixels.shape != size:
+        height, width = pixels.shape
         raise DataError(
-            f"{mask} {is_size if pixels.shape != size else 'marks nothing'}; give the mask of "
-            f"{image} with --mask"
+            f"{mask} is {height}×{width} where its image is {size[0]}×{size[1]}; give the image's "
+            "own mask with --mask"
         )
-    return MissedDefect(image, explanation, pixels, model.thresholds)
+    if not pixels.any():
+        raise DataError(f"{mask} marks nothing; give the image's own mask with --mask")
+    return pixels
 
 
 def _mask_of(image: Path) -> Path | None:

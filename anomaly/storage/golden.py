@@ -149,7 +149,7 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
     sha256 = hashlib.sha256(file).hexdigest()
     for learned, hashed in read_manifest(folder)["training_images"].items():
         if hashed == sha256:
-            raise DataError(learned_as_good(name, learned))
+            raise learned_as_good(name, learned)
     with locked(folder.parent):
         golden = folder.parent / "golden"
         for part in missed_parts(golden):
@@ -161,9 +161,9 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
         return place
 
 
-def learned_as_good(image: object, name: str) -> str:
+def learned_as_good(image: object, name: str) -> DataError:
     """That a model has learned from a defect."""
-    return (
+    return DataError(
         f"{image} is the training image {name}: the model has learned that it is good; take it out "
         "of the training images, and train again"
     )
