@@ -16,7 +16,6 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.masks import without_masks
 from anomaly.errors import AnomalyError, DataError, ImageError
 from anomaly.files.outputs import locked
-from anomaly.files.writing import short_name
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import MISSED, keep_missed
 from anomaly.storage.load import load_model
@@ -65,12 +64,13 @@ def run(options: argparse.Namespace) -> int:
         raise AnomalyError(f"--mask belongs to one image, and {len(paths)} are given; give one")
     folder = find_model(options.model, exported=False)
     from anomaly.explain.missed import explain_missed
+    from anomaly.training.update import unique_names
 
     device, threads = device_and_threads(options)
     model = load_model(folder, device)
     missed: list[MissedDefect] = []
     refused: list[AnomalyError] = []
-    for path in paths:
+    for path, name in zip(paths, unique_names([p.stem for p in paths], ()), strict=True):
         try:
             defect = explain_missed(model, path, mask=options.mask, good=options.good)
         except (ImageError, DataError) as error:
@@ -79,7 +79,11 @@ def run(options: argparse.Namespace) -> int:
             log.warning("skipped: %s", error)
             refused.append(error)
             continue
-        _show(defect, options)
+        print("\n".join(defect.lines()))
+        if options.output is not None:
+            with locked(options.output):
+                defect.explanation.save(options.output / name, overwrite=options.overwrite)
+            print(f"pictures: {options.output / name}")
         if not defect.caught:
             missed.append(defect)
             if options.keep:
@@ -90,15 +94,6 @@ def run(options: argparse.Namespace) -> int:
         _try_others(options, model, [defect.image for defect in missed], threads)
         _what_next(options, folder, missed)
     return 3 if refused else 0
-
-
-def _show(defect: MissedDefect, options: argparse.Namespace) -> None:
-    print("\n".join(defect.lines()))
-    if options.output is not None:
-        place = options.output / short_name(defect.image.stem)
-        with locked(options.output):
-            defect.explanation.save(place, overwrite=options.overwrite)
-        print(f"pictures: {place}")
 
 
 def _try_others(
