@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mask", type=Path, metavar="FILE", help="where the defect of the one image is")
     good = "further folders with training images, where they have moved since"
     add_paths(parser, "--good", good, "FOLDER")
-    add("--output", type=Path, metavar="FOLDER", help="pictures of the evidence, for each image")
-    add("--overwrite", action="store_true", help="replace earlier pictures there")
+    add("--output", type=Path, metavar="FOLDER", help="a page of the evidence for each image")
+    add("--overwrite", action="store_true", help="replace earlier pages there")
     add(
         "--keep",
         action="store_true",
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         if options.output is not None:
             with locked(options.output):
                 defect.explanation.save(options.output / name, overwrite=options.overwrite)
-            print(f"pictures: {options.output / name}")
+            print(f"Look at {options.output / name / 'explanation.html'}")
         if not defect.caught:
             missed.append(defect)
             if options.keep:

@@ -167,7 +167,7 @@ def test_a_kept_one_binds_later_versions(
     code, out, _ = command(
         "missed", [faint, "--model", run, "--keep", "--output", tmp_path / "why"]
     )
-    assert (code, (tmp_path / "why" / "faint" / "evidence.png").is_file()) == (0, True)
+    assert (code, (tmp_path / "why" / "faint" / "explanation.html").is_file()) == (0, True)
     (kept,) = (run / "golden" / "missed").iterdir()
     assert (f"kept as {kept}" in out, sha256_of(kept) == sha256_of(faint)) == (True, True)
     # A second time changes nothing.
