@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +29,6 @@ from anomaly.cli.common_options import (
     number,
 )
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train_report import advise_without, report_raised
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
@@ -137,8 +137,7 @@ def _run(options: argparse.Namespace) -> int:
     _warn_of_unusual(before, new, good)
     print("\n".join(new.lines()))
     learned = model.manifest["training_images"]
-    if report_raised(new):
-        advise_without(new, options.model, learned=any(n in learned for n in new.good.names))
+    _report_raised(new, options.model, learned=any(n in learned for n in new.good.names))
     recall = None if defects is None else _print_recall(new, defects, choice)
     exit_code = 3 if any(images.refused for images in scored.values()) else 0
     if any(out.name in learned for out in good.left_out):
@@ -232,6 +231,30 @@ def _score_images(
 
 def _twice(path: Path | str) -> DataError:
     return DataError(f"{path} is given as good and as a defect; give it once")
+
+
+def _report_raised(thresholds: Thresholds, model: Path, *, learned: bool) -> None:
+    """Say which good images raise the reject threshold, and how they are left out of it.
+
+    Args:
+        thresholds: new ones.
+        model: the run or model folder.
+        learned: whether the model has learned from these images.
+    """
+    raised = thresholds.raised_lines()
+    if not raised:
+        return
+    for line in raised:
+        log.info(line)
+    out = [image.name for image in thresholds.good.left_out]  # or they would count again
+    names = shlex.join([*out, *(name for name, _, _ in thresholds.raised_by())])
+    log.info(
+        "leaving out what raises the threshold lowers that alone; the model keeps what it has "
+        "learned from it, and defects like it may pass:"
+        if learned
+        else "look at what raises it; where it isn't good:"
+    )
+    log.info("  anomaly calibrate --model %s --without %s", shlex.quote(str(model)), names)
 
 
 def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScores) -> None:

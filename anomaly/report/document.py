@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -71,7 +72,8 @@ def report_html(category: Category) -> str:
     ]
     data = {
         "labelled": True,
-        "promise": promise_shown(category, good, all_good=True),
+        # What differs from the promise is in the list of weaknesses.
+        "promise": promise_shown(category, good, all_good=True) | {"line": ""},
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
@@ -84,6 +86,7 @@ def report_html(category: Category) -> str:
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "curves": _curves(category),
+        "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
         "by_type": list(_by_type(category)),
         "glossary": glossary(),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),

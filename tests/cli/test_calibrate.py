@@ -574,9 +574,9 @@ def test_production_images_find_thresholds_though_some_are_defective(
 ) -> None:
     common = ["--model", run]
     infer = ["--input", production, "--output"]
-    code, _, err = command("infer", [*common, *infer, tmp_path / "before"])
+    code, out, _ = command("infer", [*common, *infer, tmp_path / "before"])
     assert code == 0
-    advice = re.search(r"(\d+) of 40 images flagged .* See: anomaly (.*)", err)
+    advice = re.search(r"(\d+) of 40 images are flagged .*\n.*\n +anomaly (calibrate .*)", out)
     assert advice is not None
     assert int(advice[1]) > 20
     name, arguments = _split("anomaly " + advice[2])
