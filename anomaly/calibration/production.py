@@ -24,6 +24,7 @@ DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
 # Of a comparison that finds a difference where there is none. Made anew with each of 2,000 parts,
 # some 3 % of lines meet one: bounds of the promise are seldom so far off.
 _CHANCE = 0.01
+_MANY = 2000  # images from which on the chance is bounded, in no time
 _LISTED = 10  # images named
 
 Comparison = Literal["as promised", "more", "fewer"]
@@ -42,11 +43,24 @@ def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
     if images < LEAST_IMAGES:
         return "as promised"
     most = promised.at_most + DEFECT_SHARE * (1 - promised.at_most)
-    if most < 1 and binomial(images, most)[flagged:].sum() < _CHANCE:
+    if _chance(flagged, images, most) < _CHANCE:
         return "more"
-    if promised.low > 0 and binomial(images, promised.low)[: flagged + 1].sum() < _CHANCE:
+    if _chance(images - flagged, images, 1 - promised.low) < _CHANCE:
         return "fewer"
     return "as promised"
+
+
+def _chance(count: int, images: int, rate: float) -> float:
+    """The chance that so many of the images, or more, are flagged at a rate; of many, its bound."""
+    share = count / images
+    if share <= rate:  # or the rate is 1
+        return 1.0
+    if images <= _MANY:
+        return float(binomial(images, rate)[count:].sum())
+    divergence = share * math.log(share / rate)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - rate))
+    return math.exp(-images * divergence)  # Chernoff's bound
 
 
 def flagged_line(
