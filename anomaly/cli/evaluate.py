@@ -255,12 +255,19 @@ def evaluate_source(
                 data_folder,
                 mask_above=model.config.data.mask_above,
                 own_split=not (options.good or options.defects),
+                tested=_tested(options),
                 workers=threads,
                 progress=partial(progress, model.config.name),
                 model=str(folder),
             )
     except AnomalyError as error:
         return error
+
+
+def _tested(options: argparse.Namespace) -> list[object]:
+    """The options that name the images to test with."""
+    named = {"--defects": options.defects, "--good": options.good}
+    return [part for option, paths in named.items() if paths for part in (option, *paths)]
 
 
 def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:

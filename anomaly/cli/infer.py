@@ -219,7 +219,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                 )
             _print_rows(rows, total, options.output, page)
             _print_learned(rows, learned)
-            _print_weaknesses(model, options.model, judged)
+            _print_weaknesses(model, options, judged)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
         print("stopped; go on with --resume")
@@ -237,10 +237,12 @@ def _judge(
 
 
 def _print_weaknesses(
-    model: AnyModel, folder: Path, judged: Mapping[str, list[JudgedImage]]
+    model: AnyModel, options: argparse.Namespace, judged: Mapping[str, list[JudgedImage]]
 ) -> None:
+    production = options.input if options.input and len(judged) == 1 else ["FOLDER"]
     for product, images in judged.items():
-        run = Run(model.models[product], folder / product, training_record(folder / product))
+        folder = options.model / product
+        run = Run(model.models[product], folder, training_record(folder), production=production)
         for line in lines(of_images(run, images), product):
             log.info(line)
 
@@ -248,7 +250,7 @@ def _print_weaknesses(
 def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:
     """Say how many of the images are the model's own training images."""
     if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
-        print(f"the model has learned from {known} of them: their verdicts say nothing of others")
+        print(f"the model has learned from {known} of them: other images score higher")
 
 
 def _finish(

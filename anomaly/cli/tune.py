@@ -80,6 +80,9 @@ def run(options: argparse.Namespace) -> int:
     tuning.write(output)
     print(f"\nthe settings are in {output}, all figures in {output.with_suffix('.json')}")
     print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
+    if tuning.judgement.better:
+        model = shlex.quote(f"runs/{tuning.config.name}")
+        print(f"See the result:  anomaly evaluate --model {model} --output {model}/evaluation")
     return 0
 
 

@@ -120,6 +120,7 @@ def evaluated(
     *,
     mask_above: int,
     own_split: bool = True,
+    tested: Sequence[object] = ("--defects", "FOLDER", "--good", "FOLDER"),
     workers: int = 2,
     progress: Progress = lambda done, total: None,
     model: str = "",
@@ -132,6 +133,7 @@ def evaluated(
         data_folder: where they are, for people.
         mask_above: mask values above this are defect.
         own_split: whether they are the test split of a data set.
+        tested: options that name them, where they aren't.
         workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         model: the model's folder, as the user named it.
@@ -162,7 +164,7 @@ def evaluated(
     seconds = time.perf_counter() - started
     folder = Path(model) if model else detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
-    run = Run(detector, folder or Path("RUN"), training, own_split)
+    run = Run(detector, folder or Path("RUN"), training, () if own_split else tested)
     return Category(
         evaluation=evaluation,
         model="" if folder is None else str(folder),
@@ -185,9 +187,10 @@ def evaluated(
 
 def _judged(prediction: Prediction, sample: Sample, mask: Mask | None) -> JudgedImage:
     image = JudgedImage.of(prediction, sample.source)
-    is_missed = sample.is_defect and not image.flagged
-    width = width_of(mask) if is_missed and mask is not None else None
-    return replace(image, is_defect=sample.is_defect, width=width)
+    image = replace(image, is_defect=sample.is_defect)
+    if image.flagged or not sample.is_defect:
+        return image
+    return replace(image, source=sample.source, width=None if mask is None else width_of(mask))
 
 
 def training_of(folder: Path, model_id: str) -> dict[str, Any]:
