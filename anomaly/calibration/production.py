@@ -115,7 +115,7 @@ class ProductionChoice:
         low, high = self.review_range
         highest = "image is" if self.defects == 1 else f"{self.defects} images are"
         return [
-            f"left out as if defective, half as many as there may be: {_named(self.left_out)}",
+            f"taken for defects, half of the {self.defects} there may be: {_named(self.left_out)}",
             f"review would begin at {low:.5g} if the highest {highest} defective, at {high:.5g} if "
             f"none is. To know better, look at the {len(self.deciding)} images above {low:.5g}, "
             f"take out the defects and give --at-most-defective 0%: {_named(self.deciding)}",

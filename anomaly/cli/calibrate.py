@@ -195,6 +195,8 @@ def _score_images(
         name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items() if paths
     }
     for name, found in files.items():
+        if name == "production" and options.at_most_defective:
+            continue  # nobody has sorted them, whatever their names say
         check_inputs(given[name], found, defects=name == "defects")
     # Copies under other names are found by their hashes, once all are scored.
     if twice := set(files.get("good", files.get("production", ()))) & set(files.get("defects", ())):

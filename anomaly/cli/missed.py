@@ -6,10 +6,10 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import add_device, add_paths, device_and_threads, duration
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"none of {len(paths)} images can be used: {refused[0]}")
     if missed:
         _try_others(options, model, [defect.image for defect in missed], threads)
-        _what_next(options, folder, missed)
+        _what_next(options, model, folder, missed)
     return 3 if refused else 0
 
 
@@ -119,33 +119,29 @@ def _try_others(
     print("\n".join(settings_table(tried)))
 
 
-def _what_next(options: argparse.Namespace, folder: Path, missed: Sequence[MissedDefect]) -> None:
+def _what_next(
+    options: argparse.Namespace, model: Model, folder: Path, missed: Sequence[MissedDefect]
+) -> None:
     """The commands that go on from here."""
+    from anomaly.evaluation.weaknesses import Run
+    from anomaly.training.runs import training_record
+
     lowest = min(missed, key=lambda defect: defect.score)
     run = shlex.quote(str(options.model))
     print()
     if lowest.affordable:
         value, reject = lowest.catching_threshold, lowest.thresholds.image
         print(
-            f"Lower the review threshold: anomaly calibrate --model {run} --threshold {reject:.5g} "
+            f"Lower the review threshold ({percent(lowest.cost.expected)} of good parts flagged): "
+            f"anomaly calibrate --model {run} --threshold {reject:.5g} "
             f"--review-threshold {value:.5g}"
         )
     if not options.keep:
         images = shlex.join(map(str, options.images))
         print(f"Keep as known defects: anomaly missed {images} --model {run} --keep")
     defects = folder.parent / "golden" / MISSED if options.keep else Path("FOLDER")
+    tune = Run(model, folder, training_record(folder), ("--defects", defects)).tune()
     print(
         "Few images can't choose settings: what helps them may cost others. Six known defects or "
-        f"more can: anomaly tune --config {_config(folder)} --defects {shlex.quote(str(defects))}"
+        f"more can: {tune}"
     )
-
-
-def _config(folder: Path) -> str:
-    """The model's settings, as options that name its data set, too."""
-    from anomaly.training.runs import trained_on
-
-    config = shlex.quote(str(folder / "config.yaml"))
-    with suppress(DataError):
-        root = shlex.quote(f"data.root={trained_on(folder)}")
-        return f"{config} --set {root} --set data.category=null"
-    return config

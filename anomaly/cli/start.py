@@ -88,6 +88,10 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
     reading = reading_of(settings)
     reading = replace(reading, tiled=reading.tiled or tileable)
     taken, dataset, report = _look(taken, reading, output.absolute() / "images.csv")
+    if dataset.drawn:
+        good = sum(not sample.is_defect for sample in dataset.test)
+        total = good + len(dataset.train)
+        log.info(f"- {good} of {total} good images are set aside to test with, not learned from")
     usable, hints = report.splits["train"].usable, list(advice(report))
     hints = [
         hint

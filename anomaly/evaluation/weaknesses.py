@@ -80,6 +80,7 @@ class JudgedImage:
         source: its file, or the image.
         figures: its brightness, contrast and sharpness.
         is_grey: whether it has no colours.
+        is_unlike: whether it is flagged whatever its score, as it isn't like the training images.
         is_defect: what it shows; None where nobody has said.
         width: of its defect in original pixels, where that is widest; None without a mask.
     """
@@ -88,6 +89,7 @@ class JudgedImage:
     source: Path | Image = Path()
     figures: Mapping[str, float] = field(default_factory=dict)
     is_grey: bool = False
+    is_unlike: bool = False
     is_defect: bool | None = None
     width: float | None = None
 
@@ -97,7 +99,8 @@ class JudgedImage:
         if prediction.verdict == "good":
             return _PASSED
         statistics = prediction.statistics
-        return cls(True, source, statistics.figures(), statistics.is_grey)
+        unlike = bool(prediction.reason)
+        return cls(True, source, statistics.figures(), statistics.is_grey, unlike)
 
 
 _PASSED = JudgedImage(flagged=False)
@@ -202,13 +205,18 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
     promised = thresholds.calibration.review.false_rejects
     comparison = compare_flagged(len(flagged), len(others), promised)
     labelled = any(image.is_defect is not None for image in images)
-    shares = list(_flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled))
+    unlike = 2 * sum(image.is_unlike for image in flagged) > len(flagged)
+    shares = list(
+        _flagged_shares(
+            run, len(flagged), len(others), comparison, labelled=labelled, unlike=unlike
+        )
+    )
     causes = [
         cause
         for find in (_other_colours, _other_light, _other_poses)
         for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
     ]
-    if labelled and causes:  # a cause says more than the share alone
+    if (labelled or unlike) and causes:  # a cause says more than the share alone
         found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
     else:
         found += [*causes, *shares]
@@ -331,7 +339,13 @@ def _suspects(run: Run) -> Iterator[Weakness]:
 
 
 def _flagged_shares(
-    run: Run, flagged: int, images: int, comparison: Comparison, *, labelled: bool
+    run: Run,
+    flagged: int,
+    images: int,
+    comparison: Comparison,
+    *,
+    labelled: bool,
+    unlike: bool,
 ) -> Iterator[Weakness]:
     """More, or fewer, flagged images than the thresholds promise of good parts."""
     if comparison == "as promised" or run.model.thresholds is None:
@@ -347,8 +361,10 @@ def _flagged_shares(
         return
     what += f"of good parts like the training images at most {percent(promised.at_most)} are."
     gain = _LEARNED * (share - promised.at_most)
-    if labelled:
-        remedy = "Let the model learn other good images like these:"
+    if labelled or unlike:  # thresholds leave images flagged that are so whatever their score
+        remedy = "If parts look like that from now on, let the model learn confirmed good ones:"
+        if labelled:
+            remedy = "Let the model learn other good images like these:"
         yield Weakness(what, remedy, run.update(), "", gain)
     else:
         remedy = "If most of them are good, find thresholds for images like these:"
@@ -379,7 +395,7 @@ def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     )
     remedy = (
         "Set lamp, exposure and focus as they were for training; or, if parts look like that from "
-        "now on, let the model learn good ones:"
+        "now on, let the model learn confirmed good ones:"
     )
     yield Weakness(what, remedy, run.update(), "", len(outside) / images)
 

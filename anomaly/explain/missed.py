@@ -248,10 +248,10 @@ def settings_table(tried: Sequence[SettingScores]) -> list[str]:
                 f"({_interval(rate_of(count, images, count / images))})",
             )
         )
-    what = "as high as the image" if len(own.images) == 1 else "as high, in the mean of the images"
     return [
         *table(rows),
-        f"caught: above the review threshold that training would find with these settings; good "
-        f"images: of {total} scored by models that haven't seen them, how many score {what}, with "
+        "caught: above the review threshold that training would find with these settings",
+        f"good images as high: how many of {total}, scored by models that haven't seen them, score "
+        f"as high as {'it' if len(own.images) == 1 else 'one of these defects on average'}, with "
         "the share's 95 % interval",
     ]
