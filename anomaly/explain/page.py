@@ -208,10 +208,10 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     update = command_line("anomaly", "update", "--model", folder, "--good", "FOLDER", "--output")
     tune = "anomaly tune --config CONFIG --defects FOLDER"
     if prediction.verdict == "good":
-        missed = command_line("anomaly", "missed", image, "--model", folder)
+        missed = command_line("anomaly", "missed", image, "--model", folder, "--keep")
         return [
             ("Is the part good? Then there is nothing to do.", ""),
-            ("Is it defective? Then a defect has passed. Record it:", missed),
+            ("Is it defective? See what would have caught it, and keep it as known:", missed),
             ("Do such defects pass again and again? Try other settings on them:", tune),
         ]
     return [

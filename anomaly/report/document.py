@@ -268,8 +268,11 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     made = manifest.get("made_with", {})
     software = {"anomaly": __version__, "python": made.get("python"), **made.get("packages", {})}
     machine = {k: v for k, v in made.items() if k not in ("packages", "python")}
+    settings = dict(flatten(category.settings))
+    if chosen_by := settings.get("chosen_by"):
+        settings["chosen_by"] = f"{len(chosen_by)} images"
     return {
-        "Settings": dict(flatten(category.settings)),
+        "Settings": settings,
         "Learned": learned,
         "Timings": timings,
         "Hashes (sha256)": hashes,

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -129,6 +130,34 @@ def test_defects_that_pass(run: Path, tmp_path: Path) -> None:
     assert re.match(r"2\d of 24 defects pass as good \(\d+ %\)\.", first.what)
     assert shlex.split(first.command)[:2] == ["anomaly", "tune"]
     assert "59 to 97 %" in first.expected
+
+
+def test_a_tuned_model_leads_to_its_missed_defects(
+    run: Path, tmp_path: Path, command: Command
+) -> None:
+    data = write(tmp_path / "defects", unchanged, range(100, 108))
+    model = load_model(run, "cpu")
+    tuned = replace(model, config=model.config.model_copy(update={"chosen_by": ("0" * 16,)}))
+    samples, place = images_to_test(model, run, defects=[data])
+    evaluation = evaluated(tuned, samples, place, mask_above=0, own_split=False, model=str(run))
+    arguments = shlex.split(evaluation.weaknesses[0].command)
+    assert arguments[:2] == ["anomaly", "missed"]
+    code, out, err = command("missed", arguments[2:])
+    assert code == 0, err
+    assert out.count("called good, score") == 3
+    tune = shlex.split(out.rpartition("more can: ")[2])
+    assert tune[tune.index("--output") + 1] == "part_tuned.yaml"
+
+
+def test_no_threshold_mends_images_unlike_the_training_images(
+    run: Path, tmp_path: Path, command: Command
+) -> None:
+    dark = write(tmp_path / "dark", lambda picture: picture * 0.3, range(100, 124))
+    _, out, _ = command("infer", ["--model", run, "--input", dark, "--output", tmp_path / "r"])
+    assert "24 of 24 images are flagged" in out
+    assert "24 of 24 flagged images have a" in out
+    assert "anomaly update" in out
+    assert "anomaly calibrate" not in out
 
 
 def test_patches_too_coarse_for_the_defects(tmp_path: Path) -> None:
