@@ -58,6 +58,11 @@ def effects(
                 for limits in (moved.before, moved.after)
             )
             yield f"of {len(values)} {images} {before} were {done} so far, {after} are now"
+    if not defects and moved.after.review > moved.before.review:
+        yield (
+            "no known defects were given, so nothing says whether they still are flagged: give "
+            "--defects FOLDER"
+        )
     if golden := golden_of(find_model(folder).resolve()):
         parts = read_record(golden)["images"]
         passing = [

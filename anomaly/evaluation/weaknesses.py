@@ -425,6 +425,7 @@ def _other_poses(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     """Parts that lie in ways which training lacks: turned, they score as most good parts do."""
     if not run.is_turnable:
         return
+    flagged = [image for image in flagged if not image.is_unlike]  # these are so by their scores
     step = max(1, len(flagged) // _TURNED_IMAGES)
     tried = [image.source for image in flagged[::step]][:_TURNED_IMAGES]
     usual = sum(_is_usual_turned(run.model, source) for source in tried)

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -15,6 +16,7 @@ from conftest import Command, train_arguments, with_note, write_part, write_prod
 
 import anomaly
 from anomaly.calibration.rates import percent
+from anomaly.evaluation.production import effects
 from anomaly.training.feature_cache import CachedFeatures
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
@@ -569,6 +571,16 @@ def production(tmp_path: Path) -> Path:
     return tmp_path / "production"
 
 
+def test_higher_thresholds_without_known_defects_say_what_is_unknown(run: Path) -> None:
+    moved: Any = SimpleNamespace(
+        before=SimpleNamespace(review=1.0), after=SimpleNamespace(review=2.0)
+    )
+    counted, unknown = effects(moved, [3.0, 1.5], [], run)
+    assert counted == "of 2 production images 2 were flagged so far, 1 are now"
+    assert "give --defects FOLDER" in unknown
+    assert len(list(effects(moved, [3.0, 1.5], [4.0], run))) == 2
+
+
 def test_production_images_find_thresholds_though_some_are_defective(
     run: Path, product: Path, production: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -587,7 +599,7 @@ def test_production_images_find_thresholds_though_some_are_defective(
     code, out, err = command(name, [*arguments, "--yes", "--data-root", product.parent])
     assert code == 0
     assert "calibrated on 40 production images, at most 2 of them defective" in out
-    assert re.search(r"left out as if defective, .*: 0(07|31).png", out)
+    assert re.search(r"taken for defects, half of the 2 .*: 0(07|31).png", out)
     assert {"007.png", "031.png"} <= set(re.findall(r"\d{3}\.png", out))
     assert f"of 40 production images {advice[1]} were flagged so far, " in out
     assert "of 3 known defects 3 were caught so far, 3 are now" in out

@@ -49,6 +49,7 @@ def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: P
     code, out, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
     assert code == 0, err
     assert "good images in OK, others in NG" in out
+    assert "- 2 of 12 good images are set aside to test with, not learned from" in out
     written = yaml.safe_load((output / "part.yaml").read_text())
     assert written["image"] == {"bit_depth": 12}
     assert written["data"] == {"format": "good_defect", "root": str(tmp_path / "part")}

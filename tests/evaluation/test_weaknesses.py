@@ -158,6 +158,7 @@ def test_no_threshold_mends_images_unlike_the_training_images(
     assert "24 of 24 flagged images have a" in out
     assert "anomaly update" in out
     assert "anomaly calibrate" not in out
+    assert "turned or mirrored" not in out
 
 
 def test_patches_too_coarse_for_the_defects(tmp_path: Path) -> None:
