@@ -90,7 +90,7 @@ def verdict_changes(
             images = {i: sample.source for i, sample in enumerate(batch)}
             cache = FeatureCache(before, fitter_of(before.config), decoders, scratch)
             with closing(cache):
-                features = cache.build(images, turned=False)
+                features = cache.build(images, learned=False)
                 scores = [scores_of(detector, features, features.views) for detector in both]
             for i in sorted(scores[0]):
                 pair = scores[0][i][0], scores[1][i][0]

@@ -264,7 +264,7 @@ class GoodImages:
         if isinstance(sample, str):
             return sample
         item = read_image(sample.path, self._detector.loading)
-        return item if isinstance(item, NetworkInput) else "can't be read"
+        return item.in_part() if isinstance(item, NetworkInput) else "can't be read"
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:
         tile = tile_of(item, self._grid(item), patch)

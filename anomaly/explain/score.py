@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -116,7 +116,9 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
     if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
     training = GoodImages(detector, good_images(detector, *good))
-    flaws = () if detector.thresholds is None else prediction.regions
+    item = item.in_part()  # so that equal places of parts are compared
+    seen = replace(prediction, view=item.view, image=item.image)
+    flaws = () if detector.thresholds is None else seen.regions
     scores = prediction.patch_scores
     height, width = scores.shape
     patches = worst_patches(scores, flaws, patch_centres(item.view, (height, width)))
@@ -134,7 +136,7 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         title = "worst patch of each flaw that is marked"
     elif detector.thresholds is not None:
         title += "; nothing is marked"
-    seen_map = _heatmap(prediction, item)
+    seen_map = _heatmap(seen, item)
     boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
     overview = beside([(title, marked(display(item.decoded), boxes)), ("heatmap", seen_map)])
     rows, facts = _compared(training, item, patches, scores)

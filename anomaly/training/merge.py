@@ -15,6 +15,7 @@ from anomaly.errors import ModelError
 from anomaly.scoring.build import MASKS, differences, fitter_of, flatten, to_dict
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
+from anomaly.storage.folder import REFERENCE
 from anomaly.storage.thresholds import change
 from anomaly.training.update import unique_names
 
@@ -86,7 +87,8 @@ def _settings(detector: Model) -> dict[str, Any]:
     """What has to be equal, by key."""
     manifest = detector.manifest
     files = {
-        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256") for name in MASKS.values()
+        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256")
+        for name in (*MASKS.values(), REFERENCE)
     }
     settings = {k: v for k, v in flatten(to_dict(detector.config)) if not k.startswith(_FREE)}
     backbone = {f"backbone.{key}": value for key, value in manifest["backbone"].items()}

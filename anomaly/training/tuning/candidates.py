@@ -20,7 +20,7 @@ _GRAIN = 32  # sides that networks take, see `image.area`
 _MORE_OF_THE_BANK = 0.1
 # Axes of changes: of those that cost nothing to try, that good images can judge, and whose time
 # can't be told from that of others.
-SCORE, TURNS, NETWORK = "image score", "turns", "network"
+SCORE, TURNS, POSE, NETWORK = "image score", "turns", "pose", "network"
 _IMAGE_SCORES = {
     "map_top_percent": "for defects of any size",
     "map_max": "for defects of a few pixels",
@@ -137,6 +137,14 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
             for how, reason in (
                 ("quarter_turns", "for parts that lie in four ways"),
                 ("quarter_turns_and_mirrors", "for parts that lie any way"),
+            )
+        ]
+    if image.align == "none":
+        found += [
+            Change(POSE, {"image.align": how}, reason)
+            for how, reason in (
+                ("shift", "for parts that lie in other places"),
+                ("rigid", "for parts that are turned, too"),
             )
         ]
     found += [

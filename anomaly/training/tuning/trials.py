@@ -120,7 +120,7 @@ class Features:
                 between = time.perf_counter()
                 known = [*images.defects, *images.good]
                 sources = {i: sample.source for i, sample in enumerate(known)}
-                self._known = self._cache.build(sources, turned=False) if known else None
+                self._known = self._cache.build(sources, learned=False) if known else None
             except BaseException:
                 self._cache.close()
                 raise

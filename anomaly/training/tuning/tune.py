@@ -20,7 +20,7 @@ from anomaly.files.writing import as_json, write
 from anomaly.runtime.devices import device_of
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.training.fit import StageProgress
-from anomaly.training.tuning.candidates import TURNS, Change, changed, expense
+from anomaly.training.tuning.candidates import POSE, TURNS, Change, changed, expense
 from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
 from anomaly.training.tuning.search import Search, Skipped, Tried, aligned
 from anomaly.training.tuning.trials import Images
@@ -196,7 +196,9 @@ class Tuning:
 
     def _without_defects(self) -> str:
         height, width = self.tried[0].trial.patch_pixels
-        turned = [i for i, t in enumerate(self.tried) if any(c.axis == TURNS for c in t.changes)]
+        turned = [
+            i for i, t in enumerate(self.tried) if any(c.axis in (POSE, TURNS) for c in t.changes)
+        ]
         narrowest = min(turned, key=lambda i: spread(self.scores[i]), default=0)
         before, after = spread(self.scores[0]), spread(self.scores[narrowest])
         poses = (
