@@ -1,7 +1,7 @@
 """What moved parts cost, and what `image.align` gives back: sets as they are, and moved.
 
     python -m benchmarks.moved --data FOLDER… [--network NAME] [--weights FILE] [--kinds patchcore]
-        [--as-they-are]
+        [--train 100] [--as-they-are]
 
 Every image of a set (MVTec AD's layout) is shifted by up to 10 % of its sides and turned by up to
 10°, its border repeated outwards. With `--as-they-are` nothing is moved: parts that lie anyhow.
@@ -61,7 +61,7 @@ def figures(
     detector = anomaly.fit(train, settings, calibrate=False)
     results = {r.index: r for r in detector.model.results(test)}
     scores = [getattr(results[i], "score", np.inf) for i in range(len(test))]
-    doubts = sum(bool(r.view.pose and r.view.pose.reason) for r in results.values())
+    doubts = sum(bool(getattr(r, "reason", "unusable")) for r in results.values())
     auroc = image_metrics(scores, labels).values["image_auroc"]
     recall = recall_at_false_reject_rates(scores, labels).values["recall_at_frr_0.05"]
     cells = f"{auroc:.3f} | {recall:.3f} | {doubts}"
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--network", default="timm/tf_efficientnet_lite2", help="backbone.name")
     parser.add_argument("--weights", default="imagenet", help="as backbone.weights")
     parser.add_argument("--kinds", nargs="+", default=["patchcore", "padim"], help="model.kind")
+    parser.add_argument("--train", type=int, default=100, help="training images at most")
     parser.add_argument("--as-they-are", action="store_true", help="nothing is moved")
     args = parser.parse_args()
     print(machine())
@@ -98,7 +99,8 @@ def main() -> None:
     for folder in args.data:
         data = anomaly.open_dataset("mvtec", folder.parent, folder.name)
         labels = [sample.is_defect for sample in data.test]
-        still = read(data.train), read(data.test)
+        train = data.train[:: -(-len(data.train) // args.train)]
+        still = read(train), read(data.test)
         shaken = moved(still[0], 0), moved(still[1], 1)
         for kind in args.kinds:
             for is_moved, align in cases:

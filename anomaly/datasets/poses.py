@@ -12,9 +12,10 @@ from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.pose import Grey, Poses, learn, read_grey
 
-# `image.align: rigid` is named where turning makes images match better by so much, in the median;
-# any where parts lie farther than this share of a side from their mean.
-_BETTER, _FAR = 0.05, 0.03
+# `image.align: rigid` is named where parts turn by so many degrees and turning leaves this share of
+# what doesn't match at most (screws 0.1, castings 0.4; hazelnuts 0.8, bottles 1), in the median;
+# any where parts lie farther than this share of a side from the middle one.
+_TURNED, _LEFT, _FAR = 2.0, 0.6, 0.03
 
 
 def grey_pictures(
@@ -56,7 +57,8 @@ def moving(pictures: Sequence[Grey]) -> str:
         return ""
     shift = learn(pictures, rigid=False)
     turn, away = _spread(rigid)
-    if np.median(rigid.correlations) - np.median(shift.correlations) > _BETTER:
+    left, before = (1 - np.median(poses.correlations) for poses in (rigid, shift))
+    if turn > _TURNED and left < _LEFT * before:
         ways = "any way" if turn > 90 else f"turned by up to {turn:.0f}°"
         return (
             f"parts lie {ways}, shifted by up to {away:.0%} of the image's sides: "
