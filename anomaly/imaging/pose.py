@@ -371,8 +371,7 @@ class Poses:
             reason = "match nearly as well at other places"
         raise DataError(
             "image.align: the training images show no part whose pose can be found: moved onto "
-            f"each other they {reason}. Surfaces such as fabric have no pose: train with "
-            "image.align=none"
+            f"each other they {reason}, as surfaces do; train with image.align=none"
         )
 
 
@@ -419,7 +418,7 @@ def _middle(motions: Sequence[Motion], fits: NDArray[Any], shape: tuple[int, ...
     centre = -np.mean(shifts / turns)  # of all parts, in the coordinates of the reference
     away = np.abs(turns * centre + shifts)
     if abs(turns.mean()) > 0.9:  # they all lie about one way
-        away += np.abs(np.angle(turns / turns.mean())) * min(shape) / 4
+        away += np.abs(np.angle(turns / turns.mean())) * min(shape) / 2
     return int(np.argmin(np.where(fits >= np.median(fits), away, np.inf)))
 
 

@@ -8,14 +8,16 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+import numpy as np
+
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
+from anomaly.imaging.pose import Reference
 from anomaly.scoring.build import MASKS, differences, fitter_of, flatten, to_dict
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
-from anomaly.storage.folder import REFERENCE
 from anomaly.storage.thresholds import change
 from anomaly.training.update import unique_names
 
@@ -76,6 +78,11 @@ def _check_same(one: Model, other: Model, names: str) -> None:
     Raises:
         ModelError: they don't; names the settings.
     """
+    if not _one_reference(one.reference, other.reference):
+        raise ModelError(
+            f"{names} can't be merged, as their parts lie in other poses (image.align); train one "
+            "model with the images of both"
+        )
     if different := differences(_settings(one), _settings(other), "{key} ({one} and {other})"):
         raise ModelError(
             f"{names} can't be merged, as they differ in {', '.join(different)}; train them with "
@@ -83,12 +90,17 @@ def _check_same(one: Model, other: Model, names: str) -> None:
         )
 
 
+def _one_reference(one: Reference | None, other: Reference | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one.picture, other.picture)
+
+
 def _settings(detector: Model) -> dict[str, Any]:
     """What has to be equal, by key."""
     manifest = detector.manifest
     files = {
-        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256")
-        for name in (*MASKS.values(), REFERENCE)
+        f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256") for name in MASKS.values()
     }
     settings = {k: v for k, v in flatten(to_dict(detector.config)) if not k.startswith(_FREE)}
     backbone = {f"backbone.{key}": value for key, value in manifest["backbone"].items()}

@@ -46,9 +46,7 @@ def test_motions_join_and_go_back_as_matrices_do(
 
 
 @pytest.mark.parametrize(("rigid", "turn"), [(True, 10), (True, 180), (False, 0)])
-def test_poses_of_drawn_parts_are_found_within_a_quarter_of_a_pixel(
-    rigid: bool, turn: float
-) -> None:
+def test_poses_are_found_within_a_quarter_of_a_pixel(rigid: bool, turn: float) -> None:
     known = poses(16, 5, turn)
     found = learned(known, rigid=rigid)
     middle = known[found.index]
@@ -161,7 +159,8 @@ def test_surfaces_have_no_pose(kind: str) -> None:
 def test_what_fits_moving_parts(turn: float, shift: float, words: str) -> None:
     given = poses(16, 5, turn, shift)
     advice = moving([grey_picture(image(draw(pose, i))) for i, pose in enumerate(given)])
-    assert (words in advice) and bool(words) == bool(advice)
+    assert words in advice
+    assert bool(words) == bool(advice)
 
 
 def test_a_reference_is_saved_and_damage_is_seen() -> None:
