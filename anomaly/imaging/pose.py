@@ -108,6 +108,18 @@ class Pose:
         """
         return _cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
 
+    def covers(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether points of the part, in original pixels from its frame's corner, are in the image.
+
+        Args:
+            x: to the right.
+            y: down; of a shape that goes with that of `x`.
+        """
+        matrix = self.motion.matrix(self.size)
+        across, down = (row[0] * (x - 0.5) + row[1] * (y - 0.5) + row[2] + 0.5 for row in matrix)
+        inside = (across >= 0) & (across < self.size[1]) & (down >= 0) & (down < self.size[0])
+        return np.asarray(inside)
+
     def image(self, values: NDArray[np.float32], strip: slice) -> NDArray[np.float32]:
         """Values in the part's coordinates, in some rows of the image.
 

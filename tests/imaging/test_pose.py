@@ -16,6 +16,7 @@ from anomaly.imaging.array_input import ArrayFormat
 from anomaly.imaging.geometry import Sizing, View, render
 from anomaly.imaging.pose import Motion, Pose, Poses, Reference, grey_picture, learn
 from anomaly.imaging.read import Image
+from anomaly.imaging.region import counted
 
 _MOTION = st.builds(Motion, st.floats(-3, 3), st.floats(-20, 20), st.floats(-20, 20))
 _CORNERS = [(-50.0, -30.0), (50.0, -10.0), (-50.0, 30.0), (50.0, 30.0)]
@@ -175,3 +176,19 @@ def test_a_reference_is_saved_and_damage_is_seen() -> None:
     ):
         with pytest.raises(ModelError, match="damaged"):
             Reference.from_tensors(reference.tensors() | damage, rigid=True)
+
+
+def test_patches_that_a_motion_uncovers_dont_count() -> None:
+    view = Sizing(None, None, 128, 32).view(SIZE)
+    pose = Pose(Motion(math.radians(20), 30.0, -8.0), SIZE)
+    counts = counted(None, replace(view, pose=pose), (0, 0), (16, 16))
+    # OpenCV moves an image that is there everywhere.
+    white = np.ones((*SIZE, 3), np.uint8)
+    there = cv2.warpAffine(
+        white[..., 0], pose.motion.matrix(SIZE), SIZE[::-1],
+        flags=cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP,
+    )  # fmt: skip
+    middles = [((np.arange(16) + 0.5) * side / 16).astype(int) for side in SIZE]
+    assert (counts == there[np.ix_(*middles)]).mean() > 0.98
+    assert 0.7 < counts.mean() < 0.95
+    assert counted(None, view, (0, 0), (16, 16)).all()
