@@ -144,9 +144,10 @@ def counted(
     Where the part was moved, a patch counts only if its middle lies in the image.
     """
     down, across = (
-        sum(_edges(pieces, count)) / 2 for pieces, count in zip(layout.axes, grid, strict=True)
+        np.mean(_edges(pieces, count), axis=0)
+        for pieces, count in zip(layout.axes, grid, strict=True)
     )
-    mask = np.ones((len(down), len(across)), bool)
+    mask: Mask = np.ones((len(down), len(across)), np.bool_)
     if region is not None:
         mask = region.patches(layout, grid)
     if layout.pose is not None:

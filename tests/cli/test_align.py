@@ -148,3 +148,26 @@ def test_the_reference_is_part_of_the_model(plates: Path, tmp_path: Path, comman
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
     with pytest.raises(ModelError, match=r"reference\.safetensors"):
         load_model(run, "cpu")
+
+
+def test_an_export_says_the_same(plates: Path, tmp_path: Path, command: Command) -> None:
+    run, _ = trained(command, plates, tmp_path / "run")
+    export = ["--model", run, "--to", "onnx", "--output", tmp_path / "export"]
+    assert command("export", export)[0] == 0
+    one, two = (
+        inferred(command, model, plates / "test", tmp_path / name)
+        for model, name in ((run, "a"), (tmp_path / "export", "b"))
+    )
+    for row, other in zip(one, two, strict=True):
+        assert (row["verdict"], row["reason"]) == (other["verdict"], other["reason"])
+        assert float(row["image_score"]) == pytest.approx(float(other["image_score"]), rel=1e-3)
+    assert {row["verdict"] for row in one} > {"reject"}
+
+
+def test_models_of_other_poses_arent_merged(
+    plates: Path, tmp_path: Path, command: Command
+) -> None:
+    one, _ = trained(command, plates, tmp_path / "one")
+    other, _ = trained(command, write(tmp_path / "plates", turn=5), tmp_path / "other")
+    code, _, err = command("merge", [one, other, "--output", tmp_path / "merged"])
+    assert (code, "parts lie in other poses" in err) == (2, True)
