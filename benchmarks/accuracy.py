@@ -86,9 +86,15 @@ def _numbers(values: Mapping[str, float | None]) -> Figures:
 
 def _image_score(image: ImageMaps, patches: Tensor, variant: Variant) -> float:
     counted = with_border_damped(patches[None], image.size, variant.border)
-    if variant.score == "relative":
+    if variant.score.startswith("relative"):
         maps = network_map(counted, image.size, variant.smoothing)
-        return float(image_scores(counted, maps, "map_top_relative")[0])
+        plain, relative = (
+            float(image_scores(counted, maps, how)[0])
+            for how in ("map_top_percent", "map_top_relative")
+        )
+        # The exponent of the image's median: 1 divides by it, 0 not at all.
+        power = float(variant.score.removeprefix("relative") or 1)
+        return plain ** (1 - power) * relative**power
     values = counted[0]
     if variant.score.startswith("map"):
         values = network_map(counted, image.size, variant.smoothing)[0]

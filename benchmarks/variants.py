@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from anomaly.methods.base import PatchBatch, PatchSet
 from anomaly.methods.patchcore.embedding import ALIGNERS
@@ -25,14 +24,14 @@ class Variant:
     Attributes:
         layers: digits of the hooked layers that are joined, 1 for the finest.
         embedding: how layers are joined, as `model.embedding`.
-        compress: what numbers x of the maps become: `sqrt`, or `unit` for patches of length 1.
+        power: what |x| of the maps' numbers x is raised to, signs kept.
         ratio: share of the patches in the bank.
         neighbours: mean distance of so many bank vectors.
         spacing: as `model.spacing_neighbours`.
         shots: training images, drawn by the seed; 0 for all.
         score: image score: `max`, `map` (maximum of the blurred map), `topP` (mean of the highest
-            P % of the patch scores), `maptopP` (likewise of the blurred map) or `relative` (as
-            `map_top_relative`).
+            P % of the patch scores), `maptopP` (likewise of the blurred map), `relative` (as
+            `map_top_relative`) or `relativeE` (over the image's median to the power of E).
         smoothing: σ in network pixels.
         halo: γ of the damped halo, of the map that pixel figures are of; 0 for none.
         border: δ of the damped border, of the patch scores that image scores are of; 0 for none.
@@ -40,7 +39,7 @@ class Variant:
 
     layers: str = "23"
     embedding: str = "sharp"
-    compress: str = ""
+    power: float = 1.0
     ratio: float = 0.02
     neighbours: int = 1
     spacing: int = 9
@@ -61,7 +60,7 @@ class Variant:
     @property
     def embedding_alone(self) -> Variant:
         """What embeddings depend on."""
-        return Variant(layers=self.layers, embedding=self.embedding, compress=self.compress)
+        return Variant(layers=self.layers, embedding=self.embedding, power=self.power)
 
     @property
     def maps(self) -> Variant:
@@ -113,10 +112,9 @@ def _embedded(
 def embeddings(image: ImageMaps, variant: Variant, device: torch.device) -> Tensor:
     """Patch embeddings (h, w, D) float32 of an image."""
     maps = [image.maps[int(layer) - 1][None].to(device).float() for layer in variant.layers]
-    if variant.compress == "sqrt":
-        maps = [m.sign() * m.abs().sqrt() for m in maps]
-    joined = ALIGNERS[variant.embedding](maps)[0]
-    return F.normalize(joined, dim=-1) if variant.compress == "unit" else joined
+    if variant.power != 1:
+        maps = [m.sign() * m.abs() ** variant.power for m in maps]
+    return ALIGNERS[variant.embedding](maps)[0]
 
 
 def patch_scores(

@@ -30,7 +30,8 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, fi
 from anomaly.evaluation.splits import images_to_test
 from anomaly.files.outputs import locked
 from anomaly.report.category import evaluated
-from anomaly.report.comparison import summary, write_comparison
+from anomaly.report.comparison import summary
+from anomaly.report.comparison_page import write_comparison
 from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, flattered, table, undefined
 from anomaly.scoring.image_statistics import nearest

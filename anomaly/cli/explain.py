@@ -1,4 +1,4 @@
-"""`anomaly explain`: why an image was flagged, and what a classifier looks at, in pictures."""
+"""`anomaly explain`: why an image was flagged, as a page; what a classifier looks at."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import add_device, add_output, add_paths, device_and_threads
+from anomaly.cli.common_options import add_device, add_paths, device_and_threads
 from anomaly.errors import AnomalyError
-from anomaly.explain.pictures import RgbImage, claim_folder, save_explanation
+from anomaly.explain.pictures import PAGE, RgbImage, claim_folder, save_explanation
 from anomaly.files.outputs import locked
+from anomaly.files.writing import short_name
 from anomaly.storage.exported import check_layers
 from anomaly.storage.load import load_model
 
@@ -27,8 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backbone", metavar="NAME", help="a torchvision classifier: explains the class it sees"
     )
-    parser.add_argument("--input", type=Path, required=True, metavar="IMAGE", help="one image file")
-    add_output(parser, "where the pictures go", "earlier pictures")
+    image = parser.add_mutually_exclusive_group(required=True)
+    image.add_argument("image", nargs="?", type=Path, metavar="IMAGE", help="one image file")
+    image.add_argument("--input", type=Path, metavar="IMAGE", help="the same")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where the page and the pictures go (default: explained/NAME_OF_THE_IMAGE)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier ones there")
     good = (
         "of --model: further folders with its training images, where they have moved since, or "
         "were learned by update"
@@ -56,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
+    options.input = options.input or options.image
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
@@ -69,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
         check_layers(options.model)
     if options.backbone is not None:
         check_weights(options.weights)
+    if options.output is None:
+        options.output = Path("explained") / short_name(options.input.stem)
     with locked(options.output):
         return _explain(options)
 
@@ -82,11 +93,13 @@ def _explain(options: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"image": str(options.input)}
     pictures: dict[str, RgbImage] = {}
     notes: list[str] = []
+    page = ""
     if options.model is not None:
         why = explained(load_model(options.model, device), options.input, *options.good)
         facts |= why.facts()
         pictures |= {f"{name}.png": picture for name, picture in why.pictures.items()}
         notes += why.notes
+        page = why.html()
     if options.backbone is not None:
         seen = explain_class(
             options.backbone,
@@ -101,8 +114,11 @@ def _explain(options: argparse.Namespace) -> int:
         facts |= seen.facts
         pictures |= seen.pictures
         notes += seen.notes
-    facts = save_explanation(options.output, facts, pictures, notes, overwrite=options.overwrite)
-    _print_facts(facts, options.output)
+    output = options.output
+    facts = save_explanation(output, facts, pictures, notes, page, overwrite=options.overwrite)
+    _print_facts(facts, output)
+    if page:
+        print(f"Look at {output / PAGE}")
     return 0
 
 

@@ -17,6 +17,7 @@ from anomaly.explain.saliency import image_gradient
 from anomaly.hooks import capture
 from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
 from anomaly.imaging.loading import NetworkInput, turn_of, upright
+from anomaly.imaging.pose import Pose
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import inside_of
@@ -92,6 +93,19 @@ def worst_patches(
         row, column = np.unravel_index(counted.argmax(), scores.shape)
         worst[int(row), int(column)] = None
     return list(worst)
+
+
+def in_part(flaw: MarkedRegion, pose: Pose | None) -> MarkedRegion:
+    """Where a flaw of an image lies in the part's coordinates, its box around the turned one."""
+    if pose is None:
+        return flaw
+    right, bottom = flaw.x + flaw.width, flaw.y + flaw.height
+    box = [(x, y) for x in (flaw.x, right) for y in (flaw.y, bottom)]
+    *corners, peak = pose.in_part(np.array([*box, (flaw.peak_x + 0.5, flaw.peak_y + 0.5)]))
+    low, high = np.floor(np.min(corners, 0)).astype(int), np.ceil(np.max(corners, 0)).astype(int)
+    (x, y), (width, height) = low.tolist(), (high - low).tolist()
+    peak_x, peak_y = np.floor(peak).astype(int).tolist()
+    return replace(flaw, x=x, y=y, width=width, height=height, peak_x=peak_x, peak_y=peak_y)
 
 
 def _within(centres: NDArray[np.float64], start: int, size: int, peak: int) -> NDArray[np.intp]:

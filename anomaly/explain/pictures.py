@@ -23,7 +23,6 @@ MARK = (255, 64, 32)
 LINE_HEIGHT, _INDENT = 18, 2
 _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
 _PANEL = 160  # wide enough for a title above one of few pictures
-_NUMBERED = 48  # wide enough for the numbers of frames
 _CROP = 150
 _CONTEXT = 7  # sides of the patch that a crop shows
 _BACKGROUND = 255
@@ -131,29 +130,12 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
     return _outlined(resized(crop, size, size, cv2.INTER_CUBIC), inside, size / side)
 
 
-def marked(picture: RgbImage, boxes: Sequence[Box] = (), longest: int = 420) -> RgbImage:
-    """The whole image, small enough for a page, with numbered frames around patches.
-
-    Args:
-        picture: (H0, W0, 3).
-        boxes: number 1 first.
-        longest: of its sides, in the result.
-    """
+def fitted(picture: RgbImage, longest: int = 420) -> RgbImage:
+    """The whole image (H0, W0, 3), its longest side of so many pixels."""
     height, width = picture.shape[:2]
     scale = longest / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
-    small = resized(picture, *size, cv2.INTER_CUBIC)
-    if boxes:
-        small = _padded(small, size[0], max(size[1], _NUMBERED))
-    for number, box in enumerate(boxes, start=1):
-        small = _outlined(small, box, scale)
-        # Beside the frame, and inside the picture where the frame lies at its border.
-        x = min(round(box.right * scale) + 4, small.shape[1] - 12)
-        y = max(round(box.top * scale) + 4, 13)
-        # White below the colour: readable on any image.
-        for colour, thickness in (((255, 255, 255), 3), (MARK, 1)):
-            cv2.putText(small, str(number), (x, y), _FONT, 0.5, colour, thickness, cv2.LINE_AA)
-    return small
+    return resized(picture, *size, cv2.INTER_CUBIC)
 
 
 def _outlined(picture: RgbImage, box: Box, scale: float) -> RgbImage:
@@ -244,8 +226,8 @@ def _padded(picture: RgbImage, height: int, width: int) -> RgbImage:
     return np.pad(picture, padding, constant_values=_BACKGROUND)
 
 
-_FACTS = "explanation.json"
-_PICTURES = ("evidence.png", "score_gradient.png", "grad_cam.png")
+_FACTS, PAGE = "explanation.json", "explanation.html"
+_PICTURES = ("score_gradient.png", "grad_cam.png")
 _MAPS = ("feature_maps_*.png", "classifier_feature_maps_*.png")
 
 
@@ -263,7 +245,7 @@ def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
         OutputError: it holds an explanation already, or can't be written to.
     """
     maps = [file.name for pattern in _MAPS for file in folder.glob(pattern)]
-    names = [_FACTS, *_PICTURES, *maps]
+    names = [_FACTS, PAGE, *_PICTURES, *maps]
     claim(folder, names, overwrite=overwrite)
     return names
 
@@ -273,6 +255,7 @@ def save_explanation(
     facts: Mapping[str, Any],
     pictures: Mapping[str, RgbImage],
     notes: Sequence[str],
+    page: str = "",
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -283,6 +266,7 @@ def save_explanation(
         facts: plain values.
         pictures: (H, W, 3) uint8 RGB, by the names of their files.
         notes: what can't be shown, and why.
+        page: HTML for people; none where it is empty.
         overwrite: replace an earlier explanation.
 
     Returns:
@@ -294,6 +278,8 @@ def save_explanation(
     clear(folder, claim_folder(folder, overwrite=overwrite))
     for name, picture in pictures.items():
         write(folder / name, encode_png(picture))
+    if page:
+        write(folder / PAGE, page)
     written = {**facts, "pictures": list(pictures), "not_shown": list(notes)}
     write(folder / _FACTS, as_json(written))
     return written

@@ -27,8 +27,8 @@ from anomaly.explain.feature_maps import (
 from anomaly.explain.pictures import (
     RgbImage,
     beside,
+    fitted,
     glowing,
-    marked,
     picture_of,
     read_image,
     signed,
@@ -323,7 +323,7 @@ def _class_evidence(
     Returns:
         (H', W', 3) RGB.
     """
-    seen = marked(picture, longest=_SIDE)
+    seen = fitted(picture, longest=_SIDE)
     guided = _relu_kinds(model)
     lines = []
     for target, caption in classes.items():
@@ -331,6 +331,6 @@ def _class_evidence(
         panels = [(caption, seen), (f"Grad-CAM at {layer}", glowing(seen, cam))]
         if guided:
             details = signed(guided_grad_cam(model, image, layer, target))
-            panels.append(("guided Grad-CAM", marked(details, longest=_SIDE)))
+            panels.append(("guided Grad-CAM", fitted(details, longest=_SIDE)))
         lines.append(beside(panels))
     return stacked(lines)

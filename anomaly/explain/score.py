@@ -1,11 +1,12 @@
-"""Why an image has its anomaly score: evidence, the score's gradient, feature maps."""
+"""Why an image has its anomaly score: evidence, the score's gradient, feature maps; a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePath
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.explain.evidence import (
     GoodImages,
-    GoodPatch,
     patch_box,
     patch_centres,
     score_gradient,
@@ -26,22 +26,23 @@ from anomaly.explain.evidence import (
     worst_patches,
 )
 from anomaly.explain.feature_maps import feature_map_pictures
+from anomaly.explain.page import explanation_html
 from anomaly.explain.pictures import (
     RgbImage,
     beside,
+    fitted,
     glowing,
-    marked,
     patch_crop,
     picture_of,
     read_image,
     save_explanation,
-    stacked,
 )
 from anomaly.explain.saliency import saliency_map
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.read import Image
-from anomaly.maps.heatmap import display, encode_png, heatmap
-from anomaly.maps.regions import outlined_areas
+from anomaly.inference.rows import RegionRow, region_rows
+from anomaly.maps.heatmap import display
+from anomaly.report.category import training_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 
@@ -52,49 +53,60 @@ class Explanation:
 
     Attributes:
         prediction: what the detector makes of the image.
-        model_id: the detector's; empty for one that hasn't been saved.
-        pictures: (H, W, 3) uint8 RGB by name: `evidence` (the patches that were flagged beside the
-            good ones they were compared with), `score_gradient` (the pixels that move the score),
-            and `feature_maps_<layer>` for each hooked layer.
-        patches: place and score of each flagged patch, and what it was compared with.
+        model: name, method, network, id and folder of the detector, when it was trained and how
+            many images it has learned from; empty where one isn't known.
+        pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
+            `feature_maps_<layer>` for each hooked layer.
+        regions: what is marked, as in regions.csv.
+        patches: place and score of each flagged patch, the region that it is in, and what it was
+            compared with.
+        crops: of each flagged patch a picture, and one of each that it was compared with.
         notes: what couldn't be shown, and why.
     """
 
     prediction: Prediction
-    model_id: str
+    model: Mapping[str, str]
     pictures: dict[str, RgbImage]
+    regions: list[RegionRow]
     patches: list[dict[str, Any]]
+    crops: list[list[RgbImage]]
     notes: list[str]
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
 
-    def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
-        return encode_png(self.pictures["evidence"])
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="900"></iframe>'
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        """Write the pictures as PNG files, and `explanation.json`.
+        """Write `explanation.html`, the pictures as PNG files, and `explanation.json`.
 
         Raises:
             OutputError: they exist already, or can't be written.
         """
         facts = {"image": self.prediction.name} | self.facts()
         pictures = {f"{name}.png": picture for name, picture in self.pictures.items()}
-        save_explanation(Path(folder), facts, pictures, self.notes, overwrite=overwrite)
+        save_explanation(
+            Path(folder), facts, pictures, self.notes, self.html(), overwrite=overwrite
+        )
+
+    def html(self) -> str:
+        """The page for people, which loads nothing from elsewhere and fits on a sheet of A4."""
+        return explanation_html(self)
 
     def facts(self) -> dict[str, Any]:
-        """The model's id, score, verdict and patches as plain values."""
+        """The model's id, score, verdict, regions and patches as plain values."""
         prediction, limits = self.prediction, self.prediction.thresholds
         facts: dict[str, Any] = {
-            "model_id": self.model_id,
+            "model_id": self.model["model id"],
             "image_score": prediction.score,
             "verdict": prediction.verdict,
             "reason": prediction.reason,
         }
         if limits is not None:
             facts |= {"threshold": limits.image, "threshold_label": limits.label}
-        return facts | {"patches": self.patches}
+        return facts | {"regions": list(map(asdict, self.regions)), "patches": self.patches}
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
@@ -116,12 +128,16 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
     if isinstance(prediction, UnusableImage):
         raise ImageError(prediction.reason, prediction.status)
     training = GoodImages(detector, good_images(detector, *good))
+    flaws = () if detector.thresholds is None else prediction.regions
+    places = [in_part(flaw, item.view.pose) for flaw in flaws]
     item = item.in_part()  # so that equal places of parts are compared
-    seen = replace(prediction, view=item.view, image=item.image)
-    flaws = () if detector.thresholds is None else seen.regions
     scores = prediction.patch_scores
     height, width = scores.shape
-    patches = worst_patches(scores, flaws, patch_centres(item.view, (height, width)))
+    centres = patch_centres(item.view, (height, width))
+    patches = worst_patches(scores, places, centres)
+    of_region: dict[tuple[int, int], int] = {}
+    for number, place in enumerate(places, 1):
+        of_region.setdefault(worst_patches(scores, [place], centres)[0], number)
     worst = tile_of(item, (height, width), patches[0])
     extractor = detector.extractor
     maps = feature_map_pictures(
@@ -131,20 +147,30 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         layouts=extractor.layouts,
         picture=picture_of(worst),
     )
-    title = "most unusual patch"
-    if flaws:
-        title = "worst patch of each flaw that is marked"
-    elif detector.thresholds is not None:
-        title += "; nothing is marked"
-    seen_map = _heatmap(seen, item)
-    boxes = [patch_box(item.view, (height, width), *patch) for patch in patches]
-    overview = beside([(title, marked(display(item.decoded), boxes)), ("heatmap", seen_map)])
-    rows, facts = _compared(training, item, patches, scores)
+    seen_map = fitted(prediction.heatmap())
+    crops, facts = _compared(training, item, patches, scores)
+    facts = [{"region": of_region.get(p), **f} for p, f in zip(patches, facts, strict=True)]
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
     pictures["score_gradient"] = _gradient(detector, prediction, worst, seen_map)
-    pictures["evidence"] = stacked([overview, *rows])
+    regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
     notes = _notes(detector.method, prediction, training)
-    return Explanation(prediction, detector.model_id, pictures, facts, notes)
+    return Explanation(prediction, _about(detector), pictures, regions, facts, crops, notes)
+
+
+def _about(detector: Model) -> dict[str, str]:
+    """What `Explanation.model` says."""
+    folder, model_id = detector.folder, detector.model_id
+    if folder is not None and folder.name == "model":
+        folder = folder.parent  # the run, as people name it
+    return {
+        "name": detector.name,
+        "method": detector.method,
+        "network": detector.config.backbone.name,
+        "model id": model_id,
+        "folder": "" if folder is None else str(folder),
+        "trained": "" if folder is None else str(training_of(folder, model_id).get("time", "")),
+        "good images": str(len(detector.manifest["training_images"])),
+    }
 
 
 def good_images(detector: Model, *named: str | Path) -> TrainingImages:
@@ -168,19 +194,11 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
 
 
-def _heatmap(prediction: Prediction, item: NetworkInput) -> RgbImage:
-    limits, source_map = prediction.thresholds, prediction.source_map.held()
-    review = None if limits is None else limits.review_pixel
-    strong = float(np.nanmax(source_map())) if limits is None else limits.pixel
-    areas = outlined_areas(source_map, strong, review)
-    return marked(heatmap(item.decoded, source_map, strong, areas))
-
-
 def _gradient(
     detector: Model, prediction: Prediction, worst: NetworkInput, heatmap: RgbImage
 ) -> RgbImage:
     saliency = saliency_map(score_gradient(detector, worst))
-    seen = marked(picture_of(worst))
+    seen = fitted(picture_of(worst))
     return beside(
         [
             ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
@@ -194,7 +212,7 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     notes = []
     if prediction.nearest is None:
         notes.append(
-            f"the nearest good patches: {method} keeps none; evidence.png has the same place on "
+            f"the nearest good patches: {method} keeps none; the page has the same place on "
             "some good images instead"
         )
     if missing := good.missing():
@@ -211,7 +229,7 @@ def _compared(
     item: NetworkInput,
     patches: Sequence[tuple[int, int]],
     scores: NDArray[np.float32],
-) -> tuple[list[RgbImage], list[dict[str, Any]]]:
+) -> tuple[list[list[RgbImage]], list[dict[str, Any]]]:
     """Show patches beside what they were compared with.
 
     Args:
@@ -221,24 +239,17 @@ def _compared(
         scores: patch scores (h, w).
 
     Returns:
-        For each patch a line of crops; and its place, its score and the good patches that it was
-        compared with.
+        For each patch its crop and those of what it was compared with; and its place, its score and
+        the good patches that it was compared with.
     """
     picture = display(item.decoded)
     height, width = scores.shape
-    lines: list[RgbImage] = []
+    crops: list[list[RgbImage]] = []
     facts: list[dict[str, Any]] = []
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
         score = float(scores[patch])
         crop = patch_crop(picture, patch_box(item.view, (height, width), *patch))
-        panels = [(f"{len(lines) + 1}: score {score:.3g}\nthis image", crop)]
-        panels += [(_caption(other), good.crop(other)) for other in near]
-        lines.append(beside(panels))
+        crops.append([crop, *map(good.crop, near)])
         place = {"row": patch[0], "column": patch[1], "score": score}
         facts.append({**place, "compared_with": [asdict(other) for other in near]})
-    return lines, facts
-
-
-def _caption(patch: GoodPatch) -> str:
-    where = "same place" if patch.distance is None else f"distance {patch.distance:.3g}"
-    return f"{where}\n{PurePath(patch.image).name}"
+    return crops, facts

@@ -109,16 +109,19 @@ class Pose:
         return _cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
 
     def covers(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whether points of the part, in original pixels from its frame's corner, are in the image.
+        """Whether points of the part (h, w) lie in the image.
 
         Args:
-            x: to the right.
-            y: down; of a shape that goes with that of `x`.
+            x: of the columns (w,), in original pixels from the corner of the part's frame.
+            y: of the rows (h,).
         """
-        matrix = self.motion.matrix(self.size)
-        across, down = (row[0] * (x - 0.5) + row[1] * (y - 0.5) + row[2] + 0.5 for row in matrix)
-        inside = (across >= 0) & (across < self.size[1]) & (down >= 0) & (down < self.size[0])
-        return np.asarray(inside)
+        points = np.stack(np.meshgrid(x, y), axis=2)
+        inside = (points := _at(self.motion, self.size, points)) >= 0
+        return np.asarray((inside & (points < self.size[::-1])).all(axis=2))
+
+    def in_part(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Points (…, 2) of the image, x and y from its corner, in the part's coordinates."""
+        return _at(self.motion.inverse(), self.size, points)
 
     def image(self, values: NDArray[np.float32], strip: slice) -> NDArray[np.float32]:
         """Values in the part's coordinates, in some rows of the image.
@@ -138,6 +141,12 @@ class Pose:
         )
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(weights >= 0.5, weighted / weights, np.nan).astype(np.float32)
+
+
+def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Where a motion of pictures of (H, W) takes points (…, 2), x and y from the corner."""
+    matrix = motion.matrix(size)
+    return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
 
 
 def _cut(

@@ -151,7 +151,7 @@ def counted(
     if region is not None:
         mask = region.patches(layout, grid)
     if layout.pose is not None:
-        mask = mask & layout.pose.covers(across[None], down[:, None])
+        mask = mask & layout.pose.covers(across, down)
     top, left = tile[0] * grid[0], tile[1] * grid[1]
     return mask[top : top + grid[0], left : left + grid[1]]
 

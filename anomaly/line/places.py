@@ -101,9 +101,10 @@ class Turns:
         await turn.wait()
 
     def _next(self) -> None:
+        # It ends only when nobody waits: who asks in this iteration of the loop has the next turn.
+        self._runs = bool(self._waiting)
         loop = asyncio.get_running_loop()
         for _ in range(min(_AT_A_TIME, len(self._waiting))):
             loop.call_soon(self._waiting.popleft())
-        self._runs = bool(self._waiting)
         if self._runs:
             loop.call_soon(self._next)

@@ -164,7 +164,7 @@ def evaluated(
         engine=detector.extractor.engine,
         manifest=detector.manifest,
         settings=to_dict(detector.config),
-        training={} if folder is None else _training(folder, detector.model_id),
+        training={} if folder is None else training_of(folder, detector.model_id),
         data_folder=data_folder,
         own_split=own_split,
         date=utc_now(),
@@ -174,7 +174,7 @@ def evaluated(
     )
 
 
-def _training(folder: Path, model_id: str) -> dict[str, Any]:
+def training_of(folder: Path, model_id: str) -> dict[str, Any]:
     """What is known of a model's training; empty where the record beside it is another model's."""
     record = training_record(folder)
     if record.get("model_id", model_id) == model_id:

@@ -1,32 +1,39 @@
-"""Two evaluations of the same images -> what changed: figures, verdicts, scores; as a page."""
+"""Two evaluations of the same images -> what changed: figures, verdicts, scores; as a page.
+
+Names, dates, settings and pictures come from the evaluations' own reports.
+"""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
+
 from anomaly.errors import DataError, why
 from anomaly.files.tables import csv_rows, csv_text
-from anomaly.files.writing import claim, clear, from_json, write
-from anomaly.report.page import row_html, table_html, table_page
-from anomaly.report.tables import COLUMNS
+from anomaly.files.writing import from_json
+from anomaly.maps.encoding import thumbnail
+from anomaly.report.page import embedded_data
 
 _HEADER = (
     *("category", "path", "defect_type", "score_a", "score_b", "difference"),
     *("verdict_a", "verdict_b", "changed", "of_threshold_a", "of_threshold_b"),
 )
-_FILES = ("comparison.html", "comparison.csv")
-_SHOWN = 100  # images on the page whose verdict is the same
-# What is counted of the images in both: whether they are good, and their verdict.
-_COUNTED: dict[str, tuple[bool, str]] = {
-    "False rejects": (True, "reject"),
-    "Good to review": (True, "review"),
-    "Escapes": (False, "good"),
-}
+_PICTURED = 60  # images with pictures on the page
+_PHOTO_PIXELS = 100_000
 _RANK = {"good": 0, "review": 1, "reject": 2}
+# What a change of verdict is, in the order of the page.
+KINDS = (
+    *("Defects newly caught", "Defects newly missed"),
+    *("Good parts newly flagged", "Good parts released"),
+    *("Rejected instead of for review", "For review instead of rejected", "Same verdict"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,54 @@ class Change:
         return (second > first) == (self.defect_type != "good")
 
     @property
+    def kind(self) -> int:
+        """Which of `KINDS` it is."""
+        if not self.changed:
+            return len(KINDS) - 1
+        before, after = (verdict != "good" for verdict in self.verdicts)
+        if before == after:
+            return 4 if self.verdicts[1] == "reject" else 5
+        return (0 if after else 1) if self.defect_type != "good" else (2 if after else 3)
+
+    @property
     def moved(self) -> float | None:
         """How far the score moved, in thresholds."""
         first, second = self.ratios
         return None if first is None or second is None else second - first
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a report shows of an image.
+
+    Attributes:
+        photo: JPEG.
+        heat: WebP with opacity; empty where nothing is coloured.
+        size: (width, height), the outlines' coordinates.
+        truth: outline of the ground-truth mask, as an SVG path.
+        marked: outline of what is marked, likewise.
+    """
+
+    photo: bytes
+    heat: bytes
+    size: tuple[int, int]
+    truth: str
+    marked: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a category's report says of its model, and shows; nothing where there is none.
+
+    Attributes:
+        origin: names and values for people: the model, when it was trained and evaluated.
+        settings: of the model, by dotted name.
+        pictures: by the images' names.
+    """
+
+    origin: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,35 +128,16 @@ class Comparison:
     Attributes:
         names: of both, as the user gave them.
         figures: category to both's figures.
-        changes: every image that is in both, those with another verdict first.
+        changes: every image that is in both, in the order of `KINDS`.
         alone: how many images only the first and only the second has.
+        reports: category to both's reports, with pictures of the first changes.
     """
 
     names: tuple[str, str]
     figures: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
     changes: tuple[Change, ...]
     alone: tuple[int, int]
-
-
-def write_comparison(first: Path, second: Path, output: Path, *, overwrite: bool) -> Comparison:
-    """Compare two evaluations and write comparison.csv and comparison.html.
-
-    Args:
-        first: an evaluation's folder.
-        second: another one's.
-        output: where to write.
-        overwrite: replace an earlier comparison there.
-
-    Raises:
-        DataError: one of them is no evaluation, or they have no image in common.
-        OutputError: an earlier comparison is there, or there is no room.
-    """
-    comparison = compare(first, second)
-    claim(output, _FILES, overwrite=overwrite)
-    clear(output, _FILES)
-    write(output / "comparison.csv", comparison_csv(comparison))
-    write(output / "comparison.html", comparison_html(comparison))
-    return comparison
+    reports: Mapping[str, tuple[Report, Report]] = field(default_factory=dict)
 
 
 def compare(first: Path, second: Path) -> Comparison:
@@ -118,9 +150,10 @@ def compare(first: Path, second: Path) -> Comparison:
         DataError: a folder doesn't hold an evaluation, or they have no image in common.
     """
     (figures_a, rows_a), (figures_b, rows_b) = _read(first), _read(second)
+    names = {name: name for name in figures_a if name in figures_b}
     if len(figures_a) == len(figures_b) == 1:
         (name,), (other,) = figures_a, figures_b
-        figures_b = {name: figures_b[other]}
+        names = {name: other}
         rows_b = {(name, path): row for (_, path), row in rows_b.items()}
     common = [key for key, row in rows_a.items() if key in rows_b and _is_same(row, rows_b[key])]
     if not common:
@@ -129,10 +162,58 @@ def compare(first: Path, second: Path) -> Comparison:
         changes = [_change(key, rows_a[key], rows_b[key]) for key in common]
     except (ValueError, KeyError) as error:
         raise _no_evaluation(f"{first} or {second}", error) from None
-    changes.sort(key=lambda c: (not c.changed, c.better is not False, -abs(c.moved or 0.0)))
-    both = {name: (figures_a[name], figures_b[name]) for name in figures_a if name in figures_b}
+    changes.sort(key=lambda c: (c.kind, -abs(c.moved or 0.0)))
+    both = {name: (figures_a[name], figures_b[other]) for name, other in names.items()}
     alone = len(rows_a) - len(common), len(rows_b) - len(common)
-    return Comparison((str(first), str(second)), both, tuple(changes), alone)
+    wanted = {(c.category, c.path) for c in changes[:_PICTURED] if c.changed}
+    of_a = _reports(first, {name: name for name in names}, wanted)
+    of_b = _reports(second, {other: name for name, other in names.items()}, wanted)
+    reports = {name: (of_a.get(name, Report()), of_b.get(name, Report())) for name in names}
+    return Comparison((str(first), str(second)), both, tuple(changes), alone, reports)
+
+
+def _reports(
+    folder: Path, names: Mapping[str, str], wanted: set[tuple[str, str]]
+) -> dict[str, Report]:
+    """What an evaluation's reports say and show; those that can't be read are left out.
+
+    Args:
+        folder: of the evaluation.
+        names: of its categories, to those that they have in the comparison.
+        wanted: category and path of the images whose pictures are kept.
+    """
+    reports = {}
+    for file in sorted(folder.glob("*/report.html")):
+        with suppress(OSError, ValueError, LookupError, TypeError, cv2.error):
+            data = embedded_data(file.read_text("utf-8"))
+            name = names.get(data["name"], "")
+            shown = [image for image in data["images"] if (name, image["name"]) in wanted]
+            limits = data["thresholds"]
+            settings = [f["rows"] for f in data["facts"] if f["title"] == "Settings"]
+            reports[name] = Report(
+                {
+                    "model": str(data["subtitle"]),
+                    **{str(key): str(value) for key, value in data["provenance"]},
+                    **{f"{n} above": f"{v:.5g}" for n in ("review", "reject") if (v := limits[n])},
+                },
+                {str(key): str(value) for rows in settings for key, value in rows},
+                {image["name"]: _picture(image) for image in shown},
+            )
+    return reports
+
+
+def _picture(image: Mapping[str, Any]) -> Picture:
+    """An image of a report, its photograph brought down."""
+    data = np.frombuffer(base64.b64decode(image["photo"]), np.uint8)
+    photo = np.asarray(cv2.imdecode(data, cv2.IMREAD_COLOR_RGB), np.uint8)
+    width, height = image["size"]
+    return Picture(
+        thumbnail(photo, _PHOTO_PIXELS).photo,
+        base64.b64decode(image["heat"]),
+        (int(width), int(height)),
+        str(image["truth"]),
+        str(image["marked"]),
+    )
 
 
 def _is_same(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
@@ -201,72 +282,3 @@ def _ratio(score: float | None, limit: float | None) -> float | None:
 
 def _number(cell: str) -> float | None:
     return float(cell) if cell else None
-
-
-def comparison_html(comparison: Comparison) -> str:
-    """The page: figures, images with another verdict, and the others that moved furthest."""
-    changed = [c for c in comparison.changes if c.changed]
-    rest = [c for c in comparison.changes if not c.changed]
-    a, b = (escape(name) for name in comparison.names)
-    about = f"<b>A</b> <bdi>{a}</bdi> · <b>B</b> <bdi>{b}</bdi> · {escape(summary(comparison))}"
-    content = f"""
-<h2>Figures</h2>{_figures_table(comparison)}
-<h2>Another verdict: {len(changed)} of {len(comparison.changes)} images</h2>
-{_images_table(changed)}
-<h2>Same verdict, moved furthest</h2>{_images_table(rest[:_SHOWN])}
-<p class="soft small">“Of threshold” is a score over its own model's threshold: scores of two
-models can't be compared otherwise. Counts are of the images in both, at each model's own
-thresholds. comparison.csv has every image.</p>"""
-    return table_page("Comparison", "Comparison", about, content)
-
-
-def _figures_table(comparison: Comparison) -> str:
-    titles = ["Category", *(title for title, _ in COLUMNS), *_COUNTED]
-    rows = []
-    for name, (first, second) in comparison.figures.items():
-        own = [change for change in comparison.changes if change.category == name]
-        figures = [_pair(first.get(key), second.get(key)) for _, key in COLUMNS]
-        counts = [_count_pair(own, *what) for what in _COUNTED.values()]
-        rows.append(row_html(f"<bdi>{escape(name)}</bdi>", [*figures, *counts]))
-    return table_html(titles, rows)
-
-
-def _pair(first: float | None, second: float | None) -> str:
-    shown = "<br>→ ".join("–" if v is None else f"{v:.4f}" for v in (first, second))
-    if first is None or second is None:
-        return shown
-    return shown + _difference(f"{second - first:+.4f}", second - first)
-
-
-def _count_pair(changes: Sequence[Change], good: bool, verdict: str) -> str:
-    """How many images of one kind have a verdict, in both; fewer are better."""
-    if not all(any(c.verdicts[i] for c in changes) for i in (0, 1)):
-        return "–"
-    of_kind = [c for c in changes if good == (c.defect_type == "good")]
-    first, second = (sum(c.verdicts[i] == verdict for c in of_kind) for i in (0, 1))
-    return f"{first}<br>→ {second}" + _difference(f"{second - first:+d}", first - second)
-
-
-def _difference(text: str, gain: float) -> str:
-    tone = "better" if gain > 0 else "worse" if gain < 0 else "soft"
-    return f'<small class="{tone}">{text}</small>'
-
-
-def _images_table(changes: Sequence[Change]) -> str:
-    if not changes:
-        return '<p class="soft">None.</p>'
-    titles = ("Image", "Type", "Verdict A → B", "Score A → B", "Of threshold A → B")
-    return f'<div class="listed">{table_html(titles, map(_image_row, changes))}</div>'
-
-
-def _image_row(change: Change) -> str:
-    tone = {True: "better", False: "worse", None: "soft"}[change.better]
-    name = f"<bdi>{escape(change.category)}</bdi> <bdi>{escape(change.path)}</bdi>"
-    verdicts = escape(" → ".join(v or "–" for v in change.verdicts))
-    cells = (
-        f"<bdi>{escape(change.defect_type)}</bdi>",
-        f'<span class="{tone}">{verdicts}</span>',
-        " → ".join("–" if s is None else f"{s:.4g}" for s in change.scores),
-        " → ".join("–" if r is None else f"{r:.3f}" for r in change.ratios),
-    )
-    return row_html(name, cells)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
@@ -18,7 +15,7 @@ from anomaly.calibration import Thresholds
 from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics.images import image_curves
 from anomaly.maps.heatmap import OPACITY, colour_stops
-from anomaly.report.page import asset, page
+from anomaly.report.page import asset, command_line, page, shown_time
 from anomaly.report.tables import flattered
 from anomaly.scoring.build import flatten
 from anomaly.version import __version__
@@ -67,6 +64,8 @@ def report_html(category: Category) -> str:
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
+            *([("model in", category.model)] if category.model else []),
+            *([("trained", shown_time(when))] if (when := category.training.get("time")) else []),
         ],
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
@@ -128,8 +127,7 @@ def _command(model: str) -> str:
     if not model:
         return ""
     folder = str(Path(model).absolute())  # holds in any working directory
-    quoted = subprocess.list2cmdline([folder]) if os.name == "nt" else shlex.quote(folder)
-    return f"anomaly calibrate --model {quoted}"
+    return command_line("anomaly", "calibrate", "--model", folder)
 
 
 def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:

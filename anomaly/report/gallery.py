@@ -224,7 +224,7 @@ def _picture(file: Path, pixels: int) -> Thumbnail | None:
         return None
 
 
-_TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
+TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
 
 
 def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> str:
@@ -245,7 +245,7 @@ def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> 
         refused = f"{missed} couldn't be scored: each page names them. "
     about = f"<bdi>{escape(inputs)}</bdi> · {escape(say_counts(everything))} · {utc_now()}"
     rows_of_products = [_product_row(product, tally) for product, tally in counts.items()]
-    content = f"""{table_html(["Product", "Images", *_TITLES.values()], rows_of_products)}
+    content = f"""{table_html(["Product", "Images", *TITLES.values()], rows_of_products)}
 <p class="soft small">{refused}Scores of several products have no common scale, so that each has
 a page of its own. results.csv has a row for each image.</p>"""
     return table_page(f"Products – {inputs}", "Products", about, content)
@@ -253,4 +253,4 @@ a page of its own. results.csv has a row for each image.</p>"""
 
 def _product_row(product: str, counts: Counter[str]) -> str:
     link = f'<a href="{PAGES}/{quote(product)}.html"><bdi>{escape(product)}</bdi></a>'
-    return row_html(link, [counts["ok"], *(counts[verdict] for verdict in _TITLES)])
+    return row_html(link, [counts["ok"], *(counts[verdict] for verdict in TITLES)])

@@ -11,6 +11,10 @@ import hashlib
 import html
 import json
 import math
+import os
+import re
+import shlex
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -79,20 +83,56 @@ def page(
     )
 
 
-def table_page(title: str, heading: str, about: str, content: str) -> str:
-    """A page of tables.
+def table_page(title: str, heading: str, about: str, content: str, kind: str = "") -> str:
+    """A page of tables and pictures.
 
     Args:
         title: plain text.
         heading: plain text.
         about: HTML of a line below the heading.
         content: HTML of everything else.
+        kind: a class of pictures.css for the whole page.
     """
     body = (
-        f'<header class="top"><h1>{html.escape(heading)}</h1><p class="soft">{about}</p></header>'
-        f'<main class="sheet">{content}</main>'
+        f'<div class="{kind}"><header class="top"><h1>{html.escape(heading)}</h1>'
+        f'<p class="soft">{about}</p></header><main class="sheet">{content}</main></div>'
     )
-    return page(title, body, styles=("base.css", "index.css"))
+    return page(title, body, styles=("base.css", "index.css", "pictures.css"))
+
+
+def picture_svg(label: str, size: tuple[int, int], layers: Iterable[str]) -> str:
+    """A picture of layers that lie on one another.
+
+    Args:
+        label: what it shows, plain text.
+        size: (width, height), the unit of the layers' coordinates.
+        layers: SVG, the lowest first.
+    """
+    return (
+        f'<svg class="picture" viewBox="0 0 {size[0]} {size[1]}" role="img" '
+        f'aria-label="{html.escape(label)}">{"".join(layers)}</svg>'
+    )
+
+
+def image_layer(data: bytes, kind: str = "jpeg", attributes: str = "") -> str:
+    """A file of an image as a layer that fills its picture; nothing where there are no bytes.
+
+    Args:
+        data: the file.
+        kind: its format's name in a MIME type.
+        attributes: SVG.
+    """
+    if not data:
+        return ""
+    href = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return (
+        f'<image {attributes} href="{href}" width="100%" height="100%" preserveAspectRatio="none"/>'
+    )
+
+
+def command_line(*words: str) -> str:
+    """A shell command of these words."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def table_html(titles: Iterable[str], rows: Iterable[str]) -> str:
@@ -113,7 +153,12 @@ def row_html(name: str, cells: Iterable[object], kind: str = "") -> str:
 
 def utc_now() -> str:
     """The time as pages show it."""
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return shown_time(datetime.now(UTC).isoformat())
+
+
+def shown_time(utc: str) -> str:
+    """A time (ISO 8601, in UTC) as pages show it."""
+    return f"{utc[:16].replace('T', ' ')} UTC"
 
 
 def asset(name: str) -> str:
@@ -126,6 +171,16 @@ def embedded(data: Mapping[str, Any]) -> str:
     """JSON that can stand inside a script element whatever the strings in it are."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def embedded_data(text: str) -> dict[str, Any]:
+    """What `embedded` has put into a page.
+
+    Raises:
+        ValueError: the page holds none.
+    """
+    found = re.search(r'<script type="application/json" id="data">(.*)</script>', text)
+    return dict(json.loads(found[1] if found else ""))
 
 
 def _policy(style: str, code: str) -> str:

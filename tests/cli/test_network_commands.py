@@ -267,7 +267,6 @@ def test_explain_a_score(
         "feature_maps_layer2.png",
         "feature_maps_layer3.png",
         "score_gradient.png",
-        "evidence.png",
     ]
     for name in facts["pictures"]:
         assert cv2.imread(str(output / name)).shape[1] > 400
@@ -325,7 +324,7 @@ def test_explain_says_that_the_training_images_are_gone(
     assert code == 0
     assert "not shown: " in out
     assert "not found); name their folder with --good" in out
-    assert (tmp_path / "a" / "evidence.png").is_file()
+    assert (tmp_path / "a" / "explanation.html").is_file()
     code, out, _ = command(
         "explain", [*arguments, tmp_path / "b", "--good", product / "train" / "good"]
     )

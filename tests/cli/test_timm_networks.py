@@ -74,7 +74,7 @@ def test_the_whole_way(
         code, _, err = command(task, [*output, *arguments])
         assert code == 0, f"{task}: {err}"
     drawn = {file.name for file in (tmp_path / "explain").iterdir()}
-    assert {"evidence.png", "score_gradient.png"} <= drawn
+    assert {"explanation.html", "score_gradient.png"} <= drawn
     assert {f"feature_maps_{layer}.png" for layer in hooked} <= drawn
 
     arguments = ["--backbone", name, "--weights", "random", "--input", part, "--input-size", 112]

@@ -189,7 +189,8 @@ def test_large_images_are_explained_by_their_tiles(
     assert good.missing() == {}
     arguments = ["--model", tmp_path / "run", "--input", file, "--output", tmp_path / "why"]
     assert command("explain", arguments)[0] == 0
-    assert {"evidence.png", "score_gradient.png"} <= {f.name for f in (tmp_path / "why").iterdir()}
+    written = {file.name for file in (tmp_path / "why").iterdir()}
+    assert {"explanation.html", "score_gradient.png"} <= written
     code, _, err = command("features", [*arguments[:4], "--output", tmp_path / "features"])
     assert code == 2
     assert "cuts its images into tiles" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -206,6 +208,21 @@ def test_requests_have_places_that_idle_connections_leave() -> None:
     assert ended == some[:2]
     kept.leave(some[5])
     assert kept.let_in(Fake(ended))
+
+
+def test_four_go_on_in_each_iteration_of_the_loop() -> None:
+    async def iterations() -> list[int]:
+        turns, went_on = places.Turns(), list[int]()
+        for _ in range(10):
+            turns.ask(lambda: went_on.append(1))
+        counts = []
+        while len(went_on) < 10:
+            await asyncio.sleep(0)
+            counts.append(len(went_on))
+        return counts
+
+    counts = asyncio.run(iterations())
+    assert max(b - a for a, b in pairwise([0, *counts])) == 4
 
 
 def test_few_may_follow_at_a_time(

@@ -22,7 +22,8 @@ from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics.images import confusion
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
-from anomaly.report.comparison import Change, Comparison, comparison_html
+from anomaly.report.comparison import Change, Comparison
+from anomaly.report.comparison_page import comparison_html
 from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
 
@@ -247,11 +248,17 @@ def test_images_are_found_by_their_names(browser: Browser, tmp_path: Path) -> No
 
 def test_the_page_says_when_and_of_which_data(browser: Browser, tmp_path: Path) -> None:
     category = replace(
-        case(thresholds=limits()), date="2026-11-22 01:00 UTC", data_folder="/d/disc"
+        case(thresholds=limits()),
+        date="2026-11-22 01:00 UTC",
+        data_folder="/d/disc",
+        training={"time": "2026-11-21T07:08:09+00:00"},
     )
     opened(browser, tmp_path, category)
     said = browser.evaluate("document.getElementById('provenance').textContent")
-    assert said == "evaluated 2026-11-22 01:00 UTC · data in /d/disc"
+    assert said == (
+        "evaluated 2026-11-22 01:00 UTC · data in /d/disc · model in runs/my disc · "
+        "trained 2026-11-21 07:08 UTC"
+    )
 
 
 def test_every_figure_explains_itself_by_mouse_and_keyboard(

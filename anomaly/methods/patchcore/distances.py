@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import Array, module_of
+from anomaly.methods.base import device_of
 
 Floats = NDArray[np.float32]
 Dtype = Literal["float32", "bfloat16"]
@@ -20,10 +21,10 @@ Dtype = Literal["float32", "bfloat16"]
 ROUNDING = 1e-5
 # More than float32's rounding of squared norms, relative to themselves.
 _NORM_ROUNDING = 2.0**-18
-# Pairs measured at once in `distances_to`: 24 MiB at 1536 dimensions.
-_MEASURED = 4096
-# Numbers of the pairs measured at once in `squared_distances`: 512 KiB stay in cache.
-_GATHERED = 1 << 17
+# Numbers of the pairs measured at once in `distances_to`: 24 MiB; a GPU wants few launches.
+_MEASURED = {"cpu": 6 << 20, "cuda": 1 << 28}
+# Likewise in `squared_distances`: 512 KiB stay in cache.
+_GATHERED = {"cpu": 1 << 17, "cuda": 1 << 28}
 # Bank vectors centred at once.
 _CENTRED = 2048
 # Principal axes. Twice as many cost bfloat16 no more time than float32.
@@ -48,7 +49,8 @@ def distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
         queries: (Q, D) float32.
         candidates: (Q, k) int64, rows of the bank; k is 1 or more.
     """
-    xp, step = module_of(bank), max(1, _MEASURED // candidates.shape[1])
+    xp, numbers = module_of(bank), candidates.shape[1] * bank.shape[1]
+    step = max(1, _MEASURED[device_of(bank).type] // max(1, numbers))
     blocks = [slice(start, start + step) for start in range(0, len(queries), step)]
     return xp.concatenate(
         [xp.linalg.norm(bank[candidates[b]] - queries[b, None], None, 2) for b in blocks]
@@ -57,7 +59,7 @@ def distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
 
 def squared_distances(queries: Array, bank: Array, rows: Array, columns: Array) -> Array:
     """Squared distances (n,) of the pairs queries[rows], bank[columns], measured directly."""
-    step = max(1, _GATHERED // queries.shape[1])
+    step = max(1, _GATHERED[device_of(bank).type] // max(1, queries.shape[1]))
     blocks = [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
     parts = []
     for block in blocks:

@@ -34,9 +34,9 @@ from anomaly.runtime.parallel import get_threads, one_blas_thread, parallel_map
 
 METHODS = ("exact", "faiss", "ivf")
 # Numbers of one product, queries × bank: 16 MiB stay in a CPU's cache; a GPU wants few launches.
-_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26}
+_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 27}
 # Queries of one product at most.
-_QUERIES = {"cpu": 512, "cuda": 8192}
+_QUERIES = {"cpu": 512, "cuda": 1 << 16}
 # Below so many vectors one product of all dimensions is quicker than a screen.
 _LEAST_SCREENED = 1024
 # When more than this share of the bank may be nearest to a query, the whole product is quicker.
@@ -150,7 +150,8 @@ class ExactIndex:
 
     def _in_blocks(self, queries: Array, k: int, screen: Screen | None) -> Array:
         """`_nearest` of queries (Q, D), block by block."""
-        kind, threads = self._device.type, get_threads()
+        kind = self._device.type
+        threads = get_threads() if kind == "cpu" else 1
         most = max(1, min(_QUERIES[kind], _BLOCK[kind] // len(self._bank)))
         count = -(-len(queries) // (most * threads)) * threads  # so that threads have equal shares
         step = -(-len(queries) // count)

@@ -1,0 +1,250 @@
+"""An explanation -> one page for people: the verdict in words, pictures, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anomaly.explain.pictures import RgbImage
+from anomaly.inference.rows import RegionRow
+from anomaly.maps.encoding import jpeg, thumbnail
+from anomaly.maps.heatmap import display
+from anomaly.report.gallery import TITLES
+from anomaly.report.page import (
+    command_line,
+    image_layer,
+    picture_svg,
+    row_html,
+    shown_time,
+    table_html,
+    table_page,
+    utc_now,
+)
+from anomaly.version import __version__
+
+if TYPE_CHECKING:
+    from anomaly.calibration import Thresholds
+    from anomaly.explain.score import Explanation
+    from anomaly.scoring.prediction import Prediction
+
+_PIXELS = 1_000_000  # of a picture
+_REGIONS = 4  # that are numbered, as many as have crops; explanation.json has all
+
+
+def explanation_html(explanation: Explanation) -> str:
+    """The page: verdict, photograph, anomaly map, marked regions, good patches, next steps."""
+    prediction = explanation.prediction
+    name = prediction.name if prediction.path is None else prediction.path.name
+    title = TITLES.get(prediction.verdict, "No verdict")
+    about = f"<bdi>{escape(prediction.name)}</bdi> · explained {utc_now()}"
+    lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(prediction))
+    content = f"""
+<section class="answer {prediction.verdict}"><h2>{title}</h2>{lines}</section>
+<div class="pair">{_photograph(explanation)}{_map(prediction)}</div>
+{_regions(explanation.regions)}
+{"".join(_compared(explanation))}
+<h2>What to do next</h2><ul>{"".join(map(_step, next_steps(explanation)))}</ul>
+<p class="soft small">{_model(explanation)}</p>"""
+    return table_page(f"{title}: {name}", name, about, content, "explained")
+
+
+def verdict_lines(prediction: Prediction) -> list[str]:
+    """The score against the thresholds, in words.
+
+    Args:
+        prediction: of the image.
+    """
+    score, limits = prediction.score, prediction.thresholds
+    odd = [f"For a person to look at, whatever the score: {prediction.reason}."]
+    odd = odd if prediction.reason else []
+    if limits is None:
+        return [f"Score {score:.4g}. The model has no thresholds to compare it with.", *odd]
+    shown, review, reject = _apart(score, limits.review, limits.image)
+    borders = f"parts above {reject} are rejected"
+    if limits.review < limits.image:
+        borders = f"parts above {review} are for a person to look at, {borders}"
+    return [*odd, f"Score {shown}; {borders}. {_rarity(score, limits)}"]
+
+
+def _apart(*values: float) -> list[str]:
+    """Numbers with so many digits, four at least, that different ones look different."""
+    for digits in range(4, 18):
+        texts = [f"{value:.{digits}g}" for value in values]
+        if len(set(texts)) == len(set(values)):
+            break
+    return texts
+
+
+def _rarity(score: float, limits: Thresholds) -> str:
+    """How many good images score as high, of those behind the thresholds."""
+    count = sum(good >= score for good in limits.good.image)
+    scores = "score" if count > 1 else "scores"
+    return f"{count or 'None'} of {limits.images} good images {scores} as high."
+
+
+def _photograph(explanation: Explanation) -> str:
+    """The image with a numbered frame around each region."""
+    prediction = explanation.prediction
+    assert prediction.image is not None
+    photo = thumbnail(display(prediction.image), _PIXELS)
+    scale = photo.size[0] / photo.source[0]
+    font = 0.05 * max(photo.size)
+    layers = [image_layer(photo.photo)]
+    for region in explanation.regions[:_REGIONS]:
+        x, y, width, height = (
+            round(side * scale, 1) for side in (region.x, region.y, region.width, region.height)
+        )
+        top = y - 4 if y > font else y + height + font
+        layers.append(f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>')
+        layers.append(f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>')
+    shown = picture_svg("the photograph", photo.size, layers)
+    return (
+        f"<figure>{shown}<figcaption>The photograph. {_marked(explanation)}</figcaption></figure>"
+    )
+
+
+def _marked(explanation: Explanation) -> str:
+    count = len(explanation.regions)
+    if not count:
+        return "Nothing is marked."
+    frames = "Frames" if count > 1 else "The frame"
+    return f"{frames}: what is marked, the worst {'first' if count > 1 else 'place'}."
+
+
+def _map(prediction: Prediction) -> str:
+    limits = prediction.thresholds
+    lines = ""
+    if prediction.verdict != "good":
+        lines = "A white line runs around what is marked, a fainter one around what is for review."
+    if limits is not None and prediction.verdict == "reject" and not prediction.regions:
+        lines = (
+            "No single place is odd enough to be marked, but together they are; a faint line runs "
+            "around the oddest."
+        )
+    if np.isnan(prediction.anomaly_map).any():
+        lines += " Darkened: where the network doesn't look."
+    small = thumbnail(prediction.heatmap(), _PIXELS)
+    shown = picture_svg("the anomaly map over it", small.size, [image_layer(small.photo)])
+    about = "The anomaly map over it: the brighter, the less like good parts."
+    return f"<figure>{shown}<figcaption>{about} {lines}</figcaption></figure>"
+
+
+def _regions(regions: list[RegionRow]) -> str:
+    """A table of sizes; nothing where nothing is marked."""
+    if not regions:
+        return ""
+    titles = ["Marked", "Width × height", "Uncertain by one patch", "Area", "Highest value"]
+    rows = [
+        row_html(str(r.region), [*_sizes(r), f"{r.peak_score:.4g}"]) for r in regions[:_REGIONS]
+    ]
+    rest = len(regions) - _REGIONS
+    more = f"<p>{rest} more: explanation.json has all.</p>" if rest > 0 else ""
+    return table_html(titles, rows) + more
+
+
+def _sizes(region: RegionRow) -> list[str]:
+    """Size, its uncertainty and area: pixels, and millimetres where they are known."""
+    pixels = [
+        f"{region.width} × {region.height} px",
+        f"± {region.width_uncertainty:.3g} × {region.height_uncertainty:.3g} px",
+        f"{region.area:,} px",
+    ]
+    if region.area_mm2 is None:
+        return pixels
+    metric = [
+        f"{region.width_mm:.3g} × {region.height_mm:.3g} mm",
+        f"± {region.width_uncertainty_mm:.2g} × {region.height_uncertainty_mm:.2g} mm",
+        f"{region.area_mm2:,.{'3g' if region.area_mm2 < 100 else '0f'}} mm²",
+    ]
+    return [f"{m}<small>{p}</small>" for m, p in zip(metric, pixels, strict=True)]
+
+
+def _compared(explanation: Explanation) -> Iterator[str]:
+    """Each flagged patch beside good ones."""
+    nearest = explanation.prediction.nearest is not None
+    what = "the good patches most like it" if nearest else "the same place on good parts"
+    place = "Each marked place" if explanation.regions else "The oddest place"
+    yield f"<h2>{place} beside {what}</h2>"
+    for facts, crops in zip(explanation.patches, explanation.crops, strict=True):
+        number = f"{facts['region']}: this image" if facts["region"] else "This image"
+        captions = [f"<b>{number}</b><br>score {facts['score']:.4g}"]
+        captions += map(_good_caption, facts["compared_with"])
+        figures = map(_crop, crops, captions)
+        yield f'<div class="crops">{"".join(figures)}</div>'
+
+
+def _good_caption(patch: dict[str, Any]) -> str:
+    distance = "" if patch["distance"] is None else f"distance {patch['distance']:.4g}<br>"
+    return f"{distance}<bdi>{escape(PurePath(patch['image']).name)}</bdi>"
+
+
+def _crop(picture: RgbImage, caption: str) -> str:
+    layers = [image_layer(jpeg(np.ascontiguousarray(picture[..., ::-1])))]
+    height, width = picture.shape[:2]
+    shown = picture_svg("a patch and its surroundings", (width, height), layers)
+    return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"
+
+
+def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
+    """What somebody who reads the page can do, each with its command or an empty text.
+
+    Args:
+        explanation: of the image.
+    """
+    prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
+    image = str(prediction.path or "IMAGE")
+    if prediction.thresholds is None:
+        command = command_line("anomaly", "calibrate", "--model", folder, "--good", "FOLDER")
+        return [("Find thresholds with good images that the model hasn't learned from:", command)]
+    if prediction.reason:
+        return [
+            ("Look at the part. The photograph isn't like those that the model knows.", ""),
+            ("Check the camera, the light and where the part lies, and take another one.", ""),
+        ]
+    update = command_line("anomaly", "update", "--model", folder, "--good", "FOLDER", "--output")
+    tune = "anomaly tune --config CONFIG --defects FOLDER"
+    if prediction.verdict == "good":
+        missed = command_line("anomaly", "missed", image, "--model", folder)
+        return [
+            ("Is the part good? Then there is nothing to do.", ""),
+            ("Is it defective? Then a defect has passed. Record it:", missed),
+            ("Do such defects pass again and again? Try other settings on them:", tune),
+        ]
+    return [
+        ("Look at the part, at what is marked first, and judge it.", ""),
+        (
+            "Is it defective? Then the verdict is right. Keep the photograph with your known "
+            "defects, on which settings can be tuned:",
+            tune,
+        ),
+        (
+            "Is it good? Put the photograph into a folder of confirmed good parts, and let the "
+            "model learn them:",
+            f"{update} NEW_RUN",
+        ),
+    ]
+
+
+def _step(step: tuple[str, str]) -> str:
+    text, command = map(escape, step)
+    return f"<li>{text} <code>{command}</code></li>" if command else f"<li>{text}</li>"
+
+
+def _model(explanation: Explanation) -> str:
+    model, limits = explanation.model, explanation.prediction.thresholds
+    trained = f"trained {shown_time(model['trained'])}" if model["trained"] else ""
+    parts = [
+        f"Model {model['name']}",
+        f"{model['method']} on {model['network']}",
+        f"learned from {model['good images']} good images",
+        trained,
+        model["model id"] and f"model id {model['model id']}",
+        model["folder"],
+        "" if limits is None else limits.lines()[0],
+        f"anomaly {__version__}",
+    ]
+    return " · ".join(f"<bdi>{escape(part)}</bdi>" for part in parts if part)

@@ -1,0 +1,109 @@
+"""The commands on a GPU: the same verdicts as on the processor, for every method.
+
+Scores differ by up to 0.2 %: a GPU rounds what a convolution in fp32 multiplies to TF32, which has
+10 binary digits.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Command, train_arguments, write_part
+
+import anomaly
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+DEVICE = "cuda"
+METHODS = ["patchcore", "padim", "subspace"]
+SETTINGS = {
+    "plain": (),
+    "tiles": ("image.tile=64",),
+    "turned copies": ("model.turned_copies=quarter_turns_and_mirrors",),
+    "paper's score": ("model.image_score=reweighted",),
+    "adaptive": ("model.embedding=adaptive",),
+    "streamed coreset": ("memory_limit=16",),
+}
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def on_gpu(command: Command, name: str, *arguments: object) -> str:
+    code, out, err = command(name, [*arguments, "--device", DEVICE])
+    assert code == 0, err
+    return out
+
+
+def scored(command: Command, model: Path, images: Path, output: Path, device: str) -> None:
+    options = ["--model", model, "--input", images, "--output", output, "--device", device]
+    code, _, err = command("infer", options)
+    assert code == 0, err
+
+
+def agree_on_both(command: Command, model: Path, images: Path, folder: Path) -> None:
+    """See that both devices give the same verdicts, and scores that differ by rounding."""
+    scored(command, model, images, folder / "on-gpu", DEVICE)
+    scored(command, model, images, folder / "on-cpu", "cpu")
+    for a, b in zip(rows(folder / "on-gpu"), rows(folder / "on-cpu"), strict=True):
+        assert a["path"] == b["path"]
+        assert float(a["image_score"]) == pytest.approx(float(b["image_score"]), rel=3e-3)
+        assert a["verdict"] == b["verdict"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_of_the_gpu_is_one_of_the_processor(
+    method: str, product: Path, tmp_path: Path, command: Command
+) -> None:
+    run = tmp_path / "run"
+    on_gpu(command, "train", *train_arguments(product, run, f"model.kind={method}"))
+    agree_on_both(command, run, product / "test", tmp_path)
+    on_gpu(command, "evaluate", "--model", run, "--output", tmp_path / "evaluation")
+    on_gpu(command, "selfcheck", "--model", run, "--golden", product / "test", "--record")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_on_a_gpu(name: str, product: Path, tmp_path: Path, command: Command) -> None:
+    run = tmp_path / "run"
+    on_gpu(command, "train", *train_arguments(product, run, *SETTINGS[name]))
+    agree_on_both(command, run, product / "test", tmp_path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_of_the_processor_go_on_on_a_gpu(
+    method: str, product: Path, tmp_path: Path, command: Command, request: pytest.FixtureRequest
+) -> None:
+    name = {"patchcore": "run_folder", "padim": "padim_folder", "subspace": "subspace_folder"}
+    run = tmp_path / "run"
+    shutil.copytree(request.getfixturevalue(name[method]), run)
+    agree_on_both(command, run, product / "test", tmp_path)
+    good = tmp_path / "good"
+    for i in range(6):
+        write_part(good / f"{i}.png", seed=300 + i)
+    on_gpu(command, "calibrate", "--model", run, "--good", good, "--yes")
+    on_gpu(command, "update", "--model", run, "--good", good, "--output", tmp_path / "next")
+    scored(command, tmp_path / "next", product / "test", tmp_path / "after", DEVICE)
+
+
+def test_explanations_come_from_the_gpu(run_folder: Path, product: Path) -> None:
+    images = [product / "test" / "spot" / "000.png"]
+    found, expected = (
+        anomaly.load(run_folder, device=device).explain(images[0]) for device in (DEVICE, "cpu")
+    )
+    assert found.prediction.score == pytest.approx(expected.prediction.score, rel=3e-3)
+
+
+def test_images_of_a_gpu_are_taken(run_folder: Path) -> None:
+    detector = anomaly.load(run_folder, device=DEVICE)
+    image = torch.randint(0, 255, (3, 96, 120), dtype=torch.uint8)
+    on_the_gpu, on_the_cpu = detector.predict([image.to(DEVICE), image], layout="CHW")
+    assert on_the_gpu.score == pytest.approx(on_the_cpu.score)
