@@ -19,6 +19,7 @@ from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.explain.evidence import (
     GoodImages,
+    in_part,
     patch_box,
     patch_centres,
     score_gradient,

@@ -115,9 +115,8 @@ class Pose:
             x: of the columns (w,), in original pixels from the corner of the part's frame.
             y: of the rows (h,).
         """
-        points = np.stack(np.meshgrid(x, y), axis=2)
-        inside = (points := _at(self.motion, self.size, points)) >= 0
-        return np.asarray((inside & (points < self.size[::-1])).all(axis=2))
+        points = _at(self.motion, self.size, np.stack(np.meshgrid(x, y), axis=2))
+        return np.asarray(((points >= 0) & (points < self.size[::-1])).all(axis=2))
 
     def in_part(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
         """Points (…, 2) of the image, x and y from its corner, in the part's coordinates."""

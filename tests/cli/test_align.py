@@ -12,6 +12,10 @@ from conftest import Command, train_arguments
 from moving_parts import LABEL, SIZE, draw, place, poses, write
 
 from anomaly.errors import ModelError
+from anomaly.explain.evidence import in_part
+from anomaly.explain.pictures import read_image
+from anomaly.imaging.loading import NetworkInput
+from anomaly.maps.regions import MarkedRegion
 from anomaly.storage.load import load_model
 
 _ALIGN = ("image.align=rigid", "image.area=128", "name=plates")
@@ -169,3 +173,20 @@ def test_models_of_other_poses_arent_merged(plates: Path, tmp_path: Path, comman
     other, _ = trained(command, write(tmp_path / "plates", turn=5), tmp_path / "other")
     code, _, err = command("merge", [one, other, "--output", tmp_path / "merged"])
     assert (code, "parts lie in other poses" in err) == (2, True)
+
+
+def test_an_explanation_compares_equal_places(
+    plates: Path, tmp_path: Path, command: Command
+) -> None:
+    run, _ = trained(command, plates, tmp_path / "run")
+    detector = load_model(run, "cpu")
+    for i, pose in enumerate(poses(2, 3, 180)):
+        item = read_image(plates / "test" / "spot" / f"{i:03}.png", detector.loading)
+        assert isinstance(item, NetworkInput)
+        x, y = (int(value) for value in place([(-20, -10)], pose)[0])
+        flaw = MarkedRegion(x - 6, y - 6, 12, 12, 100, 1.0, x, y, 8.0, 8.0)
+        moved = in_part(flaw, item.view.pose)
+        red, green, _ = item.in_part().decoded.pixels[moved.peak_y, moved.peak_x].tolist()
+        assert red > 150 > green
+        assert 12 <= moved.width <= 18
+        assert moved.x < moved.peak_x < moved.x + moved.width
