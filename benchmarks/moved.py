@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 import anomaly
 from anomaly.datasets import Sample
 from anomaly.evaluation.metrics.images import image_metrics, recall_at_false_reject_rates
-from anomaly.imaging.pose import Motion, Pose, Reference
+from anomaly.imaging.pose import Motion, Pose
 from anomaly.imaging.read import Image, read_image
+from anomaly.imaging.reference import Reference
 from benchmarks.inputs import machine
 
 _LONGEST = 512  # pixels of the longer side that are moved: the network sees 256

@@ -21,14 +21,13 @@ from anomaly.datasets.copies import (
     too_few_different,
 )
 from anomaly.datasets.masks import strays
-from anomaly.datasets.poses import grey_pictures, moving
+from anomaly.datasets.poses import LEAST_IMAGES, grey_pictures, moving
 from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
 from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
-from anomaly.imaging.pose import LEAST_IMAGES
 from anomaly.imaging.read import (
     MAX_PIXELS,
     Image,

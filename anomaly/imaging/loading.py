@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.looks import Look, look_of
-from anomaly.imaging.pose import Reference
 from anomaly.imaging.read import (
     Image,
     described,
@@ -28,6 +27,7 @@ from anomaly.imaging.read import (
     read_header,
     read_image,
 )
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.

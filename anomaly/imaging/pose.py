@@ -1,46 +1,14 @@
-"""Where a part lies in an image, against a reference made of training images. Imports no torch.
-
-A pose is found in three steps: the reference, turned in steps of 5°, is correlated with a small
-grey picture of the image; the best of these candidates are refined by Gauss-Newton steps on the
-correlation (the inverse compositional form of ECC, Evangelidis and Psarakis 2008); the highest
-correlation wins. Light that differs as a whole changes no correlation.
-"""
+"""Where a part lies in an image: the way to the part's coordinates, and back. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-
-from anomaly.errors import DataError, ModelError
-from anomaly.imaging.geometry import aspect_error
-from anomaly.imaging.read import Image, read_image
-
-Grey = NDArray[np.float32]
-
-LEAST_IMAGES = 8  # fewer don't show how far parts move
-_SIDE, _COARSE = 128, 64  # of squares with the area of the pictures that are compared
-_STEP = math.radians(5)
-_CANDIDATES = 3
-_ROUNDS = 3
-_FIRST_STEPS, _STEPS, _CONVERGED = 6, 20, 0.02  # pixels
-_ASPECT = 0.02
-# A turn by more than is usual has to correlate better by so much: round parts look alike anyhow.
-_USUAL, _PREFERENCE = math.radians(15), 0.05
-# Of the training images, 95 % match what they have in common by so much at least (screws 0.95,
-# transistors 0.89, castings 0.69; cells 0.41, fabric 0.04), and an eighth of a side away by this
-# share of that at most (castings 0.69, hazelnuts 0.80, screws 0.84; drawn fabric 0.95, tile 0.98).
-_LEAST_CORRELATION, _ELSEWHERE, _APART = 0.55, 0.9, 1 / 8
-_WORSE = 0.8  # of the training images' correlation is enough
-_MARGIN = 0.25  # of the training images' range, and at least these shares and radians
-_LEAST_SHIFT, _LEAST_TURN = 0.02, math.radians(2)
 
 
 class Motion(NamedTuple):
@@ -60,7 +28,7 @@ class Motion(NamedTuple):
         """The motion that another one and then this one make."""
         cos, sin = math.cos(self.turn), math.sin(self.turn)
         x, y = cos * first.x - sin * first.y, sin * first.x + cos * first.y
-        return Motion(_wrapped(self.turn + first.turn), x + self.x, y + self.y)
+        return Motion(wrapped(self.turn + first.turn), x + self.x, y + self.y)
 
     def inverse(self) -> Motion:
         """The way back."""
@@ -74,10 +42,6 @@ class Motion(NamedTuple):
         turned = np.array([[cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y]])
         turned[:, 2] += self.x, self.y
         return turned
-
-
-# Before training images say more.
-_LOWEST, _HIGHEST = Motion(-_USUAL, -math.inf, -math.inf), Motion(_USUAL, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -106,7 +70,7 @@ class Pose:
             rows: from where to where, in original pixels.
             columns: as well.
         """
-        return _cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
+        return cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
 
     def covers(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Whether points of the part (h, w) lie in the image.
@@ -135,7 +99,7 @@ class Pose:
         known = np.isfinite(values).astype(np.float32)
         rows = slice(*strip.indices(self.size[0])[:2])
         weighted, weights = (
-            _cut(v, self.motion.inverse(), rows, slice(0, self.size[1]))
+            cut(v, self.motion.inverse(), rows, slice(0, self.size[1]))
             for v in (np.where(known > 0, values, 0), known)
         )
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -148,7 +112,7 @@ def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> N
     return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
 
 
-def _cut(
+def cut(
     values: NDArray[Any],
     motion: Motion,
     rows: slice,
@@ -164,317 +128,6 @@ def _cut(
     return np.asarray(cv2.warpAffine(values, matrix, size, flags=how, borderMode=border))
 
 
-def grey_picture(image: Image) -> Grey:
-    """A small grey picture (h, w) of an image, in [0, 1]; (h, w) follows from its aspect."""
-    height, width = _sides(image.size[0] / image.size[1], _SIDE)
-    small = cv2.resize(image.pixels, (width, height), interpolation=cv2.INTER_AREA)
-    return np.asarray(small.mean(axis=2) / image.full_scale, np.float32)
-
-
-def read_grey(source: Path | Image, max_pixels: int, bit_depth: int | None) -> Grey | None:
-    """The grey picture of a file; None where it can't be used. Called in a decoding process."""
-    try:
-        if not isinstance(source, Image):
-            source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
-        return grey_picture(source)
-    except Exception:  # training says why
-        return None
-
-
-def _sides(aspect: float, side: int) -> tuple[int, int]:
-    """Height and width of about a square's area, whose ratio is the aspect as nearly as can be."""
-    middle = side * math.sqrt(aspect)
-    heights = range(max(8, math.floor(0.95 * middle)), max(9, math.ceil(1.05 * middle)))
-    sizes = [(height, max(8, round(height / aspect))) for height in heights]
-    return min(sizes, key=lambda size: (aspect_error(size, aspect), abs(size[0] - middle)))
-
-
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """What the part looks like, and how far it moves in the training images.
-
-    Attributes:
-        picture: (h, w) grey, mean 0 and norm 1.
-        rigid: whether parts turn, too.
-        least: the correlation below which a pose counts as not found.
-        lowest: of the training images' motions, widened: radians, and shares of width and height.
-        highest: as well.
-    """
-
-    picture: Grey
-    rigid: bool
-    least: float = 0.0
-    lowest: Motion = _LOWEST
-    highest: Motion = _HIGHEST
-
-    def pose(self, image: Image) -> Pose:
-        """Where the part lies in an image.
-
-        Raises:
-            DataError: the image has another aspect than the training images.
-        """
-        height, width = self.picture.shape
-        if aspect_error(image.size, height / width) > _ASPECT:
-            raise DataError(
-                f"its {image.size[1]}×{image.size[0]} pixels have another shape than the training "
-                "images, so the part's pose can't be compared; crop it to their shape, or train "
-                "with image.align=none"
-            )
-        small = cv2.resize(grey_picture(image), (width, height), interpolation=cv2.INTER_AREA)
-        motion, correlation = self.find(np.asarray(small, np.float32))
-        share = Motion(motion.turn, motion.x / width, motion.y / height)
-        moved = Motion(motion.turn, share.x * image.size[1], share.y * image.size[0])
-        return Pose(moved, image.size, correlation, self._doubt(share, correlation))
-
-    def find(self, grey: Grey) -> tuple[Motion, float]:
-        """The part's motion in a grey picture of the reference's size, and the correlation."""
-        refined = [self._refined(grey, start, _FIRST_STEPS) for start in self._starts(grey)]
-        best = max(refined, key=lambda each: each[1] - self._penalty(each[0].turn))[0]
-        return self._refined(grey, best, _STEPS)
-
-    def _penalty(self, turn: float) -> float:
-        return 0.0 if self.lowest.turn <= turn <= self.highest.turn else _PREFERENCE
-
-    def _starts(self, grey: Grey) -> list[Motion]:
-        """Where to look closer: the best turns, far from each other, each at its best shift."""
-        rows, columns = self._coarse_size
-        (height, width), turns = grey.shape, self._turns
-        spectrum = np.fft.rfft2(_centred(grey, (rows, columns)))
-        fits = np.fft.irfft2(self._spectra * spectrum.astype(np.complex64), s=(rows, columns))
-        fits = fits.reshape(len(turns), -1)
-        values = fits.max(axis=1) - [self._penalty(turn) for turn in turns]
-        starts = []
-        for _ in range(_CANDIDATES):
-            best = int(values.argmax())
-            y, x = divmod(int(fits[best].argmax()), columns)
-            y, x = (y + rows // 2) % rows - rows // 2, (x + columns // 2) % columns - columns // 2
-            starts.append(Motion(turns[best], x * width / columns, y * height / rows))
-            values[[abs(_wrapped(turn - turns[best])) < 4.5 * _STEP for turn in turns]] = -np.inf
-            if not np.isfinite(values).any():
-                break
-        return starts
-
-    @cached_property
-    def _coarse_size(self) -> tuple[int, int]:
-        return _sides(self.picture.shape[0] / self.picture.shape[1], _COARSE)
-
-    @cached_property
-    def _turns(self) -> list[float]:
-        return [_wrapped(i * _STEP) for i in range(72)] if self.rigid else [0.0]
-
-    @cached_property
-    def _spectra(self) -> NDArray[np.complex64]:
-        """Of the small reference, turned each way; conjugate, for correlations."""
-        small, size = _centred(self.picture, self._coarse_size), self._coarse_size
-        turned = [
-            cv2.warpAffine(small, Motion(turn, 0, 0).matrix(size), size[::-1])
-            for turn in self._turns
-        ]
-        return np.fft.rfft2(np.stack(turned)).conj().astype(np.complex64)
-
-    @cached_property
-    def _solver(self) -> Grey:
-        """(2 or 3, h·w): the motion that a difference to the reference calls for."""
-        x, y = (cv2.Sobel(self.picture, cv2.CV_32F, *d, scale=1 / 8) for d in ((1, 0), (0, 1)))
-        rows, columns = np.indices(self.picture.shape) - np.array(
-            [(side - 1) / 2 for side in self.picture.shape]
-        ).reshape(2, 1, 1)
-        slopes = np.stack([y * columns - x * rows, x, y] if self.rigid else [x, y])
-        flat, own = slopes.reshape(len(slopes), -1), self.picture.ravel()
-        flat = flat - flat.mean(axis=1, keepdims=True)
-        flat = flat - np.outer(flat @ own, own)  # what light does isn't motion
-        return np.asarray(np.linalg.pinv((flat @ flat.T).astype(np.float64)) @ flat, np.float32)
-
-    def _refined(self, grey: Grey, motion: Motion, steps: int) -> tuple[Motion, float]:
-        for _ in range(steps):
-            *turn, x, y = (self._solver @ (_moved(grey, motion) - self.picture).ravel()).tolist()
-            step = Motion(turn[0] if turn else 0.0, x, y)
-            motion = motion.after(step.inverse())
-            if abs(step.turn) * self.picture.shape[0] / 2 + abs(x) + abs(y) < _CONVERGED:
-                break
-        return motion, float(np.vdot(_moved(grey, motion), self.picture))
-
-    def elsewhere(self, grey: Grey, motion: Motion) -> float:
-        """How well the part matches far from its motion, as a share of how well it matches there.
-
-        Args:
-            grey: a picture of the reference's size.
-            motion: as `find` gave it.
-        """
-        moved = np.fft.rfft2(_moved(grey, motion))
-        fits = np.fft.irfft2(np.fft.rfft2(self.picture).conj() * moved, s=grey.shape)
-        rows, columns = (np.abs(np.fft.fftfreq(side)) >= _APART for side in grey.shape)
-        return float(fits[rows[:, None] | columns].max() / max(fits[0, 0], 1e-6))
-
-    def _doubt(self, share: Motion, correlation: float) -> str:
-        """Why a pose isn't trusted, for a person; empty where it is."""
-        if correlation < self.least:
-            return (
-                f"the part's pose can't be found: it matches the training images by "
-                f"{correlation:.2f}, and {self.least:.2f} is the least (another product, or part "
-                "of it covered or out of view?)"
-            )
-        low, high = np.array(self.lowest), np.array(self.highest)
-        beyond = (np.array(share) < low) | (np.array(share) > high)
-        if not beyond.any():
-            return ""
-        axis = int(np.argmax(beyond))
-        name, unit, scale = _AXES[axis]
-        return (
-            f"the part is {name.format(f'{scale * share[axis]:+.3g}{unit}')}, and "
-            f"{scale * low[axis]:+.3g}{unit} to {scale * high[axis]:+.3g}{unit} is what the "
-            "training images allow"
-        )
-
-    def tensors(self) -> dict[str, NDArray[Any]]:
-        """Everything that has to be saved, by name."""
-        bounds = np.array([self.lowest, self.highest])
-        return {"picture": self.picture, "least": np.array(self.least), "bounds": bounds}
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The way back from `tensors`.
-
-        Raises:
-            ModelError: they aren't a reference.
-        """
-        kinds = {name: (value.dtype.name, value.ndim) for name, value in tensors.items()}
-        expected = {"picture": ("float32", 2), "least": ("float64", 0), "bounds": ("float64", 2)}
-        if (
-            kinds != expected
-            or tensors["bounds"].shape != (2, 3)
-            or not min(tensors["picture"].shape) >= 8
-            or not np.isfinite(tensors["picture"]).all()
-            or np.isnan([*tensors["bounds"].flat, tensors["least"]]).any()
-        ):
-            raise ModelError("the picture that says where the part lies is damaged")
-        lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
-        return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
-
-
-_AXES = (
-    ("turned by {}", "°", math.degrees(1)),
-    ("shifted by {} of the image's width", " %", 100.0),
-    ("shifted by {} of the image's height", " %", 100.0),
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Poses:
-    """What training images show of where parts lie.
-
-    Attributes:
-        reference: for poses of further images.
-        index: of the image in whose coordinates parts are seen: those where to look is drawn in.
-        motions: of the images that could be compared: radians, and shares of width and height.
-        correlations: of all images with the reference; 0 of those that can't be compared.
-        elsewhere: the highest correlation at another place, as a share of that at the pose.
-    """
-
-    reference: Reference
-    index: int
-    motions: tuple[Motion, ...]
-    correlations: tuple[float, ...]
-    elsewhere: tuple[float, ...]
-
-    def checked(self) -> Poses:
-        """The same.
-
-        Raises:
-            DataError: the images show no part that lies in each of them.
-        """
-        typical, elsewhere = np.quantile(self.correlations, 0.05), np.quantile(self.elsewhere, 0.95)
-        if typical >= _LEAST_CORRELATION and elsewhere <= _ELSEWHERE:
-            return self
-        reason = f"match by {typical:.2f}, and {_LEAST_CORRELATION:.2f} is needed"
-        if typical >= _LEAST_CORRELATION:
-            reason = "match nearly as well at other places"
-        raise DataError(
-            "image.align: the training images show no part whose pose can be found: moved onto "
-            f"each other they {reason}, as surfaces do; train with image.align=none"
-        )
-
-
-def learn(pictures: Sequence[Grey], *, rigid: bool) -> Poses:
-    """The reference of training images.
-
-    Args:
-        pictures: as `read_grey` gives them; those of another shape than most don't match at all.
-        rigid: whether parts turn, too.
-
-    Raises:
-        DataError: there are none.
-    """
-    shapes = [picture.shape for picture in pictures]
-    if not shapes:
-        raise DataError("image.align: none of the training images can be used")
-    shape = max(shapes, key=shapes.count)
-    usable = [(i, picture) for i, picture in enumerate(pictures) if picture.shape == shape]
-    greys = [picture for _, picture in usable]
-    reference = Reference(_normed(greys[0]), rigid)
-    middle = 0
-    for _ in range(_ROUNDS):
-        fits = [reference.find(grey) for grey in greys]
-        motions, fit = [motion for motion, _ in fits], np.array([value for _, value in fits])
-        middle = _middle(motions, fit, shape)
-        back = motions[middle].inverse()
-        alike = np.flatnonzero(fit >= np.median(fit) - 2 * _PREFERENCE)
-        mean = np.mean([_moved(greys[i], motions[i].after(back)) for i in alike], axis=0)
-        reference = Reference(_normed(mean), rigid)
-    fits = [reference.find(grey) for grey in greys]
-    shares = tuple(Motion(m.turn, m.x / shape[1], m.y / shape[0]) for m, _ in fits)
-    correlations = [value for _, value in fits] + [0.0] * (len(shapes) - len(greys))
-    reference = _bounded(reference, shares, correlations)
-    elsewhere = tuple(
-        reference.elsewhere(grey, motion) for grey, (motion, _) in zip(greys, fits, strict=True)
-    )
-    return Poses(reference, usable[middle][0], shares, tuple(correlations), elsewhere)
-
-
-def _middle(motions: Sequence[Motion], fits: NDArray[Any], shape: tuple[int, ...]) -> int:
-    """The image in which the part lies most as in the others, of those that show it well."""
-    turns = np.exp(1j * np.array([motion.turn for motion in motions]))
-    shifts = np.array([complex(motion.x, motion.y) for motion in motions])
-    centre = -np.mean(shifts / turns)  # of all parts, in the coordinates of the reference
-    away = np.abs(turns * centre + shifts)
-    if abs(turns.mean()) > 0.9:  # they all lie about one way
-        away += np.abs(np.angle(turns / turns.mean())) * min(shape) / 2
-    return int(np.argmin(np.where(fits >= np.median(fits), away, np.inf)))
-
-
-def _bounded(
-    reference: Reference, shares: Sequence[Motion], correlations: Sequence[float]
-) -> Reference:
-    """The reference with what the training images show of motions and correlations."""
-    least = _WORSE * float(np.quantile(correlations, 0.05))
-    good = np.array([s for s, c in zip(shares, correlations, strict=False) if c >= least])
-    low, high = good.min(axis=0), good.max(axis=0)
-    margin = np.maximum(_MARGIN * (high - low), (_LEAST_TURN, _LEAST_SHIFT, _LEAST_SHIFT))
-    low, high = low - margin, high + margin
-    if len(good) < LEAST_IMAGES:
-        low[:], high[:] = -math.inf, math.inf
-    elif high[0] - low[0] > math.pi:
-        low[0], high[0] = -math.inf, math.inf
-    return replace(reference, least=least, lowest=Motion(*low), highest=Motion(*high))
-
-
-def _moved(grey: Grey, motion: Motion) -> Grey:
-    """A grey picture in the part's coordinates, normed."""
-    rows, columns = (slice(0, side) for side in grey.shape)
-    return _normed(_cut(grey, motion, rows, columns, border=cv2.BORDER_REPLICATE))
-
-
-def _normed(picture: Grey) -> Grey:
-    apart = picture - picture.mean()
-    return np.asarray(apart / (np.linalg.norm(apart) + 1e-6), np.float32)
-
-
-def _centred(grey: Grey, size: tuple[int, int]) -> Grey:
-    """A picture made smaller, its border about 0, so that a turned one ends nowhere."""
-    small = cv2.resize(grey, size[::-1], interpolation=cv2.INTER_AREA)
-    border = np.concatenate([small[0], small[-1], small[:, 0], small[:, -1]])
-    return _normed(small - np.median(border))
-
-
-def _wrapped(turn: float) -> float:
+def wrapped(turn: float) -> float:
+    """A turn between -π and π."""
     return math.remainder(turn, math.tau)

@@ -16,7 +16,7 @@ from anomaly.files.writing import at_home
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing
-from anomaly.imaging.pose import Reference
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 from anomaly.methods.base import ArrayScorer, Fitter, Scorer
 

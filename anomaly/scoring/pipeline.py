@@ -16,7 +16,7 @@ from anomaly.config.schema import METHODS, Config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing
-from anomaly.imaging.pose import Reference
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import PatchScores
 from anomaly.scoring.build import loading_of

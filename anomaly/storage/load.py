@@ -12,7 +12,7 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training, some
-from anomaly.imaging.pose import Reference
+from anomaly.imaging.reference import Reference
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (

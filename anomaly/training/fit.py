@@ -21,14 +21,14 @@ from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.datasets.copies import contradiction, near_copies
-from anomaly.datasets.poses import grey_pictures
+from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.looks import picture_of
-from anomaly.imaging.pose import Reference, learn
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Fitter, Progress, Scorer
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of

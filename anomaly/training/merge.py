@@ -14,7 +14,7 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
-from anomaly.imaging.pose import Reference
+from anomaly.imaging.reference import Reference
 from anomaly.scoring.build import MASKS, differences, fitter_of, flatten, to_dict
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moving_parts import SIZE, draw, place, poses
 
-from anomaly.datasets.poses import moving
+from anomaly.datasets.poses import Poses, learn, moving
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.array_input import ArrayFormat
 from anomaly.imaging.geometry import Sizing, View, render
-from anomaly.imaging.pose import Motion, Pose, Poses, Reference, grey_picture, learn
+from anomaly.imaging.pose import Motion, Pose
 from anomaly.imaging.read import Image
+from anomaly.imaging.reference import Reference, grey_picture
 from anomaly.imaging.region import counted
 
 _MOTION = st.builds(Motion, st.floats(-3, 3), st.floats(-20, 20), st.floats(-20, 20))
