@@ -59,7 +59,8 @@ class ThresholdChange:
         )
         moved = [f"{name} threshold {old:.4g} -> {new:.4g}" for name, old, new in both]
         lines = [", ".join(moved)]
-        if self.after.label == "calibrated" and self.after.image != self.before.image:
+        by_rank = self.after.label == "calibrated" and self.after.calibration.reject.target
+        if by_rank and self.after.image != self.before.image:
             name, score = self.after.decisive
             lines.append(f"the reject threshold stands on {name} ({score:.4g})")
         return lines

@@ -27,6 +27,7 @@ from anomaly.calibration.thresholds import (
 _HIGHEST = 5
 _WORTH_A_WORD = 0.1
 _CONFIDENCE = 0.95
+_ASSUMES = "this holds for images like these: same lot, lamp and camera"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Thresholds:
         else:
             lines.append(f"review above {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
-        return [*lines, *self.good.cautions]
+        return [*lines, *self.good.cautions, _ASSUMES]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
         """The good images that put the reject threshold where it is, the highest first.
@@ -147,6 +148,7 @@ class Thresholds:
         return {
             "label": self.label,
             "source": self.good.source,
+            "assumes": _ASSUMES,
             "review": _threshold_json(self.calibration.review),
             "reject": _threshold_json(self.calibration.reject),
             "pixel": self.pixel,
@@ -173,7 +175,7 @@ def thresholds_from(
     if len(newest):
         least = threshold_for_false_reject_rate(newest, reject_rate).value
         calibration = replace(calibration, reject=calibration.reject.raised(least, good.image))
-    return _with_pixels(calibration, "calibrated", good)
+    return with_pixels(calibration, "calibrated", good)
 
 
 def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
@@ -183,7 +185,7 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
         ValueError: the review threshold lies above the reject threshold.
     """
     calibration = Calibration(threshold_at(review, good.image), threshold_at(reject, good.image))
-    return _with_pixels(calibration, "by hand", good)
+    return with_pixels(calibration, "by hand", good)
 
 
 def thresholds_by_cost(
@@ -200,10 +202,10 @@ def thresholds_by_cost(
         The thresholds, and what is to be expected of them.
     """
     choice = cheapest_thresholds(good.image, defect_scores, costs)
-    return _with_pixels(Calibration(choice.review, choice.reject), "by cost", good), choice
+    return with_pixels(Calibration(choice.review, choice.reject), "by cost", good), choice
 
 
-def _with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
+def with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
     """Thresholds of images with the pixel threshold that is as rare among good images.
 
     The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,

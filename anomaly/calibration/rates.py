@@ -81,6 +81,7 @@ def _rate(count: int, images: int, expected: float, two_sided: float, one_sided:
     return Rate(count, images, expected, low, high, at_most)
 
 
+@lru_cache(maxsize=1024)
 def rate_showing(count: int, images: int, chance: float) -> float:
     """The true rate at which `count` or more of `images` are flagged by a chance.
 

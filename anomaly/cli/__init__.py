@@ -36,6 +36,7 @@ COMMANDS = {
     "layers": "list a network's layers: shapes, strides, parameters, compute",
     "features": "save what layers make of images, for classifiers of your own",
     "explain": "show why an image was flagged, in pictures",
+    "missed": "say what would have caught a defect that got through, and keep it as a known one",
     "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and name scores that have changed",
     "serve": "answer over HTTP, record every answer, and show a page to the line",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +20,7 @@ from anomaly.calibration import (
     thresholds_from,
 )
 from anomaly.calibration.rates import percent
+from anomaly.cli import calibrate_production
 from anomaly.cli.common_options import (
     add_device,
     add_paths,
@@ -27,7 +29,6 @@ from anomaly.cli.common_options import (
     number,
 )
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train_report import advise_without, report_raised
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
@@ -39,6 +40,7 @@ from anomaly.storage.thresholds import change, replace_thresholds
 
 if TYPE_CHECKING:
     from anomaly.calibration import Choice, GoodScores, Thresholds
+    from anomaly.calibration.production import ProductionChoice
     from anomaly.evaluation.recalibrate import HeldOutScores
     from anomaly.scoring.pipeline import Model
 
@@ -49,7 +51,14 @@ log = logging.getLogger(__name__)
 _RATES = ("false_reject_rate", "review_rate", "defect_share")
 _COSTS = ("cost_false_reject", "cost_escape", "cost_review")
 _AMOUNTS = ("threshold", "review_threshold", *_COSTS)
-_CRITERIA = ("without", "data_root", "currency", *_RATES, *_AMOUNTS)  # that the history records
+_CRITERIA = (
+    "without",
+    "at_most_defective",
+    "data_root",
+    "currency",
+    *_RATES,
+    *_AMOUNTS,
+)  # that the history records
 _MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 
@@ -60,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
     good = "good images that the model hasn't learned from (default: the scores it came with)"
     add_paths(parser, "--good", good)
+    calibrate_production.add_arguments(parser)
     defects = "images of defects: says how many are found, and costs can be weighed"
     add_paths(parser, "--defects", defects)
     add(
@@ -106,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         more than chance explains, and nothing was written.
     """
     _check(options)
-    check_images(options, "good", "defects")
+    check_images(options, "good", "production", "defects")
     model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
         return _run(options)
@@ -118,12 +128,16 @@ def _run(options: argparse.Namespace) -> int:
     scored = _score_images(options, model, threads)
     good, defects = _good_scores(options, model, scored), scored.get("defects")
     before = model.thresholds
-    new, choice = _choose(options, model, good, defects)
+    unlabelled: ProductionChoice | None = None
+    if options.at_most_defective:
+        unlabelled = calibrate_production.choose(options, model, good)
+        new, choice, good = unlabelled.thresholds, None, unlabelled.thresholds.good
+    else:
+        new, choice = _choose(options, model, good, defects)
     _warn_of_unusual(before, new, good)
     print("\n".join(new.lines()))
     learned = model.manifest["training_images"]
-    if report_raised(new):
-        advise_without(new, options.model, learned=any(n in learned for n in new.good.names))
+    _report_raised(new, options.model, learned=any(n in learned for n in new.good.names))
     recall = None if defects is None else _print_recall(new, defects, choice)
     exit_code = 3 if any(images.refused for images in scored.values()) else 0
     if any(out.name in learned for out in good.left_out):
@@ -135,12 +149,18 @@ def _run(options: argparse.Namespace) -> int:
         moved = ThresholdChange(before, new)
         reasons = [] if choice is None or defects is None else moved.reasons(defects.scores)
         print("\n".join([*moved.lines(), *reasons]))
+        if unlabelled is not None:
+            print("\n".join(unlabelled.lines()))
+        if "production" in scored:
+            calibrate_production.print_effects(options, model, scored, moved, threads)
         if not _agreed(moved, options):
             return 1
     if new == before:
         print("these are the thresholds that the model has; nothing was changed")
         return exit_code
     criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
+    if options.data_root is not None:
+        criteria["data_root"] = str(options.data_root)
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(criteria, before, new, images, recall)
     model_id = replace_thresholds(options.model, new, record)
@@ -164,20 +184,20 @@ def _agreed(moved: ThresholdChange, options: argparse.Namespace) -> bool:
 def _score_images(
     options: argparse.Namespace, model: Model, threads: int
 ) -> dict[str, HeldOutScores]:
-    """Score the images of `--good` and `--defects`, by option.
+    """Score the images of `--good` or `--production`, and of `--defects`, by option.
 
     Raises:
         DataError: an image is given as good and as a defect, or as good and belongs to the test
             split; or none can be used.
     """
-    given = {"good": options.good, "defects": options.defects}
+    given = {name: getattr(options, name) for name in ("good", "production", "defects")}
     files = {
         name: find_inputs(paths, option=f"--{name}").paths for name, paths in given.items() if paths
     }
     for name, found in files.items():
         check_inputs(given[name], found, defects=name == "defects")
     # Copies under other names are found by their hashes, once all are scored.
-    if twice := set(files.get("good", ())) & set(files.get("defects", ())):
+    if twice := set(files.get("good", files.get("production", ()))) & set(files.get("defects", ())):
         raise _twice(min(twice))
     instead = ", or name the data set's folder with --data-root"
     tested = evaluated_on(model, options.data_root, instead) if files else frozenset()
@@ -188,7 +208,7 @@ def _score_images(
                 model,
                 paths,
                 what=f"--{name}",
-                tested=tested if name == "good" else frozenset(),
+                tested=frozenset() if name == "defects" else tested,
                 workers=threads,
                 progress=partial(progress, name),
             )
@@ -203,7 +223,7 @@ def _score_images(
             len(defects),
         )
     if len(scored) > 1:
-        for path, sha256 in scored["good"].named_hashes().items():
+        for path, sha256 in next(iter(scored.values())).named_hashes().items():
             if sha256 in defects:
                 raise _twice(path)
     return scored
@@ -211,6 +231,30 @@ def _score_images(
 
 def _twice(path: Path | str) -> DataError:
     return DataError(f"{path} is given as good and as a defect; give it once")
+
+
+def _report_raised(thresholds: Thresholds, model: Path, *, learned: bool) -> None:
+    """Say which good images raise the reject threshold, and how they are left out of it.
+
+    Args:
+        thresholds: new ones.
+        model: the run or model folder.
+        learned: whether the model has learned from these images.
+    """
+    raised = thresholds.raised_lines()
+    if not raised:
+        return
+    for line in raised:
+        log.info(line)
+    out = [image.name for image in thresholds.good.left_out]  # or they would count again
+    names = shlex.join([*out, *(name for name, _, _ in thresholds.raised_by())])
+    log.info(
+        "leaving out what raises the threshold lowers that alone; the model keeps what it has "
+        "learned from it, and defects like it may pass:"
+        if learned
+        else "look at what raises it; where it isn't good:"
+    )
+    log.info("  anomaly calibrate --model %s --without %s", shlex.quote(str(model)), names)
 
 
 def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScores) -> None:
@@ -243,6 +287,7 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError(
             "costs need all of --cost-false-reject, --cost-escape, --cost-review and --defects"
         )
+    calibrate_production.check(options, by_hand=by_hand, by_cost=by_cost)
     for name in ("defect_share", "currency"):
         if getattr(options, name) is not None and not by_cost:
             raise AnomalyError(
@@ -259,8 +304,8 @@ def _check(options: argparse.Namespace) -> None:
 def _good_scores(
     options: argparse.Namespace, model: Model, scored: dict[str, HeldOutScores]
 ) -> GoodScores:
-    if "good" in scored:
-        return scored["good"].good_scores().without(options.without or ())
+    if images := scored.get("good", scored.get("production")):
+        return images.good_scores().without(options.without or ())
     if model.thresholds is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate and knows no scores of good images; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -104,6 +105,17 @@ def number(text: str) -> float:
         plain = float(text.replace(",", ".").rstrip("% "))
         remedy = f"; write {plain / (100 if text.rstrip().endswith('%') else 1):g}"
     raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def duration(text: str) -> float:
+    """Seconds of an option such as `10m`, for `argparse`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h, say")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
+from anomaly.evaluation.weaknesses import lines
 from anomaly.files.outputs import locked
 from anomaly.report.category import evaluated
 from anomaly.report.comparison import summary
@@ -285,5 +286,8 @@ def _report(categories: Sequence[Category], failures: Sequence[Failure], output:
     refused = [row.reason for e in evaluations for row in e.scored if row.image_score is None]
     for reason in first_of(refused):
         log.warning("not scored: %s", reason)
+    for category in categories:
+        for line in lines(category.weaknesses, category.name if len(categories) > 1 else ""):
+            log.info(line)
     print(f"all of it: {output / 'index.html'}")
     return 3 if refused or failures else 0

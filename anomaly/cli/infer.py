@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -24,20 +25,23 @@ from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
 from anomaly.errors import DataError, first_of
+from anomaly.evaluation.weaknesses import JudgedImage, Run, lines, of_images
 from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL, locked
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import OutputOptions, Outputs
-from anomaly.inference.rows import counts_of, say_counts, say_verdicts
+from anomaly.inference.rows import counts_of, learned_by, say_counts, say_verdicts
 from anomaly.inference.run import infer_files, resumable
 from anomaly.report.gallery import write_gallery
 from anomaly.scoring.predictor import check_product
 from anomaly.storage.folder import find_products
 from anomaly.storage.load import load
+from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
     from anomaly.inference.rows import Row
+    from anomaly.scoring.prediction import Prediction
     from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
@@ -191,6 +195,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             outputs.clear(model)
         journal = RunJournal(options.output / JOURNAL, about)
         with resumable(lambda: f"{len(journal.done)} of {total} images are"):
+            judged: dict[str, list[JudgedImage]] = {product: [] for product in model.models}
+            learned = learned_by(model)
             with ProgressLine() as progress:
                 thumbnails = infer_files(
                     model,
@@ -201,6 +207,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     decoders,
                     stopped=lambda: stop.signal is not None,
                     progress=partial(progress, "scoring"),
+                    scored=partial(_judge, learned, judged),
                 )
             rows = journal.rows()
             is_complete = len(rows) == total
@@ -211,19 +218,35 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     model, options.model, named, lambda: rows, options.output, thumbnails, about
                 )
             _print_rows(rows, total, options.output, page)
-            _print_learned(model, rows)
+            _print_learned(rows, learned)
+            _print_weaknesses(model, options.model, judged)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
         print("stopped; go on with --resume")
         return stop.exit_code
 
 
-def _print_learned(model: AnyModel, rows: list[Row]) -> None:
+def _judge(
+    learned: Mapping[str, frozenset[str]],
+    judged: Mapping[str, list[JudgedImage]],
+    prediction: Prediction,
+) -> None:
+    """Note what an image that its product's model hasn't learned from says of that model."""
+    if prediction.sha256 not in learned[prediction.product] and prediction.path is not None:
+        judged[prediction.product].append(JudgedImage.of(prediction, prediction.path))
+
+
+def _print_weaknesses(
+    model: AnyModel, folder: Path, judged: Mapping[str, list[JudgedImage]]
+) -> None:
+    for product, images in judged.items():
+        run = Run(model.models[product], folder / product, training_record(folder / product))
+        for line in lines(of_images(run, images), product):
+            log.info(line)
+
+
+def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:
     """Say how many of the images are the model's own training images."""
-    learned = {
-        product: frozenset(one.manifest["training_images"].values())
-        for product, one in model.models.items()
-    }
     if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
         print(f"the model has learned from {known} of them: their verdicts say nothing of others")
 

@@ -22,7 +22,15 @@ from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
-from anomaly.inference.rows import Row, counts_of, say_counts, total_of
+from anomaly.inference.rows import (
+    Row,
+    count_flagged,
+    counts_of,
+    flagged_lines,
+    learned_by,
+    say_counts,
+    total_of,
+)
 from anomaly.inference.run import resumable
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
@@ -87,10 +95,20 @@ def _follow(
         OutputError: results can't be written; those that could are kept.
     """
     counts: Counter[str] = Counter()
+    flagged: Counter[tuple[str, bool]] = Counter()
+    learned = learned_by(model)
+    warned: set[str] = set()  # of products, once each
 
     def on_row(finished: Finished) -> None:
-        counts.update(counts_of([finished.row]))
-        print(_line(finished.row), flush=True)
+        row = finished.row
+        counts.update(counts_of([row]))
+        flagged.update(count_flagged([row], learned))
+        print(_line(row), flush=True)
+        if row.product not in warned:
+            mine = {key: count for key, count in flagged.items() if key[0] == row.product}
+            for line in flagged_lines(mine, model, options.model):
+                log.warning(line)
+                warned.add(row.product)
 
     journal = WatchJournal(
         options.output,

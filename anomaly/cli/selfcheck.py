@@ -11,9 +11,19 @@ from pathlib import Path
 from anomaly.cli.common_options import add_device, device_and_threads, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, some
 from anomaly.files.outputs import GOLDEN, locked
-from anomaly.storage.golden import moved_since, read_record, score_golden, write_record
+from anomaly.storage.folder import find_model
+from anomaly.storage.golden import (
+    golden_of,
+    is_missed,
+    missed_parts,
+    moved_since,
+    not_caught,
+    read_record,
+    score_golden,
+    write_record,
+)
 from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
@@ -61,6 +71,8 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     model = load_model(options.model, device)
     with ProgressLine() as progress:
         scores = score_golden(model, paths, options.golden, threads, partial(progress, "scoring"))
+    if (own := golden_of(find_model(options.model))) and own.resolve() != options.golden.resolve():
+        scores |= score_golden(model, missed_parts(own), own, threads)
     if recorded is None:
         write_record(options.golden, model.model_id, scores)
         print(f"{len(scores)} images recorded in {options.golden / GOLDEN}")
@@ -70,6 +82,11 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     moved = moved_since(recorded["images"], scores, options.tolerance)
     for name, change in moved.items():
         print(f"{name}: {change}")
-    kept = len(scores.keys() - moved.keys())
-    print(f"{kept} of {len(scores)} images as recorded" + ("" if moved else ": ready"))
+    names = {name for name in scores if not is_missed(name)}
+    kept = len(names - moved.keys())
+    print(f"{kept} of {len(names)} images as recorded" + ("" if moved else ": ready"))
+    if missed := len(scores) - len(names):
+        passing = not_caught(scores)
+        which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
+        print(f"known defects caught: {missed - len(passing)} of {missed}{which}")
     return 1 if moved else 0

@@ -172,29 +172,21 @@ def _show(options: argparse.Namespace, config: Path, scored: Path | None, code: 
 
 
 def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> int:
-    """Say how many defects pass, and offer to look for settings that catch more of them.
+    """Offer to look for settings that catch defects which pass.
 
     Returns:
         The exit code of `tune`, where somebody wants it; else 0.
     """
-    if not figures.is_file():  # there was nothing to evaluate with
+    if not (options.interactive and figures.is_file()):  # or there was nothing to evaluate with
         return 0
     (evaluated,) = from_json(figures.read_text("utf-8"))["categories"].values()
-    counts = (evaluated["verdicts"] or {}).get("defective", {"good": 0})
-    missed, known = counts["good"], sum(counts.values())
-    if not missed:
+    if not (evaluated["verdicts"] or {}).get("escapes"):
+        return 0
+    if input("Try other settings? [y/N] ").strip().lower() not in ("y", "yes"):
         return 0
     settings, computes = passed_on(options)
     overwrite = ["--overwrite"] if options.overwrite else []
-    tune = ["tune", "--config", str(config), *settings, *overwrite, *computes]
-    passes = "1 defect passes" if missed == 1 else f"{missed} of {known} defects pass"
-    print(
-        f"{passes} as good. Other settings may catch more; to try some, for 10 minutes at most: "
-        f"anomaly {shlex.join(tune)}"
-    )
-    if options.interactive and input("Try them? [y/N] ").strip().lower() in ("y", "yes"):
-        return execute(tune)
-    return 0
+    return execute(["tune", "--config", str(config), *settings, *overwrite, *computes])
 
 
 def config_text(

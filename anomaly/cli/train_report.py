@@ -11,26 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
-from anomaly.config.schema import METHODS, by_product
+from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.errors import AnomalyError, OutputError, WriteError, first_of, some
+from anomaly.evaluation.weaknesses import Run, lines, of_training
 from anomaly.files.outputs import locked
-from anomaly.scoring.image_statistics import LEAST_IMAGES
 from anomaly.storage.folder import MANIFEST, read_manifest
 from anomaly.training.runs import check_same, train_run
 
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.calibration import Thresholds
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
+    from anomaly.scoring.pipeline import Model
     from anomaly.training.fit import SharedFeaturesOf
 
 log = logging.getLogger(__name__)
 
 _NAMED = 3  # images that stand out; train.json has all
-_FEW = 16  # images of which turned copies may add something
 
 
 @dataclass(frozen=True)
@@ -197,13 +196,12 @@ def train_and_report(
             line(f"{product}, {stage}" if product else stage, done, total)
 
         training, summary = train_run(config, dataset, output, **vars(options), progress=progress)
-    _report(summary, output, training.detector.thresholds, config.data.root)
+    _report(summary, output, training.detector)
     return 3 if training.refused else 0
 
 
-def _report(
-    summary: dict[str, Any], output: Path, thresholds: Thresholds | None, root: Path | None
-) -> None:
+def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
+    thresholds = model.thresholds
     images, vectors = summary["images"]["learned"], summary["bank_vectors"]
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
     print(
@@ -214,30 +212,17 @@ def _report(
         print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
     else:
         print("\n".join(thresholds.lines()))
-    if images < LEAST_IMAGES:
+    _report_patch_size(summary)
+    if summary["left_out"]:
+        names = summary["stand_out"]
         log.info(
-            "%d images are too few to notice another product, a lens cap or a blurred image as "
-            "such; that takes %d",
-            images,
-            LEAST_IMAGES,
+            "nothing was learned from what stands out from all others: %s%s. If these are good, "
+            "train with --set model.leave_out_suspects=false",
+            some([*names], most=_NAMED),
+            ", train.json names all" if len(names) > _NAMED else "",
         )
-    one_grid = METHODS[summary["kind"]].one_grid
-    if images <= _FEW and summary["turned_copies"] == "none" and not one_grid:
-        log.info(
-            "%d images are few. If a part may lie any way, train with "
-            "--set model.turned_copies=quarter_turns: turned copies of the images are learned, too",
-            images,
-        )
-    _report_patch_size(summary, one_grid)
-    _report_suspects(summary, output)
-    raised = thresholds is not None and report_raised(thresholds)
-    if raised or summary["suspects"] or summary["stand_out"]:
-        again = ["anomaly", "train", "--config", str(output / "model" / "config.yaml")]
-        again += ["--set", f"data.root={root}", "--output", str(output), "--overwrite"]
-        log.info("where one of these isn't good, remove it and train again:")
-        log.info("  %s", shlex.join(again))
-    if raised and thresholds is not None:
-        advise_without(thresholds, output, learned=True)
+    for line in lines(of_training(Run(model, output, summary))):
+        log.info(line)
     for reason in first_of([*summary["refused"].values()], "; train.json lists all"):
         log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
@@ -246,76 +231,10 @@ def _report(
     )
 
 
-def _report_suspects(summary: dict[str, Any], output: Path) -> None:
-    """Say which training images a person should look at."""
-    left_out, outliers, unlike = summary["left_out"], summary["stand_out"], summary["odd"]
-    if summary["suspects"]:
-        learned = "" if left_out else "; a defect among the good ones is learned as good"
-        log.info("look at these training images%s:", learned)
-        for suspect in summary["suspects"][:3]:
-            picture = output / suspect["heatmap"]
-            log.info("  %.4g  %s  %s", suspect["score"], suspect["name"], picture)
-    if outliers:
-        names = some([*outliers], most=_NAMED)
-        names += ", train.json names all" if len(outliers) > _NAMED else ""
-        log.info(
-            "nothing was learned from what stands out from all others: %s. If these are good, "
-            "train with --set model.leave_out_suspects=false"
-            if left_out
-            else "standing out from all others: %s. If these aren't good, remove them, or train "
-            "with --set model.leave_out_suspects=true, which leaves out what stands out",
-            names,
-        )
-    if unlike:
-        log.info(
-            "%d of %d training images would be for review whatever their score, being so unlike "
-            "the others: %s",
-            len(unlike),
-            summary["images"]["learned"],
-            some(unlike),
-        )
-
-
-def report_raised(thresholds: Thresholds) -> bool:
-    """Say which good images put the reject threshold so high; returns whether some do."""
-    lines = thresholds.raised_lines()
-    for line in lines:
-        log.info(line)
-    return bool(lines)
-
-
-def advise_without(thresholds: Thresholds, model: Path, *, learned: bool) -> None:
-    """Say how the images that raise the reject threshold are left out of it, and what that misses.
-
-    Args:
-        thresholds: that some images raise.
-        model: the run or model folder.
-        learned: whether the model has learned from these images.
-    """
-    out = [image.name for image in thresholds.good.left_out]  # or they would count again
-    names = shlex.join([*out, *(name for name, _, _ in thresholds.raised_by())])
-    log.info(
-        "leaving out what raises the threshold lowers that alone; the model keeps what it has "
-        "learned from it, and defects like it may pass:"
-        if learned
-        else "look at what raises it; where it isn't good:"
-    )
-    log.info("  anomaly calibrate --model %s --without %s", shlex.quote(str(model)), names)
-
-
-def _report_patch_size(summary: dict[str, Any], one_grid: bool) -> None:
+def _report_patch_size(summary: dict[str, Any]) -> None:
     (height, width), mm = summary["patch_size"]["pixels"] or (0.0, 0.0), summary["patch_size"]["mm"]
     real = f", {mm[0]:.3g} × {mm[1]:.3g} mm" if mm else ""
     log.info(
         f"one patch covers {height:.0f} × {width:.0f} original pixels{real} (height × width): "
         "smaller defects may not be seen"
     )
-    image = summary["image"]
-    if image["resize"] is not None:
-        setting = f"image.resize={2 * image['resize']}"
-    elif image["tile"] is not None:
-        setting = f"image.tile={max(64, image['tile'] // 2)}"
-    else:
-        setting = f"image.area={2 * image['area']}"
-        setting += "" if one_grid else " or with image.tile, which cuts large images up"
-    log.info(f"  for smaller defects, train with --set {setting} (slower)")

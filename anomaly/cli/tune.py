@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import shlex
 from pathlib import Path
 
-from anomaly.cli.common_options import add_config, add_device, add_paths, device_and_threads
+from anomaly.cli.common_options import (
+    add_config,
+    add_device,
+    add_paths,
+    device_and_threads,
+    duration,
+)
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
 from anomaly.datasets import open_dataset, open_test_images
 from anomaly.errors import AnomalyError, OutputError
 
 log = logging.getLogger(__name__)
-
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
-
-
-def duration(text: str) -> float:
-    """Seconds of an option such as `10m`, for `argparse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h, say")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

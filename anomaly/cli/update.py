@@ -23,9 +23,7 @@ from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import evaluated_on
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
-from anomaly.imaging.listing import list_images
 from anomaly.storage.folder import check_run_folder, find_model
-from anomaly.storage.golden import golden_of
 from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="learn from images that stand out from all others, too: they were looked at again",
     )
-    add("--force", action="store_true", help="even where a defect that was caught would pass")
+    add("--force", action="store_true", help="even where a known defect would pass")
     add_device(parser)
 
 
@@ -78,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
-    from anomaly.evaluation.update import DEFECTS, refusal, update
+    from anomaly.evaluation.update import DEFECTS, update
 
     device, threads = device_and_threads(options)
     model = load_model(folder, device)
@@ -104,8 +102,8 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
         print("look at the suspects again; where they are good, add --include-suspects")
     if not compare[DEFECTS]:
         print("no confirmed defects were given, so nothing says whether one would pass now")
-    if updated.new_escapes and not options.force:
-        print(f"{refusal(updated.new_escapes)} (--force)")
+    if updated.refusal and not options.force:
+        print(f"{updated.refusal} (--force)")
         return 1
     output: Path = options.output
     model_id = updated.keep(options.model, output, overwrite=options.overwrite)
@@ -117,7 +115,7 @@ def _images(
     options: argparse.Namespace, model: Model, folder: Path, scratch: Path
 ) -> tuple[list[Sample], dict[str, list[Sample]]]:
     """The good images, and what verdicts are compared on."""
-    from anomaly.evaluation.update import DEFECTS, GOLDEN_PARTS
+    from anomaly.evaluation.update import DEFECTS, GOLDEN_PARTS, golden_samples
     from anomaly.training.update import lineage
 
     good_files, defect_files = (
@@ -140,12 +138,10 @@ def _images(
             )
         good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]
         past = confirmed.past
-    golden = golden_of(folder)
     if not good:
         raise DataError(f"{options.feedback} has no part with a picture that was called good")
-    parts = list_images(golden) if golden else []
     return good, {
-        GOLDEN_PARTS: [Sample(p, p.relative_to(golden or p).as_posix()) for p in parts],
+        GOLDEN_PARTS: golden_samples(folder),
         "past parts": past,
         DEFECTS: defects,
     }

@@ -20,12 +20,13 @@ from anomaly.evaluation.splits import content_hash
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image, described
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import verdict
 from anomaly.storage.folder import find_model
-from anomaly.storage.golden import golden_of
+from anomaly.storage.golden import golden_of, is_missed
 from anomaly.storage.thresholds import change
 from anomaly.training.cross_fitting import scores_of
 from anomaly.training.feature_cache import FeatureCache
@@ -132,6 +133,29 @@ class Update:
         """The confirmed defects that were caught, and would be called good."""
         return [image.name for image in self.compared.get(DEFECTS, ()) if image.newly_passes]
 
+    @property
+    def still_missed(self) -> list[str]:
+        """The golden parts that are missed defects, and would be called good."""
+        parts = self.compared.get(GOLDEN_PARTS, ())
+        return [part.name for part in parts if is_missed(part.name) and part.after == "good"]
+
+    @property
+    def refusal(self) -> str:
+        """Why the update isn't taken; empty where nothing is against it."""
+        if escapes := self.new_escapes:
+            those = _count(escapes, "confirmed defect that was", "confirmed defects that were")
+            return (
+                f"{those} caught would pass ({some(escapes)}), "
+                "so the update isn't taken; look at what was confirmed as good, or force it"
+            )
+        if missed := self.still_missed:
+            those = _count(missed, "known defect that was", "known defects that were")
+            return (
+                f"{those} missed before would pass again ({some(missed)}), "
+                "so the update isn't taken; anomaly tune finds other settings, or force it"
+            )
+        return ""
+
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
         """Write the new run: model, where its data set is, and golden parts with today's scores.
 
@@ -196,6 +220,14 @@ class Update:
 DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
 
 
+def golden_samples(folder: Path | None) -> list[Sample]:
+    """The golden parts beside a model folder, if there are any."""
+    golden = None if folder is None else golden_of(folder)
+    if golden is None:
+        return []
+    return [Sample(p, p.relative_to(golden).as_posix()) for p in list_images(golden)]
+
+
 def update(
     detector: Model,
     good: Sequence[Sample],
@@ -212,7 +244,8 @@ def update(
     Args:
         detector: trained; it stays as it is.
         good: images that people have confirmed to be good.
-        compare: further images by what they are; those called `DEFECTS` must stay caught.
+        compare: further images by what they are; those called `DEFECTS` must stay caught, and the
+            missed defects among `GOLDEN_PARTS` must be caught.
         tested: sha256 of the test split's images, which nothing may be learned from.
         include_suspects: learn from images that may be defects, too, see `learn`.
         workers: decoding processes.
@@ -225,7 +258,8 @@ def update(
             nothing is left to learn from.
     """
     compare = {**compare, DEFECTS: _distinct(compare.get(DEFECTS, ()))}
-    kept = _fresh(detector, good, compare[DEFECTS], tested)
+    missed = [part for part in compare.get(GOLDEN_PARTS, ()) if is_missed(part.name)]
+    kept = _fresh(detector, good, [*compare[DEFECTS], *missed], tested)
     with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
         learned = learn(
             detector,
@@ -319,11 +353,13 @@ def updated(
     force: bool,
 ) -> Model:
     """A detector that has learned more; see `AnomalyDetector.update`."""
-    bad = {} if defects is None else {DEFECTS: _samples(sources(defects, array_format, "defects"))}
+    compare = {GOLDEN_PARTS: golden_samples(detector.folder)}
+    if defects is not None:
+        compare[DEFECTS] = _samples(sources(defects, array_format, "defects"))
     made = update(
         detector,
         _samples(sources(good, array_format)),
-        compare=bad,
+        compare=compare,
         tested=evaluated_on(detector),
         include_suspects=include_suspects,
     )
@@ -335,19 +371,13 @@ def updated(
         log.warning(made.moved.caution)
     if made.learned.suspects:
         log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
-    if made.new_escapes and not force:
-        raise DataError(refusal(made.new_escapes))
+    if made.refusal and not force:
+        raise DataError(made.refusal)
     return made.detector
 
 
-def refusal(escapes: Sequence[str]) -> str:
-    """Why an update isn't taken."""
-    count = len(escapes)
-    them = "1 confirmed defect that was" if count == 1 else f"{count} confirmed defects that were"
-    return (
-        f"{them} caught would pass ({some(escapes)}), "
-        "so the update isn't taken; look at what was confirmed as good, or force it"
-    )
+def _count(names: Sequence[str], singular: str, plural: str) -> str:
+    return f"{len(names)} {singular if len(names) == 1 else plural}"
 
 
 def _samples(images: Iterable[Path | Image]) -> list[Sample]:

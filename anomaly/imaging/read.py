@@ -118,6 +118,16 @@ def identify(head: bytes) -> Format:
     raise damaged(f"it isn't a {most} or {last} picture, or its first bytes are damaged")
 
 
+def suffix_of(file: bytes) -> str:
+    """The usual suffix of a picture's file, by its content, without the dot.
+
+    Raises:
+        ImageError: as `identify`.
+    """
+    kind = identify(file[:HEAD_BYTES])
+    return next(name for name, known in FORMATS.items() if known is kind)
+
+
 def _other_kind(head: bytes) -> str | None:
     for signature, kind in _OTHERS:
         if head.startswith(signature):

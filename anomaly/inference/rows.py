@@ -7,17 +7,20 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from anomaly.calibration.production import flagged_line
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from _typeshed import DataclassInstance
 
     from anomaly.scoring.prediction import Prediction
@@ -304,6 +307,49 @@ def counts_of(rows: Iterable[Row]) -> Counter[str]:
 def total_of(counts: Counter[str]) -> int:
     """How many images there are."""
     return sum(counts[status] for status in ("ok", *_UNUSABLE))
+
+
+def learned_by(model: AnyModel) -> dict[str, frozenset[str]]:
+    """sha256 of the images that a model has learned from, by product."""
+    return {
+        product: frozenset(one.manifest["training_images"].values())
+        for product, one in model.models.items()
+    }
+
+
+def count_flagged(
+    rows: Iterable[Row], learned: Mapping[str, Collection[str]]
+) -> Counter[tuple[str, bool]]:
+    """How many images of each product are flagged (True) by their scores, and how many aren't.
+
+    Args:
+        rows: those without a verdict, or for review whatever their score, don't count.
+        learned: sha256 of images that don't count either, by product.
+    """
+    return Counter(
+        (row.product, row.verdict != "good")
+        for row in rows
+        if row.verdict and not row.reason and row.image_sha256 not in learned.get(row.product, ())
+    )
+
+
+def flagged_lines(
+    counts: Mapping[tuple[str, bool], int], model: AnyModel, folder: Path
+) -> Iterator[str]:
+    """Where more or fewer images are flagged than thresholds promise, for people.
+
+    Args:
+        counts: see `count_flagged`.
+        model: has scored the images.
+        folder: of the model, as the user named it.
+    """
+    for product, one in model.models.items():
+        if one.thresholds is not None:
+            flagged, passed = (counts.get((product, is_flagged), 0) for is_flagged in (True, False))
+            promised = one.thresholds.calibration.review.false_rejects
+            place = str(folder / product)
+            if line := flagged_line(flagged, flagged + passed, promised, place):
+                yield line
 
 
 def say_counts(counts: Counter[str], total: int | None = None) -> str:

@@ -57,6 +57,7 @@ def infer(
     stopped: Callable[[], bool] = lambda: False,
     progress: Progress = lambda done, total: None,
     thumbnails: Thumbnails | None = None,
+    scored: Callable[[Prediction], None] = lambda prediction: None,
 ) -> None:
     """Score the images that the record doesn't know yet.
 
@@ -73,11 +74,12 @@ def infer(
             no more than a few seconds.
         progress: called with images done in this run, and how many there are to do.
         thumbnails: gets small heatmaps of the images that matter most.
+        scored: called with each prediction.
 
     Raises:
         OutputError: results can't be written.
     """
-    _Run(model, inputs, record, decoders, stopped, thumbnails).score(progress)
+    _Run(model, inputs, record, decoders, stopped, thumbnails, scored).score(progress)
 
 
 def infer_files(
@@ -90,6 +92,7 @@ def infer_files(
     *,
     stopped: Callable[[], bool],
     progress: Callable[[int, int], None],
+    scored: Callable[[Prediction], None] = lambda prediction: None,
 ) -> Thumbnails | None:
     """Score the files of a list that its journal doesn't know yet, and write the tables.
 
@@ -102,6 +105,7 @@ def infer_files(
         decoders: started.
         stopped: asked all the time; the journal then lacks some of the files.
         progress: called with images done in this run, and how many there are to do.
+        scored: called with each prediction.
 
     Returns:
         Small heatmaps for the page, if there is to be one.
@@ -125,6 +129,7 @@ def infer_files(
                 stopped=stopped,
                 progress=progress,
                 thumbnails=thumbnails,
+                scored=scored,
             )
     except OutputError as error:
         failure = error
@@ -170,6 +175,7 @@ class _Run:
     decoders: Decoders
     stopped: Callable[[], bool]
     thumbnails: Thumbnails | None
+    scored: Callable[[Prediction], None]
     # The index of each batch's last image, and how many images it has.
     batches: dict[int, int] = field(default_factory=dict)
     # In the batches' order: results whose pictures may still be on their way, if they have any,
@@ -213,6 +219,7 @@ class _Run:
             self.decoders.forget(result.index)
             self.behind.append(result)
         else:
+            self.scored(result)
             i, options = result.index, self._render_options(result)
             path, name = self.inputs.paths[i], self.inputs.pictures[i]
             drawn = self.decoders.finish(i, path, result.source_map, name, options)

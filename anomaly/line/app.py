@@ -251,6 +251,17 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         service.changed(number)
         return service.part(number) or {}
 
+    @app.post("/v1/parts/{number}/missed", summary="Keep a defect that was called good")
+    def missed(
+        number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
+    ) -> dict[str, Any]:
+        user = credentials(request.headers.get("authorization", ""))[0]
+        try:
+            service.keep_missed(number, shown_name(who.strip() or user))
+        except DataError as error:
+            raise HTTPException(409, str(error)) from None
+        return service.part(number) or {}
+
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],

@@ -13,13 +13,13 @@ from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import Command, add_device, device_and_threads, number
 from anomaly.cli.logging_setup import NOTE
-from anomaly.errors import AnomalyError, DataError, why
+from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of, write
 from anomaly.line import serve
 from anomaly.line.drift import HORIZON, Drift, drift_html, levels_of, read_scores
 from anomaly.line.feedback import model_folder, save_pictures
 from anomaly.line.record import Record
-from anomaly.line.registry import back, check, deploy
+from anomaly.line.registry import back, check, deploy, passing_defects
 from anomaly.storage.exported import files_of, read_export
 from anomaly.storage.folder import EXPORT, check_files, find_model, model_id, read_manifest
 from anomaly.storage.load import load_model
@@ -38,6 +38,7 @@ def _add_deploy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--back", action="store_true", help="put the version before in use again instead"
     )
+    parser.add_argument("--force", action="store_true", help="even where a known defect would pass")
     add_device(parser)
 
 
@@ -52,6 +53,13 @@ def _deploy(options: argparse.Namespace) -> int:
         device, threads = device_and_threads(options)
         model = load_model(folder, device)
         print(f"checked: {check(model, folder, threads)}")
+        passing = passing_defects(model, folder, options.to, threads)
+        if passing and not options.force:
+            raise ModelError(
+                f"it would let known defects pass ({some(passing)}), so it isn't deployed; "
+                "anomaly tune finds settings that catch more; where it is to be used all the same, "
+                "add --force"
+            )
         before = training_record(options.to).get("name")
         replaced = deploy(folder, options.to)
         print(f"{options.to} holds model {model.model_id} now")

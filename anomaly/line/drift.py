@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from anomaly.calibration.model_thresholds import Thresholds
+from anomaly.calibration.production import DEFECT_SHARE
 from anomaly.calibration.rates import percent, rate_of
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
@@ -37,7 +38,6 @@ from anomaly.report.page import page, utc_now
 
 HORIZON = 2000  # parts that the false-alarm rate is stated for
 FALSE_ALARMS = 0.05
-DEFECTS = 0.01
 _CELLS = 300  # of the Markov chain, at least
 _LEAST_JUMP = 10  # cells that a part above the level adds
 
@@ -64,7 +64,7 @@ class Level:
 
 
 def levels_of(
-    thresholds: Thresholds, *, defects: float = DEFECTS, false_alarms: float = FALSE_ALARMS
+    thresholds: Thresholds, *, defects: float = DEFECT_SHARE, false_alarms: float = FALSE_ALARMS
 ) -> list[Level]:
     """The levels to watch, the highest first.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import short_name, write
-from anomaly.imaging.read import FORMATS, HEAD_BYTES, identify
+from anomaly.imaging.read import suffix_of
 from anomaly.line.record import open_to_read
 
 _PAST = 200  # newest pictures that nobody has judged
@@ -121,7 +121,7 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
                 counts[model][verdict if file else "lost"] += 1
                 if file:
                     kept = place / verdict / (_folder_name(kind) if kind else "")
-                    write(kept / f"part-{part}.{_suffix(file)}", file)
+                    write(kept / f"part-{part}.{suffix_of(file)}", file)
     return counts
 
 
@@ -144,11 +144,6 @@ def _judged(
 def _marks(values: Collection[str]) -> str:
     """Placeholders for so many values in a query."""
     return ", ".join("?" * len(values))
-
-
-def _suffix(file: bytes) -> str:
-    kind = identify(file[:HEAD_BYTES])
-    return next(name for name, one in FORMATS.items() if one is kind)
 
 
 def model_folder(model: str) -> str:

@@ -348,6 +348,11 @@ class Record:
         rows = self.read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
         return (rows[0][0] or None) if rows else None
 
+    def picture_file(self, number: int) -> bytes | None:
+        """A part's image file; None where it wasn't kept."""
+        rows = self.read("SELECT file FROM pictures WHERE part = ?", (number,))
+        return rows[0][0] if rows else None
+
     def counts(self, since: str) -> dict[str, int]:
         """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
         rows = self.read(

@@ -27,7 +27,17 @@ from anomaly.line.slot import Limits, ModelSlot, Version
 from anomaly.runtime.devices import release_memory
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import EXPORT, MANIFEST, check_run_folder, model_id
-from anomaly.storage.golden import golden_of, moved_since, read_record, score_golden
+from anomaly.storage.golden import (
+    Answers,
+    carry_missed,
+    golden_of,
+    is_missed,
+    missed_parts,
+    moved_since,
+    not_caught,
+    read_record,
+    score_golden,
+)
 from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
@@ -253,7 +263,30 @@ def check(model: Model, folder: Path, workers: int) -> str:
     if moved:
         changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")
         raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {changes}")
-    return f"every file's hash, and {len(scores)} golden parts, which score as recorded"
+    missed, passing = sum(map(is_missed, scores)), not_caught(scores)
+    known = f"; {missed - len(passing)} of {missed} known defects are caught" if missed else ""
+    if passing:
+        known += f", not {some(passing)}"
+    parts = len(scores) - missed
+    return f"every file's hash, and {parts} golden parts, which score as recorded{known}"
+
+
+def passing_defects(model: Model, new: Path, run: Path, workers: int) -> list[str]:
+    """The missed defects that a new version calls good, but for those recorded beside it as such.
+
+    Args:
+        model: the new version.
+        new: its model folder.
+        run: that is to hold it; missed defects of the version there count, too.
+        workers: decoding processes.
+    """
+    own = golden_of(new)
+    answers: Answers = read_record(own)["images"] if own else {}
+    known = answers.keys()
+    for golden in filter(None, (own, golden_of(run / "model"))):
+        parts = [p for p in missed_parts(golden) if p.relative_to(golden).as_posix() not in answers]
+        answers = answers | score_golden(model, parts, golden, workers)
+    return not_caught({name: answers[name] for name in answers if name not in known})
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
@@ -276,7 +309,8 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
 def deploy(new: Path, run: Path) -> bool:
     """Put a copy of a model in the place of a run's, which is kept.
 
-    With it go its golden parts and what is known of its training: on which data set, above all.
+    With it go its golden parts, the missed defects of the version there, and what is known of its
+    training: on which data set, above all.
 
     Args:
         new: the model folder.
@@ -302,6 +336,7 @@ def deploy(new: Path, run: Path) -> bool:
             shutil.copytree(new, draft / "model")
             for part in _BESIDE if new.name == "model" else ():
                 _copy(new.parent / part, draft / part)
+            carry_missed(run / "golden", draft / "golden", _id(draft))
             _move(run, _numbered(run, _EARLIER))
             _move(draft, run)
         finally:
@@ -325,6 +360,7 @@ def back(run: Path) -> str:
         before = [one for one in _kept(run, _EARLIER) if (one / "model" / MANIFEST).is_file()]
         if not before:
             raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
+        carry_missed(run / "golden", before[-1] / "golden", _id(before[-1]))
         _move(run, _numbered(run, _WITHDRAWN))
         _move(before[-1], run)
         shutil.rmtree(before[-1])

@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from anomaly.errors import visible
+from anomaly.errors import DataError, visible
 from anomaly.line.bodies import Bodies
 from anomaly.line.engine import BusyError
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
+from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:
     import torch
 
 
 _RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
+_RECENT_BYTES = 64_000_000  # of the newest good parts' files, as well
 _BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
 _SIGN_OF_LIFE_SECONDS = 10.0
 MOST_FOLLOWERS = 64
@@ -65,6 +67,7 @@ class InspectionService:
         self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
+        self._files: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
         self._open = ExitStack()
 
@@ -100,6 +103,32 @@ class InspectionService:
         part = self.part(number)
         if part is not None:
             self._tell({"kind": "feedback", "part": part})
+
+    def keep_missed(self, number: int, who: str) -> None:
+        """Make a part that was called good, and is a defect, a golden part of its model.
+
+        Raises:
+            DataError: it can't be one; the message says why.
+            OutputError: no room, or somebody else is changing the run.
+        """
+        part = self.record.part(number)
+        file = self._files.get(number) or self.record.picture_file(number)
+        said = part and part["feedback"]
+        if not part or part["verdict"] != "good" or not said or said["verdict"] != "defect":
+            raise DataError(f"part {number} isn't a defect that was called good; nothing is kept")
+        slot = self.registry.models.get(part["model"])
+        if file is None or slot is None:
+            what = "is no picture of it" if file is None else f"is no model {part['model']}"
+            raise DataError(
+                f"part {number} can't be kept: there {what} any more; give the file to anomaly "
+                "missed --keep. serve --keep-good 1 keeps the pictures of all good parts"
+            )
+        kept = keep_missed(slot.folder, f"part-{number}", file)
+        note = "; ".join(filter(None, [said["note"], f"known missed defect: {kept.name}"]))
+        self.record.add_feedback(
+            "defect", who=who, part=number, defect_type=said["defect_type"], note=note
+        )
+        self.changed(number)
 
     async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
         """What happens from now on; None at once, and now and then where nothing does.
@@ -165,6 +194,10 @@ class InspectionService:
             self._recent[number] = answer.heatmap
             while len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)
+        if answer.row.verdict == "good":
+            self._files[number] = answer.file
+            while sum(map(len, self._files.values())) > _RECENT_BYTES:
+                self._files.popitem(last=False)
         row = {**asdict(answer.row), "id": number, "model": answer.model, "feedback": None}
         self._tell({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anomaly.calibration import Threshold
+from anomaly.calibration.production import flagged_line
 from anomaly.line.drift import RecordedDrift, levels_of
 from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
 from anomaly.scoring.build import to_dict
@@ -61,6 +63,7 @@ class Version:
         short: what a list of models says of it.
         long: what else can be asked of it.
         drift: watches its scores; None without thresholds.
+        review: the review threshold; None without thresholds.
     """
 
     model_id: str
@@ -69,6 +72,7 @@ class Version:
     short: dict[str, Any]
     long: dict[str, Any]
     drift: RecordedDrift | None
+    review: Threshold | None
 
     @classmethod
     def of(cls, model: Model, folder: Path, checked: str) -> Version:
@@ -82,11 +86,11 @@ class Version:
             "calibration": [] if limits is None else limits.lines(),
             "training_images": len(model.manifest.get("training_images", ())),
         }
-        drift = None
+        drift = review = None
         if limits is not None:
             ids = {model.model_id, *thresholds_alone_differ(folder)}
-            drift = RecordedDrift(levels_of(limits), ids)
-        return cls(model.model_id, checked, limits is not None, short, long, drift)
+            drift, review = RecordedDrift(levels_of(limits), ids), limits.calibration.review
+        return cls(model.model_id, checked, limits is not None, short, long, drift, review)
 
 
 @dataclass(frozen=True)
@@ -252,8 +256,19 @@ class ModelSlot:
         return {**self.short(), **state, **(now.long if now else {})}
 
     def drifted(self) -> dict[str, Any]:
-        """Whether its parts have drifted since the service has begun, and what was seen."""
-        if not (self.now and self.now.drift):
-            return {"alarm": False, "lines": []}
-        drift = self.now.drift.look(self.record, self.since)
-        return {"alarm": drift.alarm is not None, "lines": drift.lines()}
+        """Whether its parts have drifted since the service has begun, and what was seen.
+
+        Returns:
+            `alarm`; `lines`, what was seen of each level; `flagged`, where more or fewer parts than
+            promised are flagged, empty elsewhere.
+        """
+        if not (self.now and self.now.drift and self.now.review):
+            return {"alarm": False, "lines": [], "flagged": ""}
+        drift, review = self.now.drift.look(self.record, self.since), self.now.review
+        lines = [
+            flagged_line(watched.above, drift.parts, review.false_rejects, str(self.folder))
+            for watched in drift.watched
+            if watched.level.value == review.value
+        ]
+        said = {"alarm": drift.alarm is not None, "lines": drift.lines()}
+        return said | {"flagged": "".join(lines)}

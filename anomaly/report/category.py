@@ -19,6 +19,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
 from anomaly.evaluation.metrics.images import Confusion
+from anomaly.evaluation.weaknesses import JudgedImage, Run, Weakness, of_images, width_of
 from anomaly.maps.encoding import encoded, jpeg, pixels_for
 from anomaly.maps.heatmap import display, layer, outlines
 from anomaly.maps.regions import predicted_mask
@@ -57,6 +58,7 @@ class Category:
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
         looks: what each image that was scored is like as a whole, by its place.
+        weaknesses: what to mend, the most important first.
     """
 
     evaluation: Evaluation
@@ -74,6 +76,7 @@ class Category:
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
     looks: Mapping[int, ImageStatistics] = field(default_factory=dict)
+    weaknesses: tuple[Weakness, ...] = ()
 
     def __repr__(self) -> str:
         figures = ", ".join(
@@ -139,9 +142,11 @@ def evaluated(
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
     looks: dict[int, ImageStatistics] = {}
+    judged: list[JudgedImage] = []
 
-    def take(prediction: Prediction, _: Sample, anomaly_map: Map, mask: Mask | None) -> None:
+    def take(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
         looks[prediction.index] = prediction.statistics
+        judged.append(_judged(prediction, sample, mask))
         tiles.add(prediction, anomaly_map, mask)
 
     with Tiles(len(samples), limit, workers) as tiles:
@@ -154,7 +159,10 @@ def evaluated(
             visit=take,
         )
         pictures = tiles.finished()
+    seconds = time.perf_counter() - started
     folder = Path(model) if model else detector.folder
+    training = {} if folder is None else training_of(folder, detector.model_id)
+    run = Run(detector, folder or Path("RUN"), training, own_split)
     return Category(
         evaluation=evaluation,
         model="" if folder is None else str(folder),
@@ -164,14 +172,22 @@ def evaluated(
         engine=detector.extractor.engine,
         manifest=detector.manifest,
         settings=to_dict(detector.config),
-        training={} if folder is None else training_of(folder, detector.model_id),
+        training=training,
         data_folder=data_folder,
         own_split=own_split,
         date=utc_now(),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         tiles=pictures,
         looks=looks,
+        weaknesses=of_images(run, judged),
     )
+
+
+def _judged(prediction: Prediction, sample: Sample, mask: Mask | None) -> JudgedImage:
+    image = JudgedImage.of(prediction, sample.source)
+    is_missed = sample.is_defect and not image.flagged
+    width = width_of(mask) if is_missed and mask is not None else None
+    return replace(image, is_defect=sample.is_defect, width=width)
 
 
 def training_of(folder: Path, model_id: str) -> dict[str, Any]:

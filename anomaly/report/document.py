@@ -6,12 +6,18 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from anomaly.calibration import Thresholds
+from anomaly.calibration.production import flagged_line
+from anomaly.calibration.rates import percent
 from anomaly.datasets import GOOD
 from anomaly.evaluation.metrics.images import image_curves
 from anomaly.maps.heatmap import OPACITY, colour_stops
@@ -59,8 +65,15 @@ def report_html(category: Category) -> str:
         if row.image_score is None
     ]
     counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
+    good = [
+        row.image_score
+        for row in evaluation.scored
+        if row.image_score is not None and not (row.sample.is_defect or row.outlier)
+    ]
     data = {
         "labelled": True,
+        # What differs from the promise is in the list of weaknesses.
+        "promise": promise_shown(category, good, all_good=True) | {"line": ""},
         "provenance": [
             *([("evaluated", category.date)] if category.date else []),
             *([("data in", category.data_folder)] if category.data_folder else []),
@@ -73,6 +86,7 @@ def report_html(category: Category) -> str:
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "curves": _curves(category),
+        "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
         "by_type": list(_by_type(category)),
         "glossary": glossary(),
         "training_images": sorted(category.manifest.get("training_images", {}).items()),
@@ -141,6 +155,29 @@ def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, An
         "review_pixel": thresholds.review_pixel,
         "lines": [*thresholds.lines(), *notes],
     }
+
+
+def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
+    """What thresholds promise of good parts beside what these images show, as a table for a page.
+
+    Args:
+        model: what is known of it; without thresholds, or images, there is nothing to show.
+        scores: (n,) of images, but for those that are for review whatever their score.
+        all_good: whether somebody has said that none of the images is defective.
+    """
+    values, thresholds = np.asarray(scores), model.thresholds
+    if thresholds is None or not len(values):
+        return {"head": [], "rows": [], "line": ""}
+    both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
+    rows, lines = [], []
+    for name, threshold in both.items():
+        rate, count = threshold.false_rejects, int((values > threshold.value).sum())
+        promised = percent(rate.expected), percent(rate.at_most)
+        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
+        place = model.model or "RUN"
+        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
+    head = ["", "promised", "at most", f"{len(values)} {'good images' if all_good else 'images'}"]
+    return {"head": head, "rows": rows, "line": lines[0]}
 
 
 def _images(category: Category) -> Iterator[dict[str, Any]]:

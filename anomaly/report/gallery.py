@@ -26,7 +26,7 @@ from anomaly.files.writing import write
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row, counts_of, say_counts, total_of
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.report.document import model_page
+from anomaly.report.document import model_page, promise_shown
 from anomaly.report.page import row_html, table_html, table_page, utc_now
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.scoring.predictor import AnyModel
@@ -150,6 +150,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         )
     data = {
         "labelled": False,
+        "promise": promise_shown(run, np.frombuffer(tally.scores), all_good=False),
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
         "types": [],
         "images": images,

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 _QUIET = 0.02  # contrast, below which a ratio to it means nothing
 # Brightness that differs less, all over an image, is one value and the rounding of resizing it.
 _BLANK = 1e-4
+_GREY = 1 / 255  # mean difference between channels, below which an image has no colours
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ImageStatistics:
         squared: sum of the squares of all their values.
         darkest: the lowest brightness of a pixel.
         brightest: the highest.
+        colour: sum of the differences between their channels, in [0, 1] each.
     """
 
     pixels: float
@@ -46,6 +48,7 @@ class ImageStatistics:
     squared: float
     darkest: float
     brightest: float
+    colour: float = 0.0
 
     def __add__(self, other: ImageStatistics) -> ImageStatistics:
         return ImageStatistics(
@@ -58,6 +61,7 @@ class ImageStatistics:
             self.squared + other.squared,
             min(self.darkest, other.darkest),
             max(self.brightest, other.brightest),
+            self.colour + other.colour,
         )
 
     @property
@@ -69,6 +73,11 @@ class ImageStatistics:
             f"all its pixels are {self.brightest:.3g} of full scale: a blank image "
             "(written while it was read, or from a camera without a picture?)"
         )
+
+    @property
+    def is_grey(self) -> bool:
+        """Whether the image has no colours: its channels are all but equal."""
+        return self.colour < _GREY * self.pixels
 
     def figures(self) -> dict[str, float]:
         """Brightness and contrast in [0, 1]; sharpness, the ratio of fine detail to contrast."""
@@ -162,10 +171,11 @@ def measure(
     red, green, blue = np.moveaxis(pixels, 2, 0)
     light = (red + green + blue) / np.float32(3)  # a fifth of the time that `mean` takes
     edges = np.abs(cv2.Laplacian(light, cv2.CV_32F))
+    colour = np.maximum(np.abs(red - green), np.abs(green - blue))
     if inside is not None:
         size = (light.shape[1], light.shape[0])
         shown = cv2.resize(inside.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST) > 0
-        light, edges = light[shown], edges[shown]
+        light, edges, colour = light[shown], edges[shown], colour[shown]
     return ImageStatistics(
         float(light.size),
         float(light.sum(dtype=np.float64)),
@@ -177,6 +187,7 @@ def measure(
         # A tile may have no pixel that counts.
         float(light.min(initial=np.inf)),
         float(light.max(initial=-np.inf)),
+        float(colour.sum(dtype=np.float64)),
     )
 
 

@@ -1,20 +1,30 @@
-"""Known parts and what a model has said of them: has anything moved since?"""
+"""Known parts and what a model has said of them: has anything moved since?
+
+Those in the subfolder `missed` are defects that a model has called good: what it says of them isn't
+what anybody wants, so nothing is wrong with another answer, but that one that was caught passes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from anomaly.errors import DataError, why
-from anomaly.files.outputs import GOLDEN
-from anomaly.files.writing import as_json, from_json, write
+from anomaly.errors import DataError, some, why
+from anomaly.files.outputs import GOLDEN, locked
+from anomaly.files.writing import as_json, from_json, sha256_of, short_name, write
+from anomaly.imaging.listing import list_images
 from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import suffix_of
+from anomaly.storage.folder import model_id, read_manifest
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
 
 Answers: TypeAlias = dict[str, dict[str, Any]]
+
+MISSED = "missed"
 
 
 def golden_of(model: Path) -> Path | None:
@@ -65,6 +75,9 @@ def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[s
     for name in sorted(recorded.keys() | current.keys()):
         if name not in current:
             moved[name] = "recorded, but missing today"
+        elif is_missed(name):
+            if change := _escaped(recorded.get(name), current[name]):
+                moved[name] = change
         elif name not in recorded:
             moved[name] = "new; record again with --record"
         elif change := _change(recorded[name], current[name], tolerance):
@@ -82,6 +95,109 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
     if old is not None and new is not None and abs(new - old) > tolerance * abs(old):
         return f"score has moved by {abs(new - old) / max(abs(old), 1e-12):.1%}{score}"
     return ""
+
+
+def _escaped(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    """What is wrong with the answer to a missed defect; empty for nothing."""
+    if now["image_score"] is None:
+        return f"can't be scored: {now['verdict']}"
+    passes = now["verdict"] == "good" and before and before["verdict"] in ("review", "reject")
+    return f"a known defect that was caught passes (score {now['image_score']:.4g})" * bool(passes)
+
+
+def is_missed(name: str) -> bool:
+    """Whether a golden part, by its name, is a defect that a model has called good."""
+    return name.startswith(f"{MISSED}/")
+
+
+def missed_parts(golden: Path | None) -> list[Path]:
+    """The missed defects in a folder of golden parts, if there is one."""
+    folder = None if golden is None else golden / MISSED
+    return list_images(folder) if folder and folder.is_dir() else []
+
+
+def not_caught(answers: Answers) -> list[str]:
+    """The missed defects that are called good, with their scores."""
+    return [
+        f"{name} ({answer['image_score']:.4g})"
+        for name, answer in answers.items()
+        if is_missed(name) and answer["verdict"] == "good"
+    ]
+
+
+def keep_missed(folder: Path, name: str, file: bytes) -> Path:
+    """Make a defect that a model has called good one of its run's golden parts.
+
+    Nothing is recorded of it: the model may be served as before. It is one file, whole or not
+    there.
+
+    Args:
+        folder: the model folder, `model/` of a run.
+        name: of the image's file.
+        file: its bytes.
+
+    Returns:
+        Where it is kept; where it was already, if it was.
+
+    Raises:
+        DataError: the model has learned from the image, isn't in a run, or other golden parts there
+            aren't recorded.
+        OutputError: no room, or somebody else is changing the run.
+    """
+    if folder.name != "model":
+        raise DataError(f"{folder} is in no run, so it has no golden parts; give the run's folder")
+    sha256 = hashlib.sha256(file).hexdigest()
+    for learned, hashed in read_manifest(folder)["training_images"].items():
+        if hashed == sha256:
+            raise learned_as_good(name, learned)
+    with locked(folder.parent):
+        golden = folder.parent / "golden"
+        for part in missed_parts(golden):
+            if sha256_of(part) == sha256:
+                return part
+        stem = short_name(f"{Path(name).stem}-{sha256[:8]}")
+        place = golden / MISSED / f"{stem}.{suffix_of(file)}"
+        _add(place, file, model_id(folder))
+        return place
+
+
+def learned_as_good(image: object, name: str) -> DataError:
+    """That a model has learned from a defect."""
+    return DataError(
+        f"{image} is the training image {name}: the model has learned that it is good; take it out "
+        "of the training images, and train again"
+    )
+
+
+def carry_missed(source: Path, target: Path, model: str) -> None:
+    """Copy the missed defects in one folder of golden parts into that of another version.
+
+    Args:
+        source: the folder, which needn't be there.
+        target: as well.
+        model: id of the other version.
+
+    Raises:
+        DataError: golden parts in `target` aren't recorded.
+    """
+    for part in missed_parts(source):
+        if not (target / MISSED / part.name).exists():
+            _add(target / MISSED / part.name, part.read_bytes(), model)
+
+
+def _add(place: Path, file: bytes, model: str) -> None:
+    golden = place.parents[1]
+    if not (golden / GOLDEN).is_file():
+        images = (
+            [str(p.relative_to(golden)) for p in list_images(golden)] if golden.is_dir() else []
+        )
+        if others := [name for name in images if not is_missed(name)]:
+            raise DataError(
+                f"{golden} holds images whose scores aren't recorded ({some(others)}); "
+                "record them first with anomaly selfcheck --record"
+            )
+        write_record(golden, model, {})
+    write(place, file)
 
 
 def write_record(folder: Path, model_id: str, current: Answers) -> None:

@@ -94,7 +94,8 @@ def test_few_images_say_so_and_lots_caution() -> None:
     assert said.startswith("3 more stood out from all others and were left out")
     many = np.linspace(1, 2, 500).tolist()
     lines = thresholds_from(_good(many), 0.05, 0.01).lines()
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert "same lot, lamp and camera" in lines[3]
     assert not any("needs" in line for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -553,3 +554,78 @@ def test_good_scores_of_0_allow_a_threshold_by_hand(
     assert command("train", train_arguments(product, run, *settings))[0] == 0
     code, _, err = command("calibrate", ["--model", run, "--threshold", 1])
     assert code == 0, err
+
+
+@pytest.fixture
+def production(tmp_path: Path) -> Path:
+    """Forty parts of a lot whose surface is rougher, two of them with a mark."""
+    for i in range(40):
+        mark = (30, 40) if i in (7, 31) else None
+        file = tmp_path / "production" / f"{i:03}.png"
+        write_part(file, seed=500 + i, mark=mark)
+        picture = cv2.imread(str(file)).astype(float)
+        rough = np.random.default_rng(i).normal(0, 6, picture.shape)
+        cv2.imwrite(str(file), np.clip(picture + rough, 0, 255).astype(np.uint8))
+    return tmp_path / "production"
+
+
+def test_production_images_find_thresholds_though_some_are_defective(
+    run: Path, product: Path, production: Path, tmp_path: Path, command: Command
+) -> None:
+    common = ["--model", run]
+    infer = ["--input", production, "--output"]
+    code, out, _ = command("infer", [*common, *infer, tmp_path / "before"])
+    assert code == 0
+    advice = re.search(r"(\d+) of 40 images are flagged", out)
+    assert advice is not None
+    assert int(advice[1]) > 20
+    name = "calibrate"
+    arguments = [*common, "--production", production, "--at-most-defective", "5%"]
+    code, out, err = command(name, arguments)
+    assert (code, "add --yes" in err) == (1, True)
+    assert _history(run) == [] if (run / "model" / "history.jsonl").exists() else True
+    code, out, err = command(name, [*arguments, "--yes", "--data-root", product.parent])
+    assert code == 0
+    assert "calibrated on 40 production images, at most 2 of them defective" in out
+    assert re.search(r"left out as if defective, .*: 0(07|31).png", out)
+    assert {"007.png", "031.png"} <= set(re.findall(r"\d{3}\.png", out))
+    assert f"of 40 production images {advice[1]} were flagged so far, " in out
+    assert "of 3 known defects 3 were caught so far, 3 are now" in out
+    record = _history(run)[-1]
+    assert record["asked"] == {"at_most_defective": 0.05, "data_root": str(product.parent)}
+    assert len(record["images"]["production"]) == 40
+    assert command("infer", [*common, *infer, tmp_path / "after"])[0] == 0
+    rows = [json.loads(x) for x in (tmp_path / "after" / "results.jsonl").read_text().splitlines()]
+    flagged = {Path(row["path"]).name for row in rows if row["verdict"] != "good"}
+    assert {"007.png", "031.png"} <= flagged
+    assert len(flagged) <= 8
+
+
+def test_production_images_that_are_all_good_are_good_images(
+    run: Path, good: Path, tmp_path: Path, command: Command
+) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    options = ["--production", good, "--at-most-defective", "0%", "--yes"]
+    assert command("calibrate", ["--model", run, *options])[0] == 0
+    assert command("calibrate", ["--model", other, "--good", good, "--yes"])[0] == 0
+    assert _thresholds(run) == _thresholds(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--production", "GOOD"], "go together"),
+        (["--at-most-defective", "5%"], "go together"),
+        (["--production", "GOOD", "--at-most-defective", "5"], "it must be from 0 % to 20 %"),
+        (["--production", "GOOD", "--at-most-defective", "5%", "--good", "GOOD"], "not both"),
+        (["--production", "GOOD", "--at-most-defective", "5%", "--threshold", "9"], "known to be"),
+    ],
+)
+def test_what_does_not_go_with_production_images_is_refused(
+    run: Path, good: Path, command: Command, options: list[str], message: str
+) -> None:
+    before = _files(run)
+    given = [str(good) if option == "GOOD" else option for option in options]
+    code, _, err = command("calibrate", ["--model", run, *given])
+    assert (code, message in err) == (2, True), err
+    assert _files(run) == before

@@ -39,7 +39,7 @@ def test_quiet_shows_results_and_the_log_file_everything(
     assert err == ""  # random weights are worth a warning otherwise
     assert [line.split()[0] for line in out.splitlines()][:2] == ["trained", "thresholds"]
     assert f"in {tmp_path / 'run' / 'model'}" in out.splitlines()[-1]
-    assert "look at" not in out
+    assert "mend" not in out
     found = [UTC.fullmatch(line) for line in log.read_text("utf-8").splitlines()]
     assert all(found)
     lines = {(line[1], line[2]) for line in found if line}
@@ -50,7 +50,7 @@ def test_quiet_shows_results_and_the_log_file_everything(
         "detail settings from",
         "warning backbone.weights is 'random'",
         "detail time: backbone",
-        "remark look at these training images",
+        "remark what to mend first",
         "detail exit code 0",
     ):
         assert known in text

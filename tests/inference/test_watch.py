@@ -377,3 +377,14 @@ def test_five_thousand_files_in_flat_memory(run_folder: Path, tmp_path: Path) ->
     early, late = readings[:4], readings[-4:]
     assert max(r for r, _ in late) < max(r for r, _ in early) * 1.05
     assert max(f for _, f in late) <= max(f for _, f in early) + 2
+
+
+def test_a_folder_of_which_more_is_flagged_than_promised_is_warned_of_once(
+    shift: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for i in range(30):
+        write_part(tmp_path / "line" / f"{i:02}.png", seed=900 + i, mark=(30, 30 + i))
+    code, _, err = shift([lambda: None, lambda: None], "--no-page")
+    assert code == 0
+    assert err.count("20 of 20 images flagged (100 %); 7.7 % expected, at most 22 %") == 1
+    assert err.count("images flagged") == 1

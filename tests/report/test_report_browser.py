@@ -20,6 +20,7 @@ from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics.images import confusion
+from anomaly.evaluation.weaknesses import Weakness
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
 from anomaly.report.comparison import Change, Comparison
@@ -259,6 +260,21 @@ def test_the_page_says_when_and_of_which_data(browser: Browser, tmp_path: Path) 
         "evaluated 2026-11-22 01:00 UTC · data in /d/disc · model in runs/my disc · "
         "trained 2026-11-21 07:08 UTC"
     )
+
+
+def test_what_to_mend_is_at_the_top(browser: Browser, tmp_path: Path) -> None:
+    named = [f"{i} defects <b>pass</b>." for i in range(4)]
+    weak = tuple(Weakness(what, "Mend it:", "anomaly tune", "more") for what in named)
+    opened(browser, tmp_path, replace(case(), weaknesses=weak))
+    texts = browser.evaluate(
+        "[...document.querySelectorAll('#weaknesses li')].map((item) => item.innerText)"
+    )
+    assert [text.split(" Mend it:")[0] for text in texts] == named
+    assert all("anomaly tune" in text and "Expected: more." in text for text in texts)
+    box = "document.querySelector({!r}).getBoundingClientRect()"
+    assert browser.evaluate(f"{box.format('#weaknesses')}.bottom <= {box.format('main')}.top")
+    opened(browser, tmp_path, case())
+    assert browser.evaluate(f"{box.format('#weaknesses')}.height") == 0
 
 
 def test_every_figure_explains_itself_by_mouse_and_keyboard(

@@ -4,6 +4,7 @@
 const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
 const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
+const KEPT_AS = "known missed defect"; // in a note that the service adds
 const WORDS = { good: "GOOD", review: "REVIEW", reject: "REJECT" };
 const at = (id) => document.getElementById(id);
 
@@ -75,6 +76,7 @@ async function alarms() {
   const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
   const said = [health.reason, health.record].filter(Boolean);
   if (drifted.length) said.push(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
+  said.push(...Object.entries(drift).filter(([, { flagged }]) => flagged).map(([name, { flagged }]) => `${name}: ${flagged}`));
   said.push(...models.filter((model) => model.reason).map((model) => model.refused
     ? `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`
     : `${model.name}: ${model.reason}`));
@@ -134,6 +136,8 @@ function picture(part) {
 
 function feedback(part) {
   const said = part && part.feedback;
+  const defect = said && said.verdict === "defect" && part.verdict === "good";
+  at("missed").hidden = !defect || said.note.includes(KEPT_AS);
   for (const verdict of ["good", "defect"]) {
     at(verdict).disabled = !part || part.status !== "ok";
     at(verdict).classList.toggle("chosen", Boolean(said) && said.verdict === verdict);
@@ -255,6 +259,17 @@ async function say(verdict) {
   }
 }
 
+async function keepMissed() {
+  const part = shown();
+  if (!part || at("missed").hidden) return;
+  try {
+    const who = encodeURIComponent(at("who").value.trim());
+    take(await json(`/v1/parts/${part.id}/missed?who=${who}`, { method: "POST" }));
+  } catch (error) {
+    at("answer").textContent = `Not kept: ${error.message}`;
+  }
+}
+
 function remember(body) {
   localStorage.setItem("who", body.who);
   const known = [...at("types").options].map((option) => option.value);
@@ -323,6 +338,7 @@ const KEYS = {
   r: () => at("filter").click(),
   g: () => say("good"),
   d: () => say("defect"),
+  m: keepMissed,
   n: () => at("note").focus(),
 };
 
@@ -340,6 +356,7 @@ for (const name of ["note", "type"]) {
 }
 at("good").addEventListener("click", () => say("good"));
 at("defect").addEventListener("click", () => say("defect"));
+at("missed").addEventListener("click", keepMissed);
 at("live").addEventListener("click", KEYS.Home);
 at("filter").addEventListener("click", () => {
   only = only ? "" : "review";

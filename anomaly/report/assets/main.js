@@ -214,6 +214,25 @@ function showHead() {
     : "The model has no threshold. The sliders start where nothing is rejected, and each heatmap is scaled to its own highest value.");
 }
 
+function showWeaknesses() {
+  const weaknesses = data.weaknesses || [];
+  byId("weaknesses").hidden = !weaknesses.length;
+  byId("weaknesses").querySelector("ol").replaceChildren(...weaknesses.map(({ what, remedy, command, expected }) =>
+    element("li", {}, element("b", {}, visible(what)), ` ${visible(remedy)}`,
+      ...(command ? [element("code", {}, visible(command))] : []),
+      ...(expected ? [element("p", { class: "soft small" }, `Expected: ${visible(expected)}.`)] : []))));
+}
+
+// What the thresholds promise beside what these images show; it stays when a threshold is moved.
+function showPromise() {
+  const { head, rows, line } = data.promise;
+  if (!rows.length) return;
+  const table = element("table", { class: "types" }, element("caption", { class: "soft" }, "The model's own thresholds"),
+    element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
+  byId("promise").replaceChildren(table, line ? element("p", { class: "odd" }, line) : "");
+}
+
 function showColours() {
   const bar = byId("colour-bar");
   const limit = data.thresholds.pixel;
@@ -261,6 +280,8 @@ function start() {
   const other = data.labelled ? ".unlabelled" : ".labelled";
   for (const node of document.querySelectorAll(other)) node.classList.add("gone");
   showHead();
+  showWeaknesses();
+  showPromise();
   showColours();
   showFacts();
   drawHistogram();

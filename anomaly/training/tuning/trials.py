@@ -146,7 +146,7 @@ class Features:
         configs = [config.model_copy(update=settled) for config in configs]
         setup = replace(self._setup, config=configs[0], fitter=self._fitter(configs[0]))
         started = time.perf_counter()
-        recorded = _Recorder(configs)
+        recorded = Recorder(configs)
         fit = fit_detector(
             setup,
             self._train,
@@ -161,7 +161,7 @@ class Features:
         learned = time.perf_counter()
         scores: list[dict[int, float]] = [{} for _ in configs]
         if self._known is not None:
-            scores = _scores(fit.detector, configs, self._known, self._known.views)
+            scores = scores_by(fit.detector, configs, self._known, self._known.views)
         scored = time.perf_counter()
         count = max(1, 0 if self._known is None else len(self._known.hashes))
         split = len(self._images.defects)
@@ -209,7 +209,7 @@ class Features:
         return fitter_of(config).prepared(sum(extractor.channels), self._setup.device)
 
 
-class _Recorder:
+class Recorder:
     """A `Scoring` that scores by several settings, and gives those of the first."""
 
     def __init__(self, configs: Sequence[Config]) -> None:
@@ -225,13 +225,14 @@ class _Recorder:
         suspects: Suspects | None = None,
         progress: Callable[[int], None] = lambda done: None,
     ) -> dict[int, tuple[float, float]]:
-        scores = _scores(detector, self._configs, batches, views, progress)
+        """Score some of the patches by each of the settings."""
+        scores = scores_by(detector, self._configs, batches, views, progress)
         for all_of_it, more in zip(self.scores, scores, strict=True):
             all_of_it.update(more)
         return {i: (score, score) for i, score in scores[0].items()}
 
 
-def _scores(
+def scores_by(
     detector: Model,
     configs: Sequence[Config],
     batches: Iterable[PatchBatch],

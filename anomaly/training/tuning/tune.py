@@ -97,7 +97,7 @@ class Tuning:
     def lines(self) -> list[str]:
         """The table, the choice and what to expect of it, for people."""
         rate = percent(self.base.calibration.review_rate)
-        lines = _table(self._rows())
+        lines = table(self._rows())
         if len(self.tried[0].trial.defects):
             lines.append(
                 f"defects caught where {rate} of all good images are flagged; good flagged: of "
@@ -317,7 +317,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows with columns of even width; those that are empty all along are left out."""
     columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
     widths = [max(map(len, column)) for column in columns]

@@ -1,0 +1,198 @@
+"""Production images beside what thresholds promise of good parts like the training images."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from anomaly.calibration.model_thresholds import Thresholds, thresholds_from, with_pixels
+from anomaly.calibration.rates import Rate, binomial, percent, rate_anywhere
+from anomaly.calibration.scores import GoodScores
+from anomaly.calibration.thresholds import (
+    Calibration,
+    Threshold,
+    threshold_at,
+    threshold_for_expected_rate,
+)
+from anomaly.errors import DataError, some
+
+LEAST_IMAGES = 20  # fewer say nothing of a rate
+DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
+# Of a comparison that finds a difference where there is none. Made anew with each of 2,000 parts,
+# some 3 % of lines meet one: bounds of the promise are seldom so far off.
+_CHANCE = 0.01
+_MANY = 2000  # images from which on the chance is bounded, in no time
+_LISTED = 10  # images named
+
+Comparison = Literal["as promised", "more", "fewer"]
+
+
+def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
+    """Whether more, or fewer, images are flagged than chance explains where parts are as promised.
+
+    A binomial test against the bounds of the promise. It may be asked again as images come.
+
+    Args:
+        flagged: images above a threshold.
+        images: all of them, but for those that are for review whatever their score.
+        promised: what the threshold does to good parts.
+    """
+    if images < LEAST_IMAGES:
+        return "as promised"
+    most = promised.at_most + DEFECT_SHARE * (1 - promised.at_most)
+    if _chance(flagged, images, most) < _CHANCE:
+        return "more"
+    if _chance(images - flagged, images, 1 - promised.low) < _CHANCE:
+        return "fewer"
+    return "as promised"
+
+
+def _chance(count: int, images: int, rate: float) -> float:
+    """The chance that so many of the images, or more, are flagged at a rate; of many, its bound."""
+    share = count / images
+    if share <= rate:  # or the rate is 1
+        return 1.0
+    if images <= _MANY:
+        return float(binomial(images, rate)[count:].sum())
+    divergence = share * math.log(share / rate)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - rate))
+    return math.exp(-images * divergence)  # Chernoff's bound
+
+
+def flagged_line(
+    flagged: int, images: int, promised: Rate, model: str = "RUN", *, all_good: bool = False
+) -> str:
+    """What `compare_flagged` finds, for people, and what to do; empty where all is as promised.
+
+    Args:
+        flagged: as there.
+        images: as there.
+        promised: as there.
+        model: the model's folder, for the command.
+        all_good: whether somebody has said that none of the images is defective.
+    """
+    comparison = compare_flagged(flagged, images, promised)
+    if comparison == "as promised":
+        return ""
+    shares = f"{flagged} of {images} images flagged ({percent(flagged / images)}); "
+    shares += f"{percent(promised.expected)} expected"
+    why = (
+        f", at most {percent(promised.at_most)} of good parts. "
+        f"{'These' if all_good else 'Either many parts are defective, or these'} images differ "
+        "from the training images"
+        if comparison == "more"
+        else f", at least {percent(promised.low)}. The thresholds are too high for these images, "
+        "and defects pass that could be caught"
+    )
+    options = "--production FOLDER --at-most-defective 5%"
+    return f"{shares}{why}. See: anomaly calibrate --model {shlex.quote(model)} {options}"
+
+
+@dataclass(frozen=True, eq=False)
+class ProductionChoice:
+    """Thresholds from production images of which nobody has said which are defective.
+
+    Attributes:
+        thresholds: with bounds that hold wherever the defects score.
+        defects: how many of the images may be defective.
+        review_range: the review threshold if so many score highest, and if none is defective.
+        deciding: name and score of the images above its lower end: how many are defective decides.
+        left_out: the highest of them, taken for defects: half as many as there may be.
+    """
+
+    thresholds: Thresholds
+    defects: int
+    review_range: tuple[float, float]
+    deciding: tuple[tuple[str, float], ...]
+    left_out: tuple[tuple[str, float], ...]
+
+    def lines(self) -> list[str]:
+        """What isn't known, and which images would tell, for people."""
+        low, high = self.review_range
+        highest = "image is" if self.defects == 1 else f"{self.defects} images are"
+        return [
+            f"left out as if defective, half as many as there may be: {_named(self.left_out)}",
+            f"review would begin at {low:.5g} if the highest {highest} defective, at {high:.5g} if "
+            f"none is. To know better, look at the {len(self.deciding)} images above {low:.5g}, "
+            f"take out the defects and give --at-most-defective 0%: {_named(self.deciding)}",
+        ]
+
+
+def thresholds_from_production(
+    known: GoodScores,
+    production: GoodScores,
+    at_most_defective: float,
+    review_rate: float,
+    reject_rate: float,
+) -> ProductionChoice:
+    """Thresholds for production images, some of which may be defective.
+
+    Of n images at most d are defective, wherever they score. So the score that a share r of the
+    good ones exceeds lies between those of the ranks r · (n − d) and r · (n − d) + d from above.
+    The review threshold is put between them: half of the d highest images are left out. The scores
+    of known good images have another lot's shape and are no help here (benchmarks/ACCURACY.md).
+    Only the reject threshold, for which so few images say too little, keeps its distance from the
+    review threshold: their ratio is that of the known scores.
+
+    Args:
+        known: scores of good images, of training say.
+        production: scores of the production images, defects among them.
+        at_most_defective: the share of these images that may be defective.
+        review_rate: as for `thresholds_from`.
+        reject_rate: as for `thresholds_from`.
+
+    Raises:
+        DataError: the share allows for no defect among so few images.
+    """
+    images = len(production.image)
+    defects = int(at_most_defective * images + 1e-9)
+    if not defects:
+        raise DataError(
+            f"{percent(at_most_defective)} of {images} images is less than one image: give "
+            f"{math.ceil(1 / at_most_defective)} or more, or --at-most-defective 0% where all of "
+            "them are good"
+        )
+    rows = sorted(production.rows(), key=lambda row: row[1])
+    cut = images - max(defects // 2, 1)
+    source = f"{images} production images, at most {defects} of them defective"
+    good = replace(production.with_rows(rows[:cut]), source=source)
+    found, former = (thresholds_from(some, review_rate, reject_rate) for some in (good, known))
+    review, reject = found.calibration.review, found.calibration.reject
+    if 0 < former.review < former.image:
+        reject = threshold_at(review.value * former.image / former.review, good.image)
+    both = (
+        replace(threshold, false_rejects=_rate(threshold, production.image, defects))
+        for threshold in (review, reject)
+    )
+    low, high = (
+        threshold_for_expected_rate([row[1] for row in some], review_rate).value
+        for some in (rows[: images - defects], rows)
+    )
+    return ProductionChoice(
+        with_pixels(Calibration(*both), "calibrated", good),
+        defects,
+        (low, high),
+        tuple(row[:2] for row in reversed(rows) if row[1] > low),
+        tuple(row[:2] for row in reversed(rows[cut:])),
+    )
+
+
+def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
+    """What a threshold does to the good ones of images, with bounds wherever the defects score.
+
+    As many good images lie above the threshold as images do, or fewer by the defects; there are as
+    many good images as images, or fewer by the defects.
+    """
+    sure = len(scores) - defects
+    above = sum(score > threshold.value for score in scores)
+    most = rate_anywhere(min(above, sure), sure, threshold.false_rejects.expected)
+    least = rate_anywhere(max(above - defects, 0), len(scores), 0.0)
+    return replace(most, low=least.low)
+
+
+def _named(images: Sequence[tuple[str, float]]) -> str:
+    return some([f"{name}: {score:.5g}" for name, score in images], most=_LISTED)

@@ -1,0 +1,94 @@
+"""`anomaly calibrate --production`: thresholds from images that nobody has sorted."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from anomaly.calibration.production import thresholds_from_production
+from anomaly.calibration.rates import percent
+from anomaly.cli.common_options import add_paths, number
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.errors import AnomalyError, DataError
+from anomaly.evaluation.production import effects, test_split_defects
+from anomaly.evaluation.recalibrate import known_scores
+
+if TYPE_CHECKING:
+    from anomaly.calibration import GoodScores, ThresholdChange
+    from anomaly.calibration.production import ProductionChoice
+    from anomaly.evaluation.recalibrate import HeldOutScores
+    from anomaly.scoring.pipeline import Model
+
+_MOST_DEFECTIVE = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    production = "production images, of which nobody has said which are good"
+    add_paths(parser, "--production", production)
+    parser.add_argument(
+        "--at-most-defective",
+        type=_share,
+        metavar="SHARE",
+        help="of --production: how many of these images may be defective, 5%% say",
+    )
+
+
+def _share(text: str) -> float:
+    """A share of an option, as a number or in percent."""
+    plain = text.strip()
+    return number(plain[:-1]) / 100 if plain.endswith("%") else number(plain)
+
+
+def check(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
+    """Refuse what doesn't go with images of which nobody has said which are good."""
+    share = options.at_most_defective
+    if bool(options.production) != (share is not None):
+        raise AnomalyError(
+            "--production and --at-most-defective go together: say how many of the production "
+            "images may be defective (5% say; 0% where all are good)"
+        )
+    if share is None:
+        return
+    if options.good:
+        raise AnomalyError("thresholds come from --good or from --production images, not both")
+    if not 0 <= share <= _MOST_DEFECTIVE:
+        raise AnomalyError(
+            f"--at-most-defective is {percent(share)}; it must be from 0 % to "
+            f"{percent(_MOST_DEFECTIVE)}. Beyond that, sort the images: give --good and --defects"
+        )
+    if share and (by_hand or by_cost):
+        raise AnomalyError(
+            "thresholds by hand and by cost need images that are known to be good: give --good"
+        )
+
+
+def choose(options: argparse.Namespace, model: Model, production: GoodScores) -> ProductionChoice:
+    """The thresholds that production images show, some of which may be defective."""
+    if model.thresholds is None:
+        raise DataError(
+            f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
+            "say that all production images are good (--at-most-defective 0%), or give --good"
+        )
+    rates = model.rates(options.review_rate, options.false_reject_rate)
+    known = known_scores(model)
+    return thresholds_from_production(known, production, options.at_most_defective, *rates)
+
+
+def print_effects(
+    options: argparse.Namespace,
+    model: Model,
+    scored: Mapping[str, HeldOutScores],
+    moved: ThresholdChange,
+    threads: int,
+) -> None:
+    """Print what becomes of the production images, of known defects and of golden parts."""
+    if (defects := scored.get("defects")) is None:
+        with ProgressLine() as shown:
+            progress = partial(shown, "defects of the test split")
+            defects = test_split_defects(model, options.model, options.data_root, threads, progress)
+    known = () if defects is None else defects.scores
+    for line in effects(moved, scored["production"].scores, known, options.model):
+        print(line)

@@ -1,0 +1,151 @@
+"""`anomaly missed`: defects that a model called good; what would have caught them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli.common_options import add_device, add_paths, device_and_threads, duration
+from anomaly.cli.logging_setup import ProgressLine
+from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.masks import without_masks
+from anomaly.errors import AnomalyError, DataError, ImageError
+from anomaly.files.outputs import locked
+from anomaly.storage.folder import find_model
+from anomaly.storage.golden import MISSED, keep_missed
+from anomaly.storage.load import load_model
+
+if TYPE_CHECKING:
+    from anomaly.explain.missed import MissedDefect
+    from anomaly.scoring.pipeline import Model
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("images", type=Path, nargs="+", metavar="IMAGE", help="defects that were called good")
+    add("--model", type=Path, required=True, help="the run that called them so, or its model/")
+    add("--mask", type=Path, metavar="FILE", help="where the defect of the one image is")
+    good = "further folders with training images, where they have moved since"
+    add_paths(parser, "--good", good, "FOLDER")
+    add("--output", type=Path, metavar="FOLDER", help="a page of the evidence for each image")
+    add("--overwrite", action="store_true", help="replace earlier pages there")
+    add(
+        "--keep",
+        action="store_true",
+        help="make them golden parts of the run: selfcheck names them until they are caught, "
+        "update and deploy refuse versions that let them pass",
+    )
+    add(
+        "--budget",
+        type=duration,
+        default="2m",
+        metavar="TIME",
+        help="how long to try other settings: 90s, 10m (2m)",
+    )
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explain, try, keep.
+
+    Returns:
+        0 done, 3 done without some images that can't be used.
+    """
+    paths = without_masks(find_inputs(options.images, option="IMAGE").paths)
+    if options.mask is not None and len(paths) > 1:
+        raise AnomalyError(f"--mask belongs to one image, and {len(paths)} are given; give one")
+    folder = find_model(options.model, exported=False)
+    from anomaly.explain.missed import explain_missed
+    from anomaly.training.update import unique_names
+
+    device, threads = device_and_threads(options)
+    model = load_model(folder, device)
+    missed: list[MissedDefect] = []
+    refused: list[AnomalyError] = []
+    for path, name in zip(paths, unique_names([p.stem for p in paths], ()), strict=True):
+        try:
+            defect = explain_missed(model, path, mask=options.mask, good=options.good)
+        except (ImageError, DataError) as error:
+            if model.thresholds is None or len(paths) == 1:
+                raise
+            log.warning("skipped: %s", error)
+            refused.append(error)
+            continue
+        print("\n".join(defect.lines()))
+        if options.output is not None:
+            with locked(options.output):
+                defect.explanation.save(options.output / name, overwrite=options.overwrite)
+            print(f"Look at {options.output / name / 'explanation.html'}")
+        if not defect.caught:
+            missed.append(defect)
+            if options.keep:
+                print(f"kept as {keep_missed(folder, path.name, path.read_bytes())}")
+    if len(refused) == len(paths):
+        raise DataError(f"none of {len(paths)} images can be used: {refused[0]}")
+    if missed:
+        _try_others(options, model, [defect.image for defect in missed], threads)
+        _what_next(options, folder, missed)
+    return 3 if refused else 0
+
+
+def _try_others(
+    options: argparse.Namespace, model: Model, images: Sequence[Path], threads: int
+) -> None:
+    from anomaly.explain.missed import other_settings, settings_table
+    from anomaly.training.tuning.same_features import OverBudgetError
+
+    try:
+        with ProgressLine() as progress:
+            tried = other_settings(
+                model,
+                images,
+                good=options.good,
+                budget=options.budget,
+                workers=threads,
+                progress=progress,
+            )
+    except (DataError, OverBudgetError) as error:
+        log.warning("not tried: %s", error)
+        return
+    print("\nother settings, tried on the features that the model has:")
+    print("\n".join(settings_table(tried)))
+
+
+def _what_next(options: argparse.Namespace, folder: Path, missed: Sequence[MissedDefect]) -> None:
+    """The commands that go on from here."""
+    lowest = min(missed, key=lambda defect: defect.score)
+    run = shlex.quote(str(options.model))
+    print()
+    if lowest.affordable:
+        value, reject = lowest.catching_threshold, lowest.thresholds.image
+        print(
+            f"Lower the review threshold: anomaly calibrate --model {run} --threshold {reject:.5g} "
+            f"--review-threshold {value:.5g}"
+        )
+    if not options.keep:
+        images = shlex.join(map(str, options.images))
+        print(f"Keep as known defects: anomaly missed {images} --model {run} --keep")
+    defects = folder.parent / "golden" / MISSED if options.keep else Path("FOLDER")
+    print(
+        "Few images can't choose settings: what helps them may cost others. Six known defects or "
+        f"more can: anomaly tune --config {_config(folder)} --defects {shlex.quote(str(defects))}"
+    )
+
+
+def _config(folder: Path) -> str:
+    """The model's settings, as options that name its data set, too."""
+    from anomaly.training.runs import trained_on
+
+    config = shlex.quote(str(folder / "config.yaml"))
+    with suppress(DataError):
+        root = shlex.quote(f"data.root={trained_on(folder)}")
+        return f"{config} --set {root} --set data.category=null"
+    return config

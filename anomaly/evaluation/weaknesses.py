@@ -1,0 +1,440 @@
+"""What is weak about a model, the most important first, and what mends it.
+
+Judged is what training, evaluation and inference have computed anyway; only a few flagged images
+are scored once more, turned.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.calibration.production import Comparison, compare_flagged
+from anomaly.calibration.rates import images_needed, percent, supported_rate
+from anomaly.errors import ImageError, some
+from anomaly.imaging.loading import turned
+from anomaly.imaging.read import Image, read_image
+from anomaly.scoring.image_statistics import LEAST_IMAGES
+
+if TYPE_CHECKING:
+    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.prediction import Prediction
+
+_PRINTED = 3
+_TURNS = range(1, 8)
+_TURNED_IMAGES = 6  # flagged images that are scored in all ways to lay them
+_USUAL = 0.75  # of good images
+_LEAST_TUNED = 6  # defects that `tune` needs
+_LEAST_ALIKE = 3  # images that show a cause; fewer may do so by chance
+_TURNED_COPIES = "model.turned_copies=quarter_turns_and_mirrors"
+_FAR = 1.1  # times the reject threshold, above which an image is far from all others
+_OUTSIDE = 1.1  # times the training images' lowest or highest figure
+# Shares of the images concerned that a remedy is expected to mend. Tuning: the mean over the five
+# sets of benchmarks/ACCURACY.md (93, 9, 47, -6 and 1 %).
+_TUNED, _LEARNED, _FINER = 0.29, 0.5, 0.5
+_BY_TUNING = (
+    "on five photographed sets defects caught rose from 59 to 97 % and from 12 to 53 %, and stayed "
+    "within 2 points on three (where 5 % of good parts are flagged)"
+)
+_BY_CLEANING = (
+    "of MVTec AD's bottles, where one training image in ten was a defect, 39 of 40 other defects "
+    "lay below the reject threshold, and 1 without those images"
+)
+_BY_TURNING = "with 4 hazelnuts to learn from image AUROC rose from 0.875 to 1.000"
+
+
+@dataclass(frozen=True)
+class Weakness:
+    """Something that lets defects pass or flags good parts.
+
+    Attributes:
+        what: how many of which images it concerns.
+        remedy: what to do about it.
+        command: that does so; empty where none does.
+        expected: what that brings, where it was measured; else empty.
+        gain: share of the defects that are then caught, or of the good parts that are saved.
+    """
+
+    what: str
+    remedy: str
+    command: str = ""
+    expected: str = ""
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedImage:
+    """An image that was scored, as far as weaknesses show in it.
+
+    Attributes:
+        flagged: whether it isn't called good.
+        source: its file, or the image.
+        figures: its brightness, contrast and sharpness.
+        is_grey: whether it has no colours.
+        is_defect: what it shows; None where nobody has said.
+        width: of its defect in original pixels, where that is widest; None without a mask.
+    """
+
+    flagged: bool
+    source: Path | Image = Path()
+    figures: Mapping[str, float] = field(default_factory=dict)
+    is_grey: bool = False
+    is_defect: bool | None = None
+    width: float | None = None
+
+    @classmethod
+    def of(cls, prediction: Prediction, source: Path | Image) -> JudgedImage:
+        """What a prediction says of an image; where it is called good, that alone."""
+        if prediction.verdict == "good":
+            return _PASSED
+        statistics = prediction.statistics
+        return cls(True, source, statistics.figures(), statistics.is_grey)
+
+
+_PASSED = JudgedImage(flagged=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A model and where it comes from, for the commands that mend it.
+
+    Attributes:
+        model: trained.
+        folder: the run, or the model folder, as the user named it.
+        record: what its train.json says; empty where there is none.
+        own_split: whether the test images are those of its data set.
+    """
+
+    model: Model
+    folder: Path
+    record: Mapping[str, Any]
+    own_split: bool = True
+
+    @property
+    def is_turnable(self) -> bool:
+        """Whether the model can learn turned copies of its images, and hasn't yet."""
+        model = self.model
+        copies = model.config.model.turned_copies
+        return copies != "quarter_turns_and_mirrors" and not (model.region or model.aspect)
+
+    def train(self, *settings: str) -> str:
+        """The command that trains anew with other settings."""
+        overrides = [part for setting in settings for part in ("--set", setting)]
+        return _command("train", *self._config(), *overrides, "--output", self._run, "--overwrite")
+
+    def tune(self) -> str:
+        """The command that tries settings on the known defects."""
+        named = () if self.own_split else ("--defects", "FOLDER", "--good", "FOLDER")
+        output = f"{self.model.config.name}_tuned.yaml"
+        return _command("tune", *self._config(), *named, "--output", output)
+
+    def update(self) -> str:
+        """The command that lets the model learn more good images."""
+        output = f"{self._run}_updated"
+        return _command("update", "--model", self.folder, "--good", "FOLDER", "--output", output)
+
+    def calibrate(self) -> str:
+        """The command that finds thresholds with production images."""
+        unlabelled = ("--production", "FOLDER", "--at-most-defective", "5%")
+        return _command("calibrate", "--model", self.folder, *unlabelled)
+
+    @property
+    def _run(self) -> Path:
+        return self.folder.parent if self.folder.name == "model" else self.folder
+
+    def _config(self) -> list[object]:
+        """Options that name the settings and the data set that the model was trained with."""
+        root = f"data.root={self.record.get('data_folder', 'FOLDER')}"
+        whole = ["--set", "data.category=null"] if self.model.config.data.category else []
+        return ["--config", self._run / "model" / "config.yaml", "--set", root, *whole]
+
+
+def lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
+    """The most important ones, for people; nothing where nothing is weak."""
+    if not weaknesses:
+        return []
+    shown = weaknesses[:_PRINTED]
+    more = f", {len(shown)} of {len(weaknesses)}" if len(weaknesses) > len(shown) else ""
+    text = [f"{name}{': ' if name else ''}what to mend first{more}:"]
+    for number, weakness in enumerate(shown, 1):
+        text += [f"{number}. {weakness.what}", f"   {weakness.remedy}"]
+        text += [f"     {weakness.command}"] if weakness.command else []
+        text += [f"   expected: {weakness.expected}"] if weakness.expected else []
+    return text
+
+
+def of_training(run: Run) -> tuple[Weakness, ...]:
+    """What training alone shows: images that may be no good ones, and too few of them."""
+    return _ranked([*_few(run), *_suspects(run)])
+
+
+def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
+    """What the verdicts of a test split, or of production, show.
+
+    Args:
+        run: of the model that has scored the images.
+        images: none that it has learned from.
+    """
+    thresholds = run.model.thresholds
+    if thresholds is None:
+        return ()
+    defects = [image for image in images if image.is_defect]
+    others = [image for image in images if not image.is_defect]
+    missed = [image for image in defects if not image.flagged]
+    flagged = [image for image in others if image.flagged]
+    found = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
+    if missed:
+        found += _few(run)
+    promised = thresholds.calibration.review.false_rejects
+    comparison = compare_flagged(len(flagged), len(others), promised)
+    labelled = any(image.is_defect is not None for image in images)
+    shares = list(_flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled))
+    causes = [
+        cause
+        for find in (_other_colours, _other_light, _other_poses)
+        for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
+    ]
+    if labelled and causes:  # a cause says more than the share alone
+        found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
+    else:
+        found += [*causes, *shares]
+    return _ranked(found)
+
+
+def _ranked(weaknesses: Sequence[Weakness]) -> tuple[Weakness, ...]:
+    return tuple(sorted(weaknesses, key=lambda weakness: -weakness.gain))
+
+
+def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[Weakness]:
+    if not missed:
+        return
+    remedy = "Try other settings on the known defects (10 minutes at most):"
+    if defects < _LEAST_TUNED:
+        remedy = f"Collect {_LEAST_TUNED} known defects at least, and try other settings on them:"
+    share = len(missed) / defects
+    what = f"{len(missed)} of {_counted(defects, 'defect')} pass as good ({percent(share)})."
+    yield Weakness(what, remedy, run.tune(), _BY_TUNING, _TUNED * share)
+
+
+def _too_coarse(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[Weakness]:
+    """Defects that pass and are narrower than a patch, where the images have more pixels."""
+    size = run.record.get("patch_size", {}).get("pixels")
+    if not size:
+        return
+    patch, scale = max(size), max(size) / min(run.model.extractor.strides)
+    widths = [image.width for image in missed if image.width is not None and image.width < patch]
+    factor = min(scale, patch / median(widths)) if widths else 1.0
+    if factor < _FINER_BY:
+        return
+    what = (
+        f"{len(widths)} of {_counted(len(missed), 'missed defect')} are narrower than a patch: "
+        f"{median(widths):.2g} of its {patch:.2g} pixels in the median."
+    )
+    setting, times = _finer(run.model.config.image, factor, scale)
+    remedy = f"Show the network more pixels (about {times:.2g} times the time):"
+    gain = _FINER * len(widths) / defects
+    yield Weakness(what, remedy, run.train(setting), "", gain)
+
+
+_FINER_BY = 1.2  # times the pixels a side, below which little is gained
+
+
+def _finer(image: Any, factor: float, scale: float) -> tuple[str, float]:
+    """The setting that makes patches smaller, and what it costs in time.
+
+    Args:
+        image: the settings so far.
+        factor: how much smaller.
+        scale: original pixels for each pixel that the network sees.
+    """
+    if image.tile is not None:
+        return f"image.tile={max(64, round(image.tile / factor))}", factor**2
+    if image.resize is not None:
+        return f"image.resize={round(image.resize * factor / 32) * 32}", factor**2
+    if factor > 2:
+        return f"image.tile={round(image.area * scale / factor)}", factor**2
+    return f"image.area={round(image.area * factor / 32) * 32}", factor**2
+
+
+def _few(run: Run) -> Iterator[Weakness]:
+    """Too few good images for a review zone: both thresholds lie above the highest score."""
+    thresholds = run.model.thresholds
+    if thresholds is None or thresholds.label != "calibrated":
+        return
+    reject, count = thresholds.calibration.reject, thresholds.images
+    if reject.supported or reject.target is None or thresholds.review < thresholds.image:
+        return
+    bound, target = supported_rate(count), percent(reject.target)
+    what = (
+        f"{_counted(count, 'good image')} can't guarantee a false-reject rate below "
+        f"{percent(bound)}, and leave nothing between good and reject for review."
+    )
+    remedy = f"Take {images_needed(reject.target)} for {target}; from 39 on there is a review zone."
+    if count < LEAST_IMAGES:
+        remedy += f" Below {LEAST_IMAGES} another product or a lens cap isn't noticed as such."
+    command = ""
+    if run.is_turnable:
+        remedy += " Where parts may lie any way, turned copies of the images help:"
+        command = run.train(_TURNED_COPIES)
+    expected = _BY_TURNING if command else ""
+    yield Weakness(what, remedy, command, expected, bound - reject.target)
+
+
+def _suspects(run: Run) -> Iterator[Weakness]:
+    """Training images that may be no good ones: several, far ones, or what raises a threshold.
+
+    One or two that merely stand out are in train.json.
+    """
+    record, thresholds = run.record, run.model.thresholds
+    if thresholds is None or record["left_out"]:
+        return
+    raised, apart = thresholds.raised_by(), record["stand_out"]
+    every = raised or len(apart) >= _LEAST_ALIKE
+    far = [name for name, score in apart.items() if every or score > _FAR * thresholds.image]
+    names = [*dict.fromkeys([*far, *(name for name, _, _ in raised), *record["odd"]])]
+    if not names:
+        return
+    stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
+    what = f"{_counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
+    without = raised[-1][2] if raised else thresholds.image
+    if raised:
+        alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun
+        what += (
+            f" Without {alone} the reject threshold would be {without:.5g} instead of "
+            f"{thresholds.image:.5g}."
+        )
+    remedy = (
+        f"Look at {pronoun} (heatmaps of the oddest: {run.folder / 'suspects'}). Remove what isn't "
+        "good and train again:"
+    )
+    yield Weakness(what, remedy, run.train(), _BY_CLEANING, 1 - without / thresholds.image)
+
+
+def _flagged_shares(
+    run: Run, flagged: int, images: int, comparison: Comparison, *, labelled: bool
+) -> Iterator[Weakness]:
+    """More, or fewer, flagged images than the thresholds promise of good parts."""
+    if comparison == "as promised" or run.model.thresholds is None:
+        return
+    promised = run.model.thresholds.calibration.review.false_rejects
+    share = flagged / images
+    noun = "good image" if labelled else "image"
+    what = f"{flagged} of {_counted(images, noun)} are flagged ({percent(share)}); "
+    if comparison == "fewer":
+        what += f"at least {percent(promised.low)} were to be expected, so defects may pass."
+        remedy = "Find lower thresholds with images like these:"
+        yield Weakness(what, remedy, run.calibrate(), "", promised.low - share)
+        return
+    what += f"of good parts like the training images at most {percent(promised.at_most)} are."
+    gain = _LEARNED * (share - promised.at_most)
+    if labelled:
+        remedy = "Let the model learn other good images like these:"
+        yield Weakness(what, remedy, run.update(), "", gain)
+    else:
+        remedy = "If most of them are good, find thresholds for images like these:"
+        yield Weakness(what, remedy, run.calibrate(), "", gain)
+
+
+def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:
+    """Brightness, contrast or sharpness that most of the flagged images have, and none learned."""
+    training = run.model.training_statistics
+    if training is None or not training.is_reliable:
+        return
+    best: tuple[list[float], str] = ([], "")
+    for name, (low, high) in training.seen.items():
+        values = [image.figures[name] for image in flagged]
+        for side, times in (
+            ("below", [low / max(value, 1e-6) for value in values]),
+            ("above", [value / max(high, 1e-6) for value in values]),
+        ):
+            outside = [factor for factor in times if factor > _OUTSIDE]
+            about = f"{side} the training images' {low:.3g} to {high:.3g}"
+            best = max(best, (outside, f"{name} {about}"), key=lambda each: len(each[0]))
+    outside, about = best
+    if len(outside) < max(_LEAST_ALIKE, len(flagged) / 2):
+        return
+    what = (
+        f"Of the flagged ones {len(outside)} have a {about}, by {percent(median(outside) - 1)} in "
+        "the median."
+    )
+    remedy = (
+        "Set lamp, exposure and focus as they were for training; or, if parts look like that from "
+        "now on, let the model learn good ones:"
+    )
+    yield Weakness(what, remedy, run.update(), "", len(outside) / images)
+
+
+def _other_colours(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:
+    """Grey images of a model that has learned colours, or the other way round."""
+    grey, learned = (run.record.get("images", {}).get(name) for name in ("grey", "learned"))
+    if grey not in (0, learned):
+        return
+    was_grey = grey != 0
+    other = sum(image.is_grey is not was_grey for image in flagged)
+    if other < _LEAST_ALIKE:
+        return
+    kinds = ("in colour", "grey") if was_grey else ("grey", "in colour")
+    what = f"Of the flagged ones {other} are {kinds[0]}, and all training images are {kinds[1]}."
+    remedy = (
+        f"Set the camera to deliver images that are {kinds[1]}, or train with images that are "
+        f"{kinds[0]} alone:"
+    )
+    yield Weakness(what, remedy, run.train("data.root=FOLDER"), "", other / images)
+
+
+def _other_poses(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:
+    """Parts that lie in ways which training lacks: turned, they score as most good parts do."""
+    if not run.is_turnable:
+        return
+    step = max(1, len(flagged) // _TURNED_IMAGES)
+    tried = [image.source for image in flagged[::step]][:_TURNED_IMAGES]
+    usual = sum(_is_usual_turned(run.model, source) for source in tried)
+    if usual < max(_LEAST_ALIKE, len(tried) / 2):
+        return
+    what = (
+        f"Of {len(tried)} flagged ones that were tried {usual} score as good parts do once they "
+        "are turned or mirrored: training lacks the ways in which these parts lie."
+    )
+    remedy = "Train with turned copies of the images (the model stays as large):"
+    yield Weakness(
+        what, remedy, run.train(_TURNED_COPIES), "", usual / len(tried) * len(flagged) / images
+    )
+
+
+def _is_usual_turned(model: Model, source: Path | Image) -> bool:
+    """Whether some way to lay an image scores as three quarters of good parts do, or less."""
+    assert model.thresholds is not None
+    loading, usual = model.loading, float(np.quantile(model.thresholds.good.image, _USUAL))
+    with suppress(ImageError):
+        image = source
+        if not isinstance(image, Image):
+            image = read_image(image, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
+        ways = [
+            replace(image, pixels=np.ascontiguousarray(turned(image.pixels, turn)))
+            for turn in _TURNS
+        ]
+        results = model.results(ways)
+        return any(getattr(result, "score", np.inf) <= usual for result in results)
+    return False
+
+
+def width_of(mask: NDArray[np.bool_]) -> float:
+    """How wide a defect is where it is widest, in pixels of its mask (H, W)."""
+    return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _command(*arguments: object) -> str:
+    return shlex.join(["anomaly", *map(str, arguments)])

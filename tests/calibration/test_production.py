@@ -1,0 +1,141 @@
+"""Production images beside what was promised: differences are found, and seldom imagined."""
+
+import numpy as np
+import pytest
+from scipy.stats import binom, gamma, norm, rv_continuous
+
+from anomaly.calibration import GoodScores, thresholds_from
+from anomaly.calibration.production import (
+    DEFECT_SHARE,
+    ProductionChoice,
+    compare_flagged,
+    flagged_line,
+    thresholds_from_production,
+)
+from anomaly.calibration.rates import rate_of
+from anomaly.errors import DataError
+
+PROMISED = rate_of(9, 209, 10 / 210)  # the review threshold of 209 good images
+
+
+def test_a_difference_is_told_with_its_number_and_what_to_do() -> None:
+    line = flagged_line(23, 50, PROMISED, "runs/part")
+    assert line.startswith("23 of 50 images flagged (46 %); 4.8 % expected, at most 7.4 %")
+    assert "many parts are defective, or these images differ from the training images" in line
+    assert "anomaly calibrate --model runs/part --production FOLDER" in line
+    few = flagged_line(0, 500, PROMISED)
+    assert few.startswith("0 of 500 images flagged (0 %); 4.8 % expected, at least 2 %")
+    assert "defects pass" in few
+    assert flagged_line(3, 50, PROMISED) == flagged_line(19, 19, PROMISED) == ""
+
+
+@pytest.mark.parametrize("images", [20, 50, 200, 2000])
+def test_the_comparison_is_a_binomial_test_against_the_bounds(images: int) -> None:
+    most = PROMISED.at_most + DEFECT_SHARE * (1 - PROMISED.at_most)
+    for flagged in range(images + 1):
+        comparison = compare_flagged(flagged, images, PROMISED)
+        assert (comparison == "more") == (binom.sf(flagged - 1, images, most) < 0.01)
+        assert (comparison == "fewer") == (binom.cdf(flagged, images, PROMISED.low) < 0.01)
+
+
+def test_of_many_images_the_comparison_is_hardly_less_sharp() -> None:
+    images, most = 100_000, PROMISED.at_most + DEFECT_SHARE * (1 - PROMISED.at_most)
+    for share, comparison in ((most, "more"), (PROMISED.low, "fewer")):
+        outcomes = {
+            step: compare_flagged(round(images * share * (1 + step / 100)), images, PROMISED)
+            for step in (-10, 10)
+        }
+        other = "as promised"
+        wanted = {-10: other, 10: comparison} if share == most else {-10: comparison, 10: other}
+        assert outcomes == wanted
+
+
+def test_images_like_the_training_images_seldom_seem_to_differ_however_often_one_looks() -> None:
+    rng = np.random.default_rng(0)
+    share = rng.beta(10, 200, 1000)  # of good parts above the tenth highest of 209 scores
+    flagged = (rng.random((1000, 2000)) < (share + DEFECT_SHARE * (1 - share))[:, None]).cumsum(1)
+    seemed = np.zeros(1000, dtype=bool)
+    for images in np.unique(np.geomspace(20, 2000, 80).astype(int)):
+        outcomes = [compare_flagged(f, images, PROMISED) for f in range(images + 1)]
+        seemed |= np.array(outcomes)[flagged[:, images - 1]] != "as promised"
+    assert seemed.mean() < 0.05
+
+
+@pytest.mark.parametrize(("share", "comparison"), [(0.3, "more"), (0.0, "as promised")])
+def test_fifty_images_tell_a_lot_of_which_a_third_is_flagged(share: float, comparison: str) -> None:
+    flagged = round(50 * share)
+    assert compare_flagged(flagged, 50, PROMISED) == comparison
+
+
+def _scores(values: np.ndarray, prefix: str = "") -> GoodScores:
+    names = tuple(f"{prefix}{i}" for i in range(len(values)))
+    return GoodScores(names, tuple(values.tolist()), tuple((2 * values).tolist()), "images")
+
+
+KNOWN = _scores(10 + norm.ppf(np.linspace(0.001, 0.999, 209)))
+PLACES = {"above": (30, 1), "below": (1, 0.1), "among": (13, 2), "in the tail": (14.6, 0.1)}
+
+
+def _choice(
+    law: rv_continuous, images: int, defects: int, place: str, rng: np.random.Generator
+) -> ProductionChoice:
+    good = 10 + law.rvs(size=images - defects, random_state=rng)
+    mean, width = PLACES[place]
+    scores = rng.permutation(np.append(good, rng.normal(mean, width, defects)))
+    return thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("law", "defects", "place"),
+    [
+        (norm(2), 0, "above"),
+        *((norm(2), 5, place) for place in PLACES),
+        (gamma(3), 3, "above"),
+        (gamma(3), 5, "in the tail"),
+    ],
+)
+def test_bounds_hold_wherever_defects_score(law: rv_continuous, defects: int, place: str) -> None:
+    rng = np.random.default_rng([defects, len(place)])
+    inside = {"review": 0, "reject": 0}
+    for _ in range(60):
+        both = _choice(law, 100, defects, place, rng).thresholds.calibration
+        for name, threshold in (("review", both.review), ("reject", both.reject)):
+            rate, share = threshold.false_rejects, law.sf(threshold.value - 10)
+            inside[name] += rate.low <= share <= min(rate.high, rate.at_most + 1e-12)
+    assert min(inside.values()) >= 57
+
+
+def test_the_rate_lies_between_those_of_no_defect_and_of_all_that_may_be() -> None:
+    # Above it lies the fourth of 98 images, two being left out: the sixth, or the first good one.
+    rng = np.random.default_rng(0)
+    for share, expected in ((0.0, 6 / 101), (0.05, 1 / 96)):
+        shares = [
+            norm(2).sf(chosen.thresholds.review - 10)
+            for _ in range(40)
+            for chosen in [_choice(norm(2), 100, int(share * 100), "above", rng)]
+        ]
+        assert np.mean(shares) == pytest.approx(expected, abs=0.012)
+
+
+def test_what_decides_is_named_and_the_reject_threshold_keeps_its_distance() -> None:
+    scores = np.append(np.linspace(20, 30, 98), [50, 60])
+    choice = thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
+    assert choice.defects == 5
+    assert [name for name, _ in choice.left_out] == ["99", "98"]
+    low, high = choice.review_range
+    assert low < choice.thresholds.review < high
+    # It lies just above the fourth of 95 images, 5 % in the mean, or the fifth of 100.
+    assert [name for name, _ in choice.deciding] == [str(i) for i in range(99, 91, -1)]
+    assert scores[91] < low < scores[92]
+    assert scores[95] < high < scores[96]
+    known = thresholds_from(KNOWN, 0.05, 0.01)
+    ratio = choice.thresholds.image / choice.thresholds.review
+    assert ratio == pytest.approx(known.image / known.review, rel=0.01)
+    assert choice.thresholds.images == 98
+    assert choice.lines()[1].startswith("review would begin at 29.")
+    assert "give --at-most-defective 0%: 99: 60, 98: 50, 97: 30" in choice.lines()[1]
+
+
+def test_a_share_of_less_than_one_image_is_refused() -> None:
+    with pytest.raises(DataError, match="less than one image: give 20 or more"):
+        thresholds_from_production(KNOWN, _scores(np.arange(1.0, 20.0)), 0.05, 0.05, 0.01)
