@@ -27,7 +27,7 @@ _FLAWS = 4  # that are shown
 
 
 def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
-    """Where a patch lies in the original image.
+    """Where a patch lies in the original image; what is around it where it is turned there.
 
     Args:
         view: how the network saw the image.
@@ -38,6 +38,11 @@ def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Bo
     pieces_down, pieces_across = view.axes
     top, bottom = _edges(pieces_down, grid[0], row)
     left, right = _edges(pieces_across, grid[1], column)
+    if view.pose is None:
+        return Box(top, left, bottom, right)
+    corners = np.array([(x, y) for x in (left, right) for y in (top, bottom)])
+    moved = view.pose.in_image(corners)
+    (left, top), (right, bottom) = moved.min(axis=0).tolist(), moved.max(axis=0).tolist()
     return Box(top, left, bottom, right)
 
 

@@ -79,8 +79,12 @@ class Pose:
             x: of the columns (w,), in original pixels from the corner of the part's frame.
             y: of the rows (h,).
         """
-        points = _at(self.motion, self.size, np.stack(np.meshgrid(x, y), axis=2))
+        points = self.in_image(np.stack(np.meshgrid(x, y), axis=2))
         return np.asarray(((points >= 0) & (points < self.size[::-1])).all(axis=2))
+
+    def in_image(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Points (…, 2) of the part, x and y from its frame's corner, in the image."""
+        return _at(self.motion, self.size, points)
 
     def in_part(self, points: NDArray[np.float64]) -> NDArray[np.float64]:
         """Points (…, 2) of the image, x and y from its corner, in the part's coordinates."""

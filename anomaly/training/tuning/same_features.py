@@ -135,7 +135,7 @@ def try_on_features(
         cache = FeatureCache(model, fitter, decoders, scratch, budget.features)
         with closing(cache):
             good = cache.build({i: sample.source for i, sample in samples.items()}).checked()
-            missed = cache.build(dict(enumerate(images)), turned=False)
+            missed = cache.build(dict(enumerate(images)), learned=False)
             scored = partial(_scored, fitter=fitter, names=names, groups=groups, budget=budget)
             changes = [Change(SCORE), *_image_scores(model)]
             started = budget.spent
