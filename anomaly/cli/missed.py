@@ -99,8 +99,7 @@ def run(options: argparse.Namespace) -> int:
 def _try_others(
     options: argparse.Namespace, model: Model, images: Sequence[Path], threads: int
 ) -> None:
-    from anomaly.explain.missed import other_settings, settings_table
-    from anomaly.training.tuning.same_features import OverBudgetError
+    from anomaly.explain.other_settings import OverBudgetError, other_settings, settings_table
 
     try:
         with ProgressLine() as progress:

@@ -15,7 +15,7 @@ from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cluster.parts import merge
 from anomaly.datasets.image_manifest import check_parquet, checked, read_manifest, write_manifest
 from anomaly.datasets.inputs import is_table, say_passed_over
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError, OutputError, counted
 from anomaly.files import storage
 from anomaly.files.outputs import matched
 from anomaly.files.tables import header_of, marked_encoding, rows_of
@@ -78,8 +78,8 @@ def _manifest(options: argparse.Namespace) -> int:
         log.log(NOTE, say_passed_over(listing.passed_over))
     again = f", {doubles} named more than once" if doubles else ""
     chunks = len(read_manifest(options.output).sizes)
-    listed = f"{images} image{'' if images == 1 else 's'}{again}"
-    print(f"{listed} in {chunks} chunk{'' if chunks == 1 else 's'}: {options.output}")
+    listed = counted(images, "image") + again
+    print(f"{listed} in {counted(chunks, 'chunk')}: {options.output}")
     return 0
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration.production import Comparison, compare_flagged
 from anomaly.calibration.rates import images_needed, percent, supported_rate
-from anomaly.errors import ImageError, some
+from anomaly.errors import ImageError, counted, some
 from anomaly.imaging.loading import turned
 from anomaly.imaging.read import Image, read_image
 from anomaly.scoring.image_statistics import LEAST_IMAGES
@@ -221,7 +221,7 @@ def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[W
     if defects < _LEAST_TUNED:
         remedy = f"Collect {_LEAST_TUNED} known defects at least, and try other settings on them:"
     share = len(missed) / defects
-    what = f"{len(missed)} of {_counted(defects, 'defect')} pass as good ({percent(share)})."
+    what = f"{len(missed)} of {counted(defects, 'defect')} pass as good ({percent(share)})."
     yield Weakness(what, remedy, run.tune(), _BY_TUNING, _TUNED * share)
 
 
@@ -236,7 +236,7 @@ def _too_coarse(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterat
     if factor < _FINER_BY:
         return
     what = (
-        f"{len(widths)} of {_counted(len(missed), 'missed defect')} are narrower than a patch: "
+        f"{len(widths)} of {counted(len(missed), 'missed defect')} are narrower than a patch: "
         f"{median(widths):.2g} of its {patch:.2g} pixels in the median."
     )
     setting, times = _finer(run.model.config.image, factor, scale)
@@ -275,7 +275,7 @@ def _few(run: Run) -> Iterator[Weakness]:
         return
     bound, target = supported_rate(count), percent(reject.target)
     what = (
-        f"{_counted(count, 'good image')} can't guarantee a false-reject rate below "
+        f"{counted(count, 'good image')} can't guarantee a false-reject rate below "
         f"{percent(bound)}, and leave nothing between good and reject for review."
     )
     remedy = f"Take {images_needed(reject.target)} for {target}; from 39 on there is a review zone."
@@ -304,7 +304,7 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     if not names:
         return
     stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
-    what = f"{_counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
+    what = f"{counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
     without = raised[-1][2] if raised else thresholds.image
     if raised:
         alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun
@@ -328,7 +328,7 @@ def _flagged_shares(
     promised = run.model.thresholds.calibration.review.false_rejects
     share = flagged / images
     noun = "good image" if labelled else "image"
-    what = f"{flagged} of {_counted(images, noun)} are flagged ({percent(share)}); "
+    what = f"{flagged} of {counted(images, noun)} are flagged ({percent(share)}); "
     if comparison == "fewer":
         what += f"at least {percent(promised.low)} were to be expected, so defects may pass."
         remedy = "Find lower thresholds with images like these:"
@@ -430,10 +430,6 @@ def _is_usual_turned(model: Model, source: Path | Image) -> bool:
 def width_of(mask: NDArray[np.bool_]) -> float:
     """How wide a defect is where it is widest, in pixels of its mask (H, W)."""
     return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _command(*arguments: object) -> str:
