@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from glob import has_magic, iglob
 from pathlib import Path, PurePosixPath
 
-from anomaly.cli.common_options import Command
+from anomaly.cli.common_options import Command, add_paths
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cluster.parts import merge
 from anomaly.datasets.image_manifest import check_parquet, checked, read_manifest, write_manifest
@@ -31,23 +31,16 @@ _TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xlsx")
 
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--input",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
-        "whatever fsspec opens (s3://, gs://, file://, …)",
+    images = (
+        "image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
+        "whatever fsspec opens (s3://, gs://, file://, …)"
     )
-    parser.add_argument(
-        "--list",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="CSV or Parquet files with the column path, or text files that name an image on each "
-        "line; local, or URLs",
+    add_paths(parser, "--input", images, kind=str)
+    lists = (
+        "CSV or Parquet files with the column path, or text files that name an image on each line; "
+        "local, or URLs"
     )
+    add_paths(parser, "--list", lists, "FILE", str)
     parser.add_argument(
         "--output", required=True, metavar="FILE", help="the manifest, a Parquet file or its URL"
     )

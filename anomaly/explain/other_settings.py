@@ -20,6 +20,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError
 from anomaly.explain.evidence import training_names
 from anomaly.explain.score import good_images
+from anomaly.files.tables import text_table
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.methods.base import Fitter
@@ -31,7 +32,6 @@ from anomaly.training.fit import StageProgress
 from anomaly.training.tuning.candidates import SCORE, Change, changed, image_scores
 from anomaly.training.tuning.judging import Floats
 from anomaly.training.tuning.trials import Recorder, scores_by
-from anomaly.training.tuning.tune import table
 
 _MEASURED_SECONDS = 5.0  # after which the time that all images take can be told
 _WHOLE = 2.5  # times as long as the features takes all of it
@@ -235,7 +235,7 @@ def settings_table(tried: Sequence[SettingScores]) -> list[str]:
     listed = ranked[:_ROWS] if own in ranked[:_ROWS] else [*ranked[: _ROWS - 1], own]
     what = "as high as the image" if len(own.images) == 1 else "as high, in the mean of the images"
     return [
-        *table([("settings", "caught", "good images as high", ""), *map(_row, listed)]),
+        *text_table([("settings", "caught", "good images as high", ""), *map(_row, listed)]),
         f"caught: above the review threshold that training would find with these settings; good "
         f"images: of {total} scored by models that haven't seen them, how many score {what}, with "
         "the share's 95 % interval",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from anomaly.calibration.rates import binomial, percent, rate_of
 from anomaly.files.writing import claim, clear, write
+from anomaly.report.category import Tile
 from anomaly.report.comparison import (
     KINDS,
     Change,
     Comparison,
-    Picture,
     compare,
     comparison_csv,
     summary,
@@ -137,7 +137,7 @@ def _origin_row(title: str, both: Sequence[Mapping[str, str]], key: str) -> str:
     return row_html(escape(title), values)
 
 
-def _pictures(comparison: Comparison, change: Change) -> list[Picture | None]:
+def _pictures(comparison: Comparison, change: Change) -> list[Tile | None]:
     """What both reports show of an image."""
     reports = comparison.reports.get(change.category, ())
     return [report.pictures.get(change.path) for report in reports]
@@ -154,7 +154,7 @@ def _cards(comparison: Comparison, changes: Sequence[Change]) -> Iterator[str]:
         yield f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _card(change: Change, pictures: Sequence[Picture | None], photo: str) -> str:
+def _card(change: Change, pictures: Sequence[Tile | None], photo: str) -> str:
     """An image: its photograph, and what each model made of it.
 
     Args:

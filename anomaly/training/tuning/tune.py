@@ -16,6 +16,7 @@ from anomaly.calibration.rates import Rate, percent, rate_above
 from anomaly.config.schema import NAMED_DIGITS, Config
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError, counted
+from anomaly.files.tables import text_table
 from anomaly.files.writing import as_json, write
 from anomaly.runtime.devices import device_of
 from anomaly.scoring.build import flatten, to_dict
@@ -97,7 +98,7 @@ class Tuning:
     def lines(self) -> list[str]:
         """The table, the choice and what to expect of it, for people."""
         rate = percent(self.base.calibration.review_rate)
-        lines = table(self._rows())
+        lines = text_table(self._rows())
         if len(self.tried[0].trial.defects):
             lines.append(
                 f"defects caught where {rate} of all good images are flagged; good flagged: of "
@@ -300,16 +301,3 @@ def _cost(base: Config, tried: Tried) -> float:
     """How dear settings are, and a trifle for each value that differs."""
     values = sum(len(change.values) for change in tried.changes)
     return expense(tried.trial.config, base) + 0.001 * values
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with columns of even width; those that are empty all along are left out."""
-    columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
