@@ -129,13 +129,13 @@ class Run:
     def train(self, *settings: str) -> str:
         """The command that trains anew with other settings."""
         overrides = [part for setting in settings for part in ("--set", setting)]
-        return _command("train", *self._config(), *overrides, "--output", self._run, "--overwrite")
+        return _command("train", *self.config(), *overrides, "--output", self._run, "--overwrite")
 
     def tune(self) -> str:
         """The command that tries settings on the known defects."""
         named = () if self.own_split else ("--defects", "FOLDER", "--good", "FOLDER")
         output = f"{self.model.config.name}_tuned.yaml"
-        return _command("tune", *self._config(), *named, "--output", output)
+        return _command("tune", *self.config(), *named, "--output", output)
 
     def update(self) -> str:
         """The command that lets the model learn more good images."""
@@ -151,11 +151,12 @@ class Run:
     def _run(self) -> Path:
         return self.folder.parent if self.folder.name == "model" else self.folder
 
-    def _config(self) -> list[object]:
+    def config(self) -> list[object]:
         """Options that name the settings and the data set that the model was trained with."""
         root = f"data.root={self.record.get('data_folder', 'FOLDER')}"
         whole = ["--set", "data.category=null"] if self.model.config.data.category else []
-        return ["--config", self._run / "model" / "config.yaml", "--set", root, *whole]
+        folder = self.model.folder or self._run / "model"
+        return ["--config", folder / "config.yaml", "--set", root, *whole]
 
 
 def lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:

@@ -18,11 +18,10 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.loading import turn_of
 from anomaly.methods.base import PatchBatch
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import Suspects
+from anomaly.training.cross_fitting import Suspects, is_turned
 from anomaly.training.feature_cache import FeatureCache
 from anomaly.training.fit import (
     StageProgress,
@@ -251,7 +250,7 @@ def scores_by(
     detectors = [replace(detector, config=config) for config in configs]
     found: list[dict[int, float]] = [{} for _ in configs]
     for batch in batches:
-        if batch.corners is not None and turn_of(batch.corners[0][0])[0]:
+        if is_turned(batch):
             continue
         layout = views[batch.images[0]]
         patches = detector.scorer.score(batch.embeddings)
