@@ -192,23 +192,18 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
     others = [image for image in images if not image.is_defect]
     missed = [image for image in defects if not image.flagged]
     flagged = [image for image in others if image.flagged]
-    found = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
-    if missed:
-        found += _few(run)
+    passing = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
+    passing += _few(run) if missed else ()
     promised = thresholds.calibration.review.false_rejects
     comparison = compare_flagged(len(flagged), len(others), promised)
     labelled = any(image.is_defect is not None for image in images)
     shares = list(_flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled))
-    causes = [
-        cause
-        for find in (_other_colours, _other_light, _other_poses)
-        for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
-    ]
+    finders = (_other_colours, _other_light, _other_poses) if comparison == "more" else ()
+    causes = [cause for find in finders for cause in find(run, flagged, len(others))]
     if labelled and causes:  # a cause says more than the share alone
-        found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
-    else:
-        found += [*causes, *shares]
-    return _ranked(found)
+        causes = [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
+        shares = []
+    return _ranked([*passing, *causes, *shares])
 
 
 def _ranked(weaknesses: Sequence[Weakness]) -> tuple[Weakness, ...]:
@@ -336,13 +331,11 @@ def _flagged_shares(
         yield Weakness(what, remedy, run.calibrate(), "", promised.low - share)
         return
     what += f"of good parts like the training images at most {percent(promised.at_most)} are."
-    gain = _LEARNED * (share - promised.at_most)
-    if labelled:
-        remedy = "Let the model learn other good images like these:"
-        yield Weakness(what, remedy, run.update(), "", gain)
-    else:
+    remedy, command = "Let the model learn other good images like these:", run.update()
+    if not labelled:
         remedy = "If most of them are good, find thresholds for images like these:"
-        yield Weakness(what, remedy, run.calibrate(), "", gain)
+        command = run.calibrate()
+    yield Weakness(what, remedy, command, "", _LEARNED * (share - promised.at_most))
 
 
 def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:

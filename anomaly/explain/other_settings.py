@@ -18,7 +18,7 @@ from anomaly.calibration.rates import rate_of
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError
-from anomaly.explain.evidence import training_names
+from anomaly.evaluation.splits import training_names
 from anomaly.explain.score import good_images
 from anomaly.files.tables import text_table
 from anomaly.imaging.decoder_pool import Decoders
@@ -157,15 +157,15 @@ def other_settings(
 
 def _training_samples(model: Model, folders: Sequence[Path]) -> dict[int, Sample]:
     """The training images by their numbers, see `anomaly.methods.base.PatchBatch`."""
-    by_name = good_images(model, *folders).find_all()
-    absent = [f"{name}: {why}" for name, why in by_name.items() if isinstance(why, str)]
-    if absent:
+    samples, missing = good_images(model, *folders).numbered(model.manifest)
+    if missing:
+        name, why = next(iter(missing.items()))
         raise DataError(
-            f"other settings are compared on the training images, of which {len(absent)} of "
-            f"{len(by_name)} aren't at hand ({absent[0]}); give their folder with --good"
+            f"other settings are compared on the training images, of which {len(missing)} of "
+            f"{len(samples) + len(missing)} aren't at hand ({name}: {why}); give their folder with "
+            "--good"
         )
-    names = enumerate(training_names(model.manifest))
-    return {i: sample for i, name in names if isinstance(sample := by_name.get(name), Sample)}
+    return samples
 
 
 def _image_scores(model: Model) -> dict[str, Config]:

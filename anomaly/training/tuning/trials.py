@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,8 @@ class Features:
         started = time.perf_counter()
         with Decoders(min(workers, len(images.train))) as decoders:
             self._setup = prepare(config, images.train, decoders, device)
-            self._cache = FeatureCache(
-                self._setup,
-                self._setup.fitter,
-                decoders,
-                scratch,
-                lambda done, total: progress("features", done, total),
-            )
+            seen = partial(progress, "features")
+            self._cache = FeatureCache(self._setup, self._setup.fitter, decoders, scratch, seen)
             try:
                 learned = {i: sample.source for i, sample in enumerate(images.train)}
                 self._train = self._cache.build(learned).checked()
