@@ -15,7 +15,6 @@ import numpy as np
 
 from anomaly.calibration import Thresholds, thresholds_from
 from anomaly.calibration.rates import rate_of
-from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError
 from anomaly.evaluation.splits import training_names
@@ -151,7 +150,7 @@ def other_settings(
             started = clock.spent
             alone = [_layer(features, place) for features in (learned, missed)]
             other = replace(model, scorer=fitter.fit(alone[0]))
-            tried += scored(other, {f"backbone.layers=[{layer}]": model.config}, *alone)
+            tried += scored(other, {f"backbone.layers=[{layer}]": Change(SCORE)}, *alone)
     return tried
 
 
@@ -168,18 +167,13 @@ def _training_samples(model: Model, folders: Sequence[Path]) -> dict[int, Sample
     return samples
 
 
-def _image_scores(model: Model) -> dict[str, Config]:
+def _image_scores(model: Model) -> dict[str, Change]:
     """The model's own image score, those that `tune` tries, and the highest patch, by name."""
     config = model.config
     changes = [Change(SCORE), *image_scores(config)]
     if config.image_score_in_force != "max":
         changes.append(Change(SCORE, {"model.image_score": "max"}))
-    return {
-        ", ".join(f"{key}={value}" for key, value in change.values.items()): changed(
-            config, (change,)
-        )
-        for change in changes
-    }
+    return {", ".join(f"{k}={value}" for k, value in c.values.items()): c for c in changes}
 
 
 def _layer(features: CachedFeatures, place: int) -> CachedFeatures:
@@ -191,7 +185,7 @@ def _layer(features: CachedFeatures, place: int) -> CachedFeatures:
 
 def _scored(
     model: Model,
-    configs: Mapping[str, Config],
+    changes: Mapping[str, Change],
     good: CachedFeatures,
     missed: CachedFeatures,
     *,
@@ -200,7 +194,8 @@ def _scored(
     progress: StageProgress,
 ) -> list[SettingScores]:
     """What settings that share patch scores say of the images, by the settings' names."""
-    recorder = Recorder([*configs.values()])
+    configs = [changed(model.config, (change,)) for change in changes.values()]
+    recorder = Recorder(configs)
     names = training_names(model.manifest)
     held_out = cross_fit(
         model,
@@ -214,7 +209,7 @@ def _scored(
         progress=partial(progress, "good images"),
     )
     numbers, count = {name: i for i, name in enumerate(names)}, 1 + max(missed.views, default=-1)
-    of_images = scores_by(model, [*configs.values()], missed, missed.views)
+    of_images = scores_by(model, configs, missed, missed.views)
 
     def thresholds(of_good: Mapping[int, float]) -> Thresholds:
         image = tuple(of_good[numbers[name]] for name in held_out.names)
@@ -224,7 +219,7 @@ def _scored(
         SettingScores(
             name, thresholds(of_good), np.array([of_image.get(i, np.nan) for i in range(count)])
         )
-        for name, of_good, of_image in zip(configs, recorder.scores, of_images, strict=True)
+        for name, of_good, of_image in zip(changes, recorder.scores, of_images, strict=True)
     ]
 
 
