@@ -6,7 +6,6 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,12 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.masks import without_masks
 from anomaly.errors import AnomalyError, DataError, ImageError
+from anomaly.evaluation.weaknesses import Run
 from anomaly.files.outputs import locked
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import MISSED, keep_missed
 from anomaly.storage.load import load_model
+from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
     from anomaly.explain.missed import MissedDefect
@@ -92,15 +93,14 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"none of {len(paths)} images can be used: {refused[0]}")
     if missed:
         _try_others(options, model, [defect.image for defect in missed], threads)
-        _what_next(options, folder, missed)
+        _what_next(options, model, folder, missed)
     return 3 if refused else 0
 
 
 def _try_others(
     options: argparse.Namespace, model: Model, images: Sequence[Path], threads: int
 ) -> None:
-    from anomaly.explain.missed import other_settings, settings_table
-    from anomaly.training.tuning.same_features import OverBudgetError
+    from anomaly.explain.other_settings import OverBudgetError, other_settings, settings_table
 
     try:
         with ProgressLine() as progress:
@@ -119,7 +119,9 @@ def _try_others(
     print("\n".join(settings_table(tried)))
 
 
-def _what_next(options: argparse.Namespace, folder: Path, missed: Sequence[MissedDefect]) -> None:
+def _what_next(
+    options: argparse.Namespace, model: Model, folder: Path, missed: Sequence[MissedDefect]
+) -> None:
     """The commands that go on from here."""
     lowest = min(missed, key=lambda defect: defect.score)
     run = shlex.quote(str(options.model))
@@ -133,19 +135,9 @@ def _what_next(options: argparse.Namespace, folder: Path, missed: Sequence[Misse
     if not options.keep:
         images = shlex.join(map(str, options.images))
         print(f"Keep as known defects: anomaly missed {images} --model {run} --keep")
-    defects = folder.parent / "golden" / MISSED if options.keep else Path("FOLDER")
+    defects = folder.parent / "golden" / MISSED if options.keep else "FOLDER"
+    of_run = Run(model, folder, training_record(folder)).config()
     print(
         "Few images can't choose settings: what helps them may cost others. Six known defects or "
-        f"more can: anomaly tune --config {_config(folder)} --defects {shlex.quote(str(defects))}"
+        f"more can: anomaly tune {shlex.join(map(str, [*of_run, '--defects', defects]))}"
     )
-
-
-def _config(folder: Path) -> str:
-    """The model's settings, as options that name its data set, too."""
-    from anomaly.training.runs import trained_on
-
-    config = shlex.quote(str(folder / "config.yaml"))
-    with suppress(DataError):
-        root = shlex.quote(f"data.root={trained_on(folder)}")
-        return f"{config} --set {root} --set data.category=null"
-    return config

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration.production import Comparison, compare_flagged
 from anomaly.calibration.rates import images_needed, percent, supported_rate
-from anomaly.errors import ImageError, some
+from anomaly.errors import ImageError, counted, some
 from anomaly.imaging.loading import turned
 from anomaly.imaging.read import Image, read_image
 from anomaly.scoring.image_statistics import LEAST_IMAGES
@@ -129,13 +129,13 @@ class Run:
     def train(self, *settings: str) -> str:
         """The command that trains anew with other settings."""
         overrides = [part for setting in settings for part in ("--set", setting)]
-        return _command("train", *self._config(), *overrides, "--output", self._run, "--overwrite")
+        return _command("train", *self.config(), *overrides, "--output", self._run, "--overwrite")
 
     def tune(self) -> str:
         """The command that tries settings on the known defects."""
         named = () if self.own_split else ("--defects", "FOLDER", "--good", "FOLDER")
         output = f"{self.model.config.name}_tuned.yaml"
-        return _command("tune", *self._config(), *named, "--output", output)
+        return _command("tune", *self.config(), *named, "--output", output)
 
     def update(self) -> str:
         """The command that lets the model learn more good images."""
@@ -151,11 +151,12 @@ class Run:
     def _run(self) -> Path:
         return self.folder.parent if self.folder.name == "model" else self.folder
 
-    def _config(self) -> list[object]:
+    def config(self) -> list[object]:
         """Options that name the settings and the data set that the model was trained with."""
         root = f"data.root={self.record.get('data_folder', 'FOLDER')}"
         whole = ["--set", "data.category=null"] if self.model.config.data.category else []
-        return ["--config", self._run / "model" / "config.yaml", "--set", root, *whole]
+        folder = self.model.folder or self._run / "model"
+        return ["--config", folder / "config.yaml", "--set", root, *whole]
 
 
 def lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
@@ -191,23 +192,18 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
     others = [image for image in images if not image.is_defect]
     missed = [image for image in defects if not image.flagged]
     flagged = [image for image in others if image.flagged]
-    found = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
-    if missed:
-        found += _few(run)
+    passing = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
+    passing += _few(run) if missed else ()
     promised = thresholds.calibration.review.false_rejects
     comparison = compare_flagged(len(flagged), len(others), promised)
     labelled = any(image.is_defect is not None for image in images)
     shares = list(_flagged_shares(run, len(flagged), len(others), comparison, labelled=labelled))
-    causes = [
-        cause
-        for find in (_other_colours, _other_light, _other_poses)
-        for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
-    ]
+    finders = (_other_colours, _other_light, _other_poses) if comparison == "more" else ()
+    causes = [cause for find in finders for cause in find(run, flagged, len(others))]
     if labelled and causes:  # a cause says more than the share alone
-        found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
-    else:
-        found += [*causes, *shares]
-    return _ranked(found)
+        causes = [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
+        shares = []
+    return _ranked([*passing, *causes, *shares])
 
 
 def _ranked(weaknesses: Sequence[Weakness]) -> tuple[Weakness, ...]:
@@ -221,7 +217,7 @@ def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[W
     if defects < _LEAST_TUNED:
         remedy = f"Collect {_LEAST_TUNED} known defects at least, and try other settings on them:"
     share = len(missed) / defects
-    what = f"{len(missed)} of {_counted(defects, 'defect')} pass as good ({percent(share)})."
+    what = f"{len(missed)} of {counted(defects, 'defect')} pass as good ({percent(share)})."
     yield Weakness(what, remedy, run.tune(), _BY_TUNING, _TUNED * share)
 
 
@@ -236,7 +232,7 @@ def _too_coarse(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterat
     if factor < _FINER_BY:
         return
     what = (
-        f"{len(widths)} of {_counted(len(missed), 'missed defect')} are narrower than a patch: "
+        f"{len(widths)} of {counted(len(missed), 'missed defect')} are narrower than a patch: "
         f"{median(widths):.2g} of its {patch:.2g} pixels in the median."
     )
     setting, times = _finer(run.model.config.image, factor, scale)
@@ -275,7 +271,7 @@ def _few(run: Run) -> Iterator[Weakness]:
         return
     bound, target = supported_rate(count), percent(reject.target)
     what = (
-        f"{_counted(count, 'good image')} can't guarantee a false-reject rate below "
+        f"{counted(count, 'good image')} can't guarantee a false-reject rate below "
         f"{percent(bound)}, and leave nothing between good and reject for review."
     )
     remedy = f"Take {images_needed(reject.target)} for {target}; from 39 on there is a review zone."
@@ -304,7 +300,7 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     if not names:
         return
     stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
-    what = f"{_counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
+    what = f"{counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
     without = raised[-1][2] if raised else thresholds.image
     if raised:
         alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun
@@ -328,20 +324,18 @@ def _flagged_shares(
     promised = run.model.thresholds.calibration.review.false_rejects
     share = flagged / images
     noun = "good image" if labelled else "image"
-    what = f"{flagged} of {_counted(images, noun)} are flagged ({percent(share)}); "
+    what = f"{flagged} of {counted(images, noun)} are flagged ({percent(share)}); "
     if comparison == "fewer":
         what += f"at least {percent(promised.low)} were to be expected, so defects may pass."
         remedy = "Find lower thresholds with images like these:"
         yield Weakness(what, remedy, run.calibrate(), "", promised.low - share)
         return
     what += f"of good parts like the training images at most {percent(promised.at_most)} are."
-    gain = _LEARNED * (share - promised.at_most)
-    if labelled:
-        remedy = "Let the model learn other good images like these:"
-        yield Weakness(what, remedy, run.update(), "", gain)
-    else:
+    remedy, command = "Let the model learn other good images like these:", run.update()
+    if not labelled:
         remedy = "If most of them are good, find thresholds for images like these:"
-        yield Weakness(what, remedy, run.calibrate(), "", gain)
+        command = run.calibrate()
+    yield Weakness(what, remedy, command, "", _LEARNED * (share - promised.at_most))
 
 
 def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:
@@ -430,10 +424,6 @@ def _is_usual_turned(model: Model, source: Path | Image) -> bool:
 def width_of(mask: NDArray[np.bool_]) -> float:
     """How wide a defect is where it is widest, in pixels of its mask (H, W)."""
     return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _command(*arguments: object) -> str:

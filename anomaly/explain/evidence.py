@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.evaluation.splits import TrainingImages
+from anomaly.evaluation.splits import TrainingImages, training_names
 from anomaly.explain.pictures import Box, RgbImage, absent, patch_crop, read_image
 from anomaly.explain.saliency import image_gradient
 from anomaly.hooks import capture
@@ -176,15 +175,6 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)
-
-
-def training_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of the training images, each at the index that the memory bank knows it by."""
-    names = list(manifest["training_images"])
-    refused: dict[str, int] = manifest["refused_images"] or {}
-    for name, index in sorted(refused.items(), key=lambda at: at[1]):
-        names.insert(index, name)
-    return names
 
 
 class GoodImages:

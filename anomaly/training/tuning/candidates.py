@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from anomaly.config.load import parse_config
@@ -79,19 +80,13 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
 def image_scores(config: Config) -> list[Change]:
     """Other image scores of the same patch scores: they cost nothing more to try."""
     now = (config.image_score_in_force, config.model.border_damping)
+    keys = ("model.image_score", "model.border_damping")
     found = []
-    for name, reason in _IMAGE_SCORES.items():
-        for damping, of_border in _BORDERS.items():
-            values = {"model.image_score": name, "model.border_damping": damping}
-            same = [value == old for value, old in zip(values.values(), now, strict=True)]
-            if not all(same):
-                new = {
-                    key: v for (key, v), old in zip(values.items(), same, strict=True) if not old
-                }
-                told = [
-                    text for text, old in zip((reason, of_border), same, strict=True) if not old
-                ]
-                found.append(Change(SCORE, new, " and ".join(told)))
+    for pair in product(_IMAGE_SCORES.items(), _BORDERS.items()):
+        new = [(key, *x) for key, x, old in zip(keys, pair, now, strict=True) if x[0] != old]
+        if new:
+            values = {key: value for key, value, _ in new}
+            found.append(Change(SCORE, values, " and ".join(reason for *_, reason in new)))
     return found
 
 
