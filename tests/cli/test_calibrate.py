@@ -188,12 +188,10 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     first, *_ = json.loads((run / "train.json").read_text())["raised_by"]
     assert first["name"] == "007.png"
     assert first["reject_without"] < 0.9 * first["score"]
-    assert f"007.png scores {first['score']:.5g} and raises the reject threshold" in out
-    assert f"anomaly calibrate --model {run} --without 007.png" in out
-    # That keeps what was learned: training again without it comes first, by a command that runs.
-    again = out.index("remove it and train again")
-    assert again < out.index("the model keeps what it has learned from it")
-    lines = out[again:].splitlines()
+    assert "1 training image stands out from all others: 007.png" in out
+    without = f"the reject threshold would be {first['reject_without']:.5g} instead of"
+    assert without in out
+    lines = out[out.index("Remove what isn't good and train again") :].splitlines()
     (tmp_path / "parts" / "007.png").rename(tmp_path / "007.png")
     assert command(*_split(lines[1]))[0] == 0
     assert len(json.loads((run / "model" / "calibration.json").read_text())["names"]) == 11
