@@ -116,6 +116,11 @@ def some(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
     return separator.join(names[:most]) + more
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, as a phrase for a message: `1 image`, `2 images`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 _CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories
 _JOINERS = "\u200c\u200d"  # spelling needs them
 

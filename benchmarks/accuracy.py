@@ -56,7 +56,7 @@ def image_figures(images: SetMaps, scores: Sequence[Scores], variant: Variant) -
     labels = [image.defect != "good" for image in images.test]
     pairs = zip(images.test, scores, strict=True)
     values = [
-        _image_score(image, weighted if variant.spacing else plain, variant)
+        image_score(image, weighted if variant.spacing else plain, variant)
         for image, (plain, weighted) in pairs
     ]
     metrics = image_metrics(values, labels) | recall_at_false_reject_rates(values, labels)
@@ -84,7 +84,7 @@ def _numbers(values: Mapping[str, float | None]) -> Figures:
     return {key: np.nan if value is None else value for key, value in values.items()}
 
 
-def _image_score(image: ImageMaps, patches: Tensor, variant: Variant) -> float:
+def image_score(image: ImageMaps, patches: Tensor, variant: Variant) -> float:
     counted = with_border_damped(patches[None], image.size, variant.border)
     if variant.score.startswith("relative"):
         maps = network_map(counted, image.size, variant.smoothing)

@@ -83,7 +83,7 @@ class Variant:
 
 
 @dataclass(frozen=True, eq=False)
-class _Patches(PatchSet):
+class TrainingPatches(PatchSet):
     """Patch embeddings (h, w, D) of the training images; re-iterable."""
 
     embeddings: Sequence[Tensor]
@@ -134,7 +134,7 @@ def patch_scores(
         spacing_neighbours=variant.spacing,
     )
     start = time.perf_counter()
-    bank = fitter.fit(_Patches(train))
+    bank = fitter.fit(TrainingPatches(train))
     with torch.inference_mode():
         scores = []
         for queries in test:

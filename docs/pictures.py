@@ -1,6 +1,6 @@
-"""The two pictures of the README, taken from what `anomaly demo` has written.
+"""The pictures of the docs, made of what `anomaly demo` has written.
 
-    make demo && python docs/pictures.py    # writes docs/heatmaps.jpg and docs/report.jpg
+    make demo && python docs/pictures.py    # writes heatmaps.jpg, report.jpg and moving.jpg
 
 Needs Chromium for the report's.
 """
@@ -15,11 +15,15 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+import anomaly
+from anomaly.imaging.pose import Motion, Pose
+
 DOCS = Path(__file__).resolve().parent
 SHOWN = {
     ("plate", "brushed_plate"): ("scratch/000.png", "stain/000.png"),
     ("fabric", "woven_fabric"): ("colour_thread/000.png", "slub/000.png"),
 }
+MOVED = ("good/000.png", "scratch/000.png", "stain/000.png")
 SIDE, GAP = 260, 6
 WHITE = cv2.BORDER_CONSTANT, None, (255, 255, 255)
 WINDOW = 1366, 820
@@ -48,6 +52,34 @@ def report(demo: Path, folder: Path) -> np.ndarray:
     return _read(picture, None)
 
 
+def moving(demo: Path) -> np.ndarray:
+    """Plates that lie anyhow, below them what the network sees and their heatmaps (H, W, 3)."""
+    plates, rng = demo / "data" / "sample" / "brushed_plate", np.random.default_rng(3)
+
+    def moved(file: Path) -> np.ndarray:
+        picture = cv2.imread(str(file))
+        motion = Motion(*(rng.uniform(-1, 1, 3) * (0.35, 5, 5)).tolist())
+        return Pose(motion, picture.shape[:2]).part(picture, *map(slice, (0, 0), picture.shape[:2]))
+
+    train = [moved(file) for file in sorted((plates / "train" / "good").iterdir())]
+    settings = {
+        "image": {"align": "rigid"},
+        "backbone": {"name": "timm/tf_efficientnet_lite2"},
+        "model": {"coreset_ratio": 0.02},
+    }
+    detector = anomaly.fit(train, settings, channels="bgr")
+    columns = []
+    for name in MOVED:
+        picture = moved(plates / "test" / name)
+        prediction = detector.predict(picture, channels="bgr")
+        pose, whole = prediction.view.pose, map(slice, (0, 0), picture.shape[:2])
+        heatmap = prediction.heatmap()[..., ::-1]
+        rows = [_small(each) for each in (picture, pose.part(picture, *whole), heatmap)]
+        rows = [cv2.copyMakeBorder(row, 0, GAP, 0, GAP, *WHITE) for row in rows]
+        columns.append(np.vstack(rows))
+    return np.hstack(columns)[:-GAP, :-GAP]
+
+
 def _stacked(pair: list[np.ndarray]) -> np.ndarray:
     return np.vstack([cv2.copyMakeBorder(pair[0], 0, GAP, 0, 0, *WHITE), pair[1]])
 
@@ -56,15 +88,18 @@ def _read(file: Path, side: int | None = SIDE) -> np.ndarray:
     picture = cv2.imread(str(file))
     if picture is None:
         sys.exit(f"{file} can't be read; run: anomaly demo")
-    return (
-        picture if side is None else cv2.resize(picture, (side, side), interpolation=cv2.INTER_AREA)
-    )
+    return picture if side is None else _small(picture, side)
+
+
+def _small(picture: np.ndarray, side: int = SIDE) -> np.ndarray:
+    return cv2.resize(picture, (side, side), interpolation=cv2.INTER_AREA)
 
 
 def main() -> None:
     demo = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     with tempfile.TemporaryDirectory() as folder:
         pictures = {"heatmaps": heatmaps(demo), "report": report(demo, Path(folder))}
+        pictures["moving"] = moving(demo)
     for name, picture in pictures.items():
         cv2.imwrite(str(DOCS / f"{name}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 82])
 

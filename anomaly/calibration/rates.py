@@ -34,6 +34,11 @@ class Rate:
     high: float
     at_most: float
 
+    @property
+    def interval(self) -> str:
+        """The two-sided interval for people: `3 to 12 %`."""
+        return f"{percent(self.low).removesuffix(' %')} to {percent(self.high)}"
+
 
 def rate_of(count: int, images: int, expected: float, confidence: float = 0.95) -> Rate:
     """An estimate with the Clopper–Pearson bounds of `count` out of `images`.
@@ -42,6 +47,13 @@ def rate_of(count: int, images: int, expected: float, confidence: float = 0.95) 
     fixed rank among them.
     """
     return _rate(count, images, expected, (1 - confidence) / 2, 1 - confidence)
+
+
+def rate_above(scores: ArrayLike, limit: float) -> Rate:
+    """The share of scores above a limit, with 95 % bounds as those of `rate_of`."""
+    above = np.asarray(scores) > limit
+    count = int(above.sum())
+    return rate_of(count, above.size, count / max(above.size, 1))
 
 
 def rate_anywhere(count: int, images: int, expected: float) -> Rate:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.calibration.production import thresholds_from_production
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import add_paths, number
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.errors import AnomalyError, DataError
-from anomaly.evaluation.production import effects, test_split_defects
-from anomaly.evaluation.recalibrate import known_scores
+from anomaly.errors import AnomalyError, DataError, some
+from anomaly.evaluation.recalibrate import known_scores, score_held_out
+from anomaly.evaluation.splits import dataset_of
+from anomaly.storage.folder import find_model
+from anomaly.storage.golden import golden_of, read_record
 
 if TYPE_CHECKING:
     from anomaly.calibration import GoodScores, ThresholdChange
@@ -85,10 +89,54 @@ def print_effects(
     threads: int,
 ) -> None:
     """Print what becomes of the production images, of known defects and of golden parts."""
-    if (defects := scored.get("defects")) is None:
-        with ProgressLine() as shown:
-            progress = partial(shown, "defects of the test split")
-            defects = test_split_defects(model, options.model, options.data_root, threads, progress)
-    known = () if defects is None else defects.scores
-    for line in effects(moved, scored["production"].scores, known, options.model):
+    defects = scored.get("defects")
+    known = defects.scores if defects else _test_split_defects(options, model, threads)
+    for line in _effects(moved, scored["production"].scores, known, options.model):
         print(line)
+
+
+def _test_split_defects(options: argparse.Namespace, model: Model, threads: int) -> Sequence[float]:
+    """The scores of the defects of the test split that a model is evaluated on, if there are any.
+
+    What hinders is said where good images are kept apart from the test split.
+    """
+    what = "defects of the test split"
+    with suppress(AnomalyError), ProgressLine() as shown:
+        test = dataset_of(model, options.model, options.data_root).test
+        if defects := [sample.path for sample in test if sample.is_defect]:
+            progress = partial(shown, what)
+            return score_held_out(
+                model, defects, what=what, tested=(), workers=threads, progress=progress
+            ).scores
+    return ()
+
+
+def _effects(
+    moved: ThresholdChange, scores: Sequence[float], defects: Sequence[float], folder: Path
+) -> Iterator[str]:
+    """What other thresholds would have changed: of production images, known defects and parts."""
+    for images, done, values in (
+        ("production images", "flagged", scores),
+        ("known defects", "caught", defects),
+    ):
+        if values:
+            before, after = (
+                sum(score > limits.review for score in values)
+                for limits in (moved.before, moved.after)
+            )
+            yield f"of {len(values)} {images} {before} were {done} so far, {after} are now"
+    if not defects and moved.after.review > moved.before.review:
+        yield (
+            "no known defects were given, so nothing says whether they still are flagged: give "
+            "--defects FOLDER"
+        )
+    if golden := golden_of(find_model(folder).resolve()):
+        parts = read_record(golden)["images"]
+        passing = [
+            name
+            for name, part in parts.items()
+            if (score := part["image_score"]) is not None
+            and moved.after.review >= score > moved.before.review
+        ]
+        listed = f": {some(passing)}" if passing else ""
+        yield f"of {len(parts)} golden parts {len(passing)} were flagged and would pass{listed}"

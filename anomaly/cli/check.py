@@ -66,7 +66,12 @@ def reading_of(config: Config) -> Reading:
     """How settings say that images are read."""
     image, region = config.image, region_of(config.image, Path())
     return Reading(
-        image.bit_depth, image.max_pixels, config.data.mask_above, region, image.tile is not None
+        image.bit_depth,
+        image.max_pixels,
+        config.data.mask_above,
+        region,
+        image.tile is not None,
+        image.align != "none",
     )
 
 

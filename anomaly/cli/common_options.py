@@ -63,11 +63,15 @@ class Command:
 
 
 def add_paths(
-    parser: argparse._ActionsContainer, option: str, text: str, metavar: str = "PATH"
+    parser: argparse._ActionsContainer,
+    option: str,
+    text: str,
+    metavar: str = "PATH",
+    kind: Callable[[str], Any] = Path,
 ) -> None:
-    """An option that takes paths, and may be repeated; empty where it isn't given."""
+    """An option that takes paths, or others of a kind, and may be repeated; empty by default."""
     parser.add_argument(
-        option, type=Path, action="extend", nargs="+", default=[], metavar=metavar, help=text
+        option, type=kind, action="extend", nargs="+", default=[], metavar=metavar, help=text
     )
 
 

@@ -16,6 +16,7 @@ from anomaly.cli import infer_watch
 from anomaly.cli.common_options import (
     add_cluster,
     add_device,
+    add_paths,
     annex,
     device_and_threads,
     number,
@@ -60,14 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of a folder of runs: what all images show (default: recognised by its looks)",
     )
-    parser.add_argument(
-        "--input",
-        type=Path,
-        action="extend",
-        nargs="+",
-        default=[],
-        help="image files and folders of them",
-    )
+    add_paths(parser, "--input", "image files and folders of them")
     parser.add_argument(
         "--list",
         metavar="FILE",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.config.schema import METHODS
 from anomaly.errors import AnomalyError, ConfigError
+from anomaly.files.tables import text_table
 from anomaly.storage.folder import find_model, read_manifest
 
 if TYPE_CHECKING:
@@ -102,14 +103,7 @@ def _as_json(
 
 def _print(shown: list[Layer], hooked: Mapping[str, str]) -> None:
     rows = [_COLUMNS, *(_row(layer, hooked) for layer in shown)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    for row in rows:
-        # Numbers are flush right, names flush left.
-        cells = [
-            cell.rjust(width) if 3 <= i <= 6 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print("\n".join(text_table(rows, left=(0, 1, 2, 7))))
 
 
 def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,10 +15,12 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.masks import without_masks
 from anomaly.errors import AnomalyError, DataError, ImageError
+from anomaly.evaluation.weaknesses import Run
 from anomaly.files.outputs import locked
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import MISSED, keep_missed
 from anomaly.storage.load import load_model
+from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
     from anomaly.explain.missed import MissedDefect
@@ -99,8 +101,7 @@ def run(options: argparse.Namespace) -> int:
 def _try_others(
     options: argparse.Namespace, model: Model, images: Sequence[Path], threads: int
 ) -> None:
-    from anomaly.explain.missed import other_settings, settings_table
-    from anomaly.training.tuning.same_features import OverBudgetError
+    from anomaly.explain.other_settings import OverBudgetError, other_settings, settings_table
 
     try:
         with ProgressLine() as progress:
@@ -123,9 +124,6 @@ def _what_next(
     options: argparse.Namespace, model: Model, folder: Path, missed: Sequence[MissedDefect]
 ) -> None:
     """The commands that go on from here."""
-    from anomaly.evaluation.weaknesses import Run
-    from anomaly.training.runs import training_record
-
     lowest = min(missed, key=lambda defect: defect.score)
     run = shlex.quote(str(options.model))
     print()

@@ -309,5 +309,7 @@ class ShardWorker:
         model = job.model
         self._model = replace(model, device=device_of(model.device.type))
         stride, patch = model.extractor.coarsest_stride, model.extractor.patch
-        loading = loading_of(model.config, stride, model.region, model.aspect, patch)
+        loading = loading_of(
+            model.config, stride, model.region, model.aspect, patch, model.reference
+        )
         self._decoders = Decoders(job.threads, Task(loading, looks=True)).__enter__()

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from glob import has_magic, iglob
 from pathlib import Path, PurePosixPath
 
-from anomaly.cli.common_options import Command
+from anomaly.cli.common_options import Command, add_paths
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cluster.parts import merge
 from anomaly.datasets.image_manifest import check_parquet, checked, read_manifest, write_manifest
 from anomaly.datasets.inputs import is_table, say_passed_over
-from anomaly.errors import DataError, OutputError
+from anomaly.errors import DataError, OutputError, counted
 from anomaly.files import storage
 from anomaly.files.outputs import matched
 from anomaly.files.tables import header_of, marked_encoding, rows_of
@@ -31,23 +31,16 @@ _TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xlsx")
 
 def _add_manifest(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "--input",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
-        "whatever fsspec opens (s3://, gs://, file://, …)",
+    images = (
+        "image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
+        "whatever fsspec opens (s3://, gs://, file://, …)"
     )
-    parser.add_argument(
-        "--list",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="CSV or Parquet files with the column path, or text files that name an image on each "
-        "line; local, or URLs",
+    add_paths(parser, "--input", images, kind=str)
+    lists = (
+        "CSV or Parquet files with the column path, or text files that name an image on each line; "
+        "local, or URLs"
     )
+    add_paths(parser, "--list", lists, "FILE", str)
     parser.add_argument(
         "--output", required=True, metavar="FILE", help="the manifest, a Parquet file or its URL"
     )
@@ -78,8 +71,8 @@ def _manifest(options: argparse.Namespace) -> int:
         log.log(NOTE, say_passed_over(listing.passed_over))
     again = f", {doubles} named more than once" if doubles else ""
     chunks = len(read_manifest(options.output).sizes)
-    listed = f"{images} image{'' if images == 1 else 's'}{again}"
-    print(f"{listed} in {chunks} chunk{'' if chunks == 1 else 's'}: {options.output}")
+    listed = counted(images, "image") + again
+    print(f"{listed} in {counted(chunks, 'chunk')}: {options.output}")
     return 0
 
 

@@ -201,6 +201,13 @@ class ImageConfig(_Section):
     """Large images are cut into squares of so many original pixels."""
     overlap: Annotated[int, Field(ge=0)] | None = None
     """Original pixels that neighbouring tiles share; an eighth of a tile unless set."""
+    align: Literal["none", "shift", "rigid"] = "none"
+    """Find the part in each image first, and see it as it lies in a training image.
+
+    For parts that are shifted (`shift`), or shifted and turned (`rigid`, by any angle). Where to
+    look follows the part. `anomaly check` says how far parts move. Surfaces such as fabric have no
+    pose.
+    """
     region: ShapeConfig | None = None
     """Where to look; the whole image unless set."""
     ignore: ShapeConfig | None = None

@@ -21,6 +21,7 @@ from anomaly.datasets.copies import (
     too_few_different,
 )
 from anomaly.datasets.masks import strays
+from anomaly.datasets.poses import LEAST_IMAGES, grey_pictures, moving
 from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.decoder_pool import Decoders
@@ -42,6 +43,7 @@ _FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 # For the advice: images of which each patch may be the only one of its kind; images whose coreset
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
 _HANDFUL, _SMALL_SET, _LARGE = 8, 50, 2048
+_COMPARED = 40  # images that tell how far parts move
 _TILE, _OBLONG = 1024, 1.2
 # The share of strips from which all are tiled, and the smallest tile that the settings allow.
 _MANY_STRIPS, _LEAST_TILE = 0.1, 64
@@ -57,7 +59,15 @@ class Severity(StrEnum):
 
 # What a kind of fault leads to, where that isn't an unusable file.
 _WRONG = {"leak", "two_labels", "too_few_images", "mask_size", "mask_inverted", "mask_on_good"}
-_NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "few_images", "bit_depth"}
+_NOTES = {
+    "duplicate",
+    "near_copies",
+    "no_masks",
+    "mask_maybe_turned",
+    "few_images",
+    "bit_depth",
+    "moving_parts",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Fault:
         kind: `unreadable`, `unsupported`, `failed`, `region`, `leak`, `two_labels`, `duplicate`,
             `near_copies`, `no_masks`, `mask_missing`, `mask_empty`, `mask_unusable`, `mask_size`,
             `mask_inverted`, `mask_maybe_turned`, `mask_on_good`, `mask_unused`, `too_few_images`,
-            `few_images`, `aspect` or `bit_depth`.
+            `few_images`, `aspect`, `bit_depth` or `moving_parts`.
         severity: what it leads to.
         split: `train`, `validation` or `test`.
         name: of the image; empty where it is about the whole split.
@@ -137,6 +147,7 @@ class Reading:
     Attributes:
         region: what of each image counts; None for all of it.
         tiled: whether images are seen in tiles, so that a strip may have any length.
+        aligned: whether each part's pose is found.
     """
 
     bit_depth: int | None = None
@@ -144,6 +155,7 @@ class Reading:
     mask_above: int = 0
     region: Region | None = None
     tiled: bool = False
+    aligned: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +206,8 @@ def check(
     faults += [*_missing_masks(images), *_repeated(images)]
     faults += _nearly_repeated(images, looks, shown)
     faults += [*_too_few(images), *_bit_depth(bits)]
+    if not reading.aligned:
+        faults += _moving_parts(images, reading, workers)
     if one_grid:
         faults += _other_aspects(images)
     order = list(Severity)
@@ -343,6 +357,24 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 def _bit_depth(bits: int | None) -> Iterator[Fault]:
     if bits is not None:
         yield _fault("bit_depth", "train", None, say_bits_used(bits))
+
+
+def _moving_parts(
+    images: Sequence[_CheckedImage], reading: Reading, workers: int
+) -> Iterator[Fault]:
+    train = [image.sample for image in images if image.split == "train" and image.usable]
+    if len(train) < LEAST_IMAGES:
+        return
+    with Decoders(min(workers, len(train))) as decoders:
+        pictures = grey_pictures(
+            train,
+            decoders,
+            max_pixels=reading.max_pixels,
+            bit_depth=reading.bit_depth,
+            most=_COMPARED,
+        )
+    if detail := moving([grey for _, grey in pictures]):
+        yield _fault("moving_parts", "train", None, detail)
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
+from importlib.resources import files
 
 from anomaly.errors import DataError
 
@@ -40,123 +41,6 @@ class _Kind(StrEnum):
     OTHER = "other"
 
 
-# By language; `buen:o,a` is bueno and buena, `x:,s` is x and xs. Without accents, in small letters.
-_VOCABULARY = {
-    _Kind.GOOD: """
-        qualified freigabe
-        genugend conformit:y,e,es conformidad konformitat good ok okay okey io pass:,ed,es,ing
-        accept:,ed,able approved normal nominal intact healthy golden reference:,s perfect
-        flawless faultless compliant conform:,ing,ant correct clean gut:,e,er,es,en
-        gutteil:,e,en gutmuster gutbild:,er ordnung einwandfrei:,e fehlerlos:,e makellos:,e
-        tadellos:,e freigegeben:,e akzeptiert:,e angenommen:,e bestanden:,e unversehrt:,e
-        konform:,e normale referenz:,en heil:,e buen:o,a,os,as bien correct:o,a,os,as
-        aceptad:o,a,os,as aprobad:o,a,os,as apt:o,a,os,as conforme:,s normales
-        intact:o,a,os,as san:o,a,os,as referencia:,s bon:,s,ne,nes correct:e,es,s
-        accepte:,e,s,es normaux normale:,s sain:,s,e,es valide:,s buon:o,a,i,e conformi
-        accettat:o,a,i,e idone:o,a,i,e bom bons boa:,s aprovad:o,a,os,as aceit:o,a,os,as
-        dobr:y,e,a prawidlow:y,e,a годн:ый,ые,ая годен норма нормальн:ый,ые хорош:ий,ие 良品
-        良 良い 良好 優良 优良 优品 合格 合格品 適合 适合 正常 正常品 完好 健全 好 好品 好的
-        通过 通過 正品 一等品 优等品 無傷 无伤 标准品 標準品 양품 합격 합격품 정상 정상품 양호""",
-    _Kind.NEGATED: """
-        ng nok nio ko nc niok noio notok 不良 不良品 不合格 不合格品 不適合 不可 불합격 불량""",
-    _Kind.BAD: """
-        def pit:,s pitting pinhole:,s blowhole:,s oxid:ation,ized,ised peeling delamination
-        unfit invalid insufficient malformed ncr nonconformit:y,ies dross
-        verkratzt:,e untauglich:,e негодн:ый,ые
-        befund:,e haarriss:e rissbildung holed abnormalities durchgefallen 欠点 bad
-        fail:,ed,s,ing,ure,ures reject:,ed,s,ion,ions scrap:,ped defect:,s,ive,ives,ed
-        fault:,s,y flaw:,s,ed anomal:y,ies,ous,e abnormal abnormality outlier:,s broken
-        break:,s,age breakage:s damage:,d,s scratch:,es,ed crack:,s,ed dent:,s,ed stain:,s,ed
-        hole:,s spot:,s chipped burr:,s chipping scuff:,s,ed tear:,s torn cut:,s bent
-        bend:,s,ing deformed deformation:,s distorted warped missing misaligned misaligment
-        misplaced wrong incorrect imperfect imperfection:,s contaminat:ed,ion,ions dirt dirty
-        rust:,y corrosion corroded void:,s porosity bubble:,s blisters blistering inclusion:,s
-        discolored discoloured discoloration discolouration burn:,t,ed leak:,s,ing,age
-        rework:,ed error:,s poor worn fracture:,d,s smudge:,s,d blemish:,es,ed quarantine:,d
-        waste unusable substandard spoiled schlecht:,e,er,es,en schlechtteil:,e,en fehler:,n
-        fehlerhaft:,e,er,es fehlteil:,e fehlend:,e defekt:,e,en,er,es mangel mangelhaft:,e
-        ausschuss ausschusse:,n schrott nacharbeit:,en nachgearbeitet verworfen:,e
-        abgelehnt:,e gesperrt:,e sperrteil:,e beschadigt:,e beschadigung:,en schaden kaputt:,e
-        bruch bruche gebrochen:,e riss:,e,en rissig:,e kratzer:,n zerkratzt:,e delle:,n
-        fleck:,e,en loch locher grat:,e lunker pore:,n einschluss einschlusse
-        verunreinig:t,te,ung,ungen verschmutz:t,te,ung,ungen schmutz verbogen:,e verformt:,e
-        rost unbrauchbar:,e falsch:,e anomalie:,n,s auffallig:,e mal:,o,a,os,as defecto:,s
-        defectuos:o,a,os,as fallo:,s falla:,s fallid:o,a,os,as rechazad:o,a,os,as rechazo:,s
-        rot:o,a,os,as rotura:,s rayad:o,a,os,as rayadura:,s rasguno:,s grieta:,s mancha:,s
-        manchad:o,a,os,as abolladura:,s abollad:o,a,os,as agujero:,s danad:o,a,os,as dano:,s
-        desecho:,s chatarra inservible:,s incorrect:o,a,os,as anomalia:,s anormal:,es,e,aux
-        rebaba:,s retrabajo:,s fisura:,s mauvais:,e,es defaut:,s defectueu:x,se,ses
-        defaillan:t,te,ts,ce rebut:,s,e,es rejet:,s rejete:,e,s,es raye:,e,s,es rayure:,s
-        fissure:,s,e,es tache:,s,e,es bosse:,s trou:,s casse:,e,s,es cassure:,s
-        endommage:,e,s,es abime:,e,s,es retouche:,s ferraille dechet:,s incorrecte:,s
-        bavure:,s scart:o,i difett:o,i difettos:o,a,i,e graffi:,o crepa crepe macchi:a,e
-        ammaccatur:a,e buco buchi rott:o,a,i,e rottura guast:o,a,i,e danneggiat:o,a,i,e
-        cattiv:o,a,i,e defeito:,s defeituos:o,a,os,as ruim ruins rejeitad:o,a,os,as refugo:,s
-        sucata arranhao arranhoes trinca:,s amassad:o,a,os,as quebrad:o,a,os,as wad:,a,y
-        wadliw:y,e,a uszkodzon:y,e,a zl:y,e,a braki brakow:y,e rysa rysy pekniecie odrzut:,y
-        брак дефект:,ы плох:ой,ие царапин:а,ы трещин:а,ы 缺陷 缺陷品 欠陥 欠陥品 异常 異常
-        異常品 异常品 次品 废品 廢品 廃品 廃棄 廃棄品 报废 報廢 瑕疵 坏 壞 坏品 划痕 劃痕 刮痕
-        刮伤 刮傷 划伤 裂纹 裂紋 裂缝 裂痕 开裂 凹痕 凹坑 凹陷 污渍 污点 污漬 脏污 髒污 破损
-        破損 破裂 损坏 損壞 损伤 損傷 孔洞 毛刺 变形 變形 変形 缺料 缺口 返工 返修 失败 失敗
-        傷 伤 傷あり キズ きず 疵 ヒビ ひび 割れ ワレ クラック スクラッチ 汚れ ヨゴレ 打痕
-        凹み へこみ ヘコミ 欠け カケ バリ 手直し シミ 穴 錆 サビ 異物 异物 불량품 결함 결함품
-        스크래치 긁힘 찍힘 파손 균열 오염 이상""",
-    _Kind.NOT: """
-        didnt doesnt aint wasnt hasnt anti libre:,s exempt:,e,s,es esente livre:,s no not non
-        none never un nicht kein:,e,er,en ohne nie without zero isnt arent isn aren cannot dis
-        mis sin sans pas ne ni senza nao sem bez не без 不 非 無 无 未 没 没有 不是 ノー 비 미""",
-    _Kind.FREE: """
-        free frei freie less なし 無し フリー 以外 以外の ではない でない 없음""",
-    _Kind.PREFIX: "in im ab il ir",
-    _Kind.DOUBT: """
-        ish escaped missed after formerly former once was were would expired supposed:,ly
-        called disputed misjudged misclassified misclassification sure falsos falsas schein
-        vermeintlich:,e angeblich:,e grenzwertig:,e ex half halb but 誤 误 误判 誤判 誤判定 偽
-        伪 假 false fake pseudo pseudofehler maybe perhaps possible possibly probable probably
-        almost nearly hardly barely borderline questionable doubtful suspect:,s,ed suspicious
-        undef unsure uncertain unclear undecided unknown unlabeled unlabelled unsorted unchecked
-        uninspected unverified unclassified undefined review recheck pending todo tbd na nan
-        null mixed mix semi quasi candidate:,s than wrongly overkill escape:,s limit retest
-        only yes true ja oui unbekannt:,e unklar:,e unsicher:,e unsortiert:,e ungepruft:,e
-        fraglich:,e bedingt:,e fast kaum grenzfall grenzfalle grenzmuster vielleicht eventuell
-        verdacht zuprufen gemischt dudos:o,a,os,as quizas casi falso falsa pendiente:,s
-        desconocid:o,a,os,as sinclasificar douteu:x,se,ses peutetre presque faux fausse
-        inconnu:,s,e atrier avoir dubbi:,o,a forse talvez 合否 良否 未検査 未判定 未分類
-        未分类 未标注 未知 未检 待定 待检 待确认 保留 要確認 不明 不确定 过杀 漏检 見逃し 虚報
-        疑似 疑问 可疑 미확인""",
-    _Kind.MASK: """
-        mask:,s gt truth groundtruth maske:,n mascara:,s masque:,s maschera maschere
-        annotation:,s segmentation:,s 掩码 掩膜 マスク 마스크""",
-    _Kind.STICKER: "label:,s seg",
-    _Kind.TRAIN: """
-        train:,ing lernen lerndaten trainings apprentissage entrainement entrenamiento
-        addestramento treino 训练 訓練 学習 학습""",
-    _Kind.VALIDATION: "val valid validation validierung validacion 验证 検証 검증",
-    _Kind.TEST: """
-        test:,s,ing eval evaluation prueba:,s teste:,s 测试 測試 テスト 評価 평가 테스트""",
-    _Kind.ASIDE: """
-        thumb:,s thumbnail:,s preview:,s vorschau vignettes trash deleted garbage papierkorb
-        recycle recycler trashbox
-        geloscht corbeille papelera cestino xyz depth pointcloud:,s pcd normalmap:,s 回收站
-        ゴミ箱 ごみ箱 缩略图 サムネイル""",
-    _Kind.BESIDE: """
-        ground public private set:,s data dataset:,s split:,s type:,s part:,s piece:,s
-        image:,s img:,s pic:,s picture:,s photo:,s foto:,s sample:,s item:,s unit:,s
-        product:,s class classes folder:,s file:,s daten dati dados datos donnees 数据
-        teil:,e,en bild:,er muster stuck stucke produkt:,e pieza:,s imagen imagenes muestra:,s
-        echantillon:,s pezz:o,i peca:,s 品 件 图 图像 图片 圖片 画像 写真 样本 樣本 サンプル
-        フォルダ データ 零件 部品 ワーク 사진 이미지""",
-    _Kind.PLACE: """
-        breakfast stainless rostfrei rustfree inox lot:,s batch:,es charge:,n los cam:,s camera:,s
-        kamera:,s line:,s linie:,n station:,s shift:,s schicht:,en day:,s tag:,e date:,s datum
-        week:,s kw month year:,s view:,s side:,s front back left right top bottom linea camara
-        lote lotto lotti ligne equipe poste 批次 批 相机 相機 カメラ ライン ロット 号機 号机
-        号 年 月 日 产线 产品 工位""",
-    _Kind.FILLER: """
-        of von di da so very quite really at all the a is be der die das ganz sehr la le el de
-        muy tout""",
-}  # fmt: skip
-
 # Letters of writing without spaces between words.
 _CJK = "々ー぀-ヿ㐀-鿿가-힣"
 _RUNS = re.compile(rf"[{_CJK}]+|(?:(?![{_CJK}])[^\W\d_])+|\d+|\?")
@@ -169,12 +53,6 @@ _TELLING = (_Kind.GOOD, _Kind.BAD, _Kind.NEGATED)
 _ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
 _DIGITS = re.compile(r"\d+")
 _LONGEST = 40  # letters of a word that is taken apart
-
-
-def _spelt(vocabulary: str) -> Iterator[str]:
-    for entry in vocabulary.split():
-        stem, _, endings = entry.partition(":")
-        yield from (stem + ending for ending in endings.split(","))
 
 
 def label_of(name: str, *, alone: bool = False) -> Label:
@@ -289,9 +167,20 @@ def _plain(name: str) -> str:
     return unicodedata.normalize("NFC", bare).replace("ł", "l").replace("Ł", "L")
 
 
-_WORDS = {
-    _plain(word): kind for kind, text in reversed(_VOCABULARY.items()) for word in _spelt(text)
-}
+def _words() -> dict[str, _Kind]:
+    """The kind of each word that is known; of several kinds the first one."""
+    words: dict[str, _Kind] = {}
+    text = files("anomaly.datasets").joinpath("assets", "words.txt").read_text("utf-8")
+    for section in text.split("\n[")[1:]:
+        kind, _, entries = section.partition("]")
+        for entry in entries.split():
+            stem, _, endings = entry.partition(":")
+            for ending in endings.split(","):
+                words.setdefault(_plain(stem + ending), _Kind(kind))
+    return words
+
+
+_WORDS = _words()
 
 
 def _known(word: str) -> _Kind | None:

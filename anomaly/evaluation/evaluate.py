@@ -102,21 +102,26 @@ class Evaluation:
     expected_of_new: float | None = None
 
     @property
+    def usable(self) -> list[tuple[Scored, float]]:
+        """The images that have a score, with it."""
+        return [(row, row.image_score) for row in self.scored if row.image_score is not None]
+
+    @property
     def n_good(self) -> int:
         """Good images that were scored."""
-        return sum(s.image_score is not None and not s.sample.is_defect for s in self.scored)
+        return len(self.usable) - self.n_defect
 
     @property
     def n_defect(self) -> int:
         """Defective images that were scored."""
-        return sum(s.image_score is not None and s.sample.is_defect for s in self.scored)
+        return sum(row.sample.is_defect for row, _ in self.usable)
 
     @property
     def verdicts(self) -> Confusion | None:
         """What the model's own thresholds did; None where it has none."""
         if self.thresholds is None:
             return None
-        rows = [row for row in self.scored if row.image_score is not None]
+        rows = [row for row, _ in self.usable]
         return confusion(
             [row.verdict(self.thresholds) for row in rows],
             [row.sample.is_defect for row in rows],

@@ -173,6 +173,15 @@ def dataset_images(model: Model, folder: Path, data_root: Path | None) -> list[S
     return [sample for samples in splits.values() for sample in samples]
 
 
+def training_names(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the training images, each at the index that the memory bank knows it by."""
+    names = list(manifest["training_images"])
+    refused: dict[str, int] = manifest["refused_images"] or {}
+    for name, index in sorted(refused.items(), key=lambda at: at[1]):
+        names.insert(index, name)
+    return names
+
+
 class TrainingImages:
     """Finds training images by their names, and knows them by their content.
 
@@ -219,3 +228,10 @@ class TrainingImages:
     def find_all(self) -> dict[str, Sample | str]:
         """All training images by name; else why one isn't there."""
         return {name: self.find(name) for name in self._hashes}
+
+    def numbered(self, manifest: Mapping[str, Any]) -> tuple[dict[int, Sample], dict[str, str]]:
+        """All training images by their numbers (`training_names`); of those not there, why."""
+        found = self.find_all()
+        missing = {name: why for name, why in found.items() if isinstance(why, str)}
+        names = enumerate(training_names(manifest))
+        return {i: image for i, n in names if isinstance(image := found.get(n), Sample)}, missing

@@ -14,7 +14,7 @@ from pathlib import Path
 from anomaly.calibration import ThresholdChange, Thresholds
 from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
-from anomaly.errors import DataError, first_of, some
+from anomaly.errors import DataError, counted, first_of, some
 from anomaly.evaluation.recalibrate import evaluated_on, sources
 from anomaly.evaluation.splits import content_hash
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
@@ -91,7 +91,7 @@ def verdict_changes(
             images = {i: sample.source for i, sample in enumerate(batch)}
             cache = FeatureCache(before, fitter_of(before.config), decoders, scratch)
             with closing(cache):
-                features = cache.build(images, turned=False)
+                features = cache.build(images, learned=False)
                 scores = [scores_of(detector, features, features.views) for detector in both]
             for i in sorted(scores[0]):
                 pair = scores[0][i][0], scores[1][i][0]
@@ -129,31 +129,26 @@ class Update:
     compared: Mapping[str, tuple[Compared, ...]]
 
     @property
-    def new_escapes(self) -> list[str]:
-        """The confirmed defects that were caught, and would be called good."""
-        return [image.name for image in self.compared.get(DEFECTS, ()) if image.newly_passes]
-
-    @property
-    def still_missed(self) -> list[str]:
-        """The golden parts that are missed defects, and would be called good."""
-        parts = self.compared.get(GOLDEN_PARTS, ())
-        return [part.name for part in parts if is_missed(part.name) and part.after == "good"]
-
-    @property
     def refusal(self) -> str:
         """Why the update isn't taken; empty where nothing is against it."""
-        if escapes := self.new_escapes:
-            those = _count(escapes, "confirmed defect that was", "confirmed defects that were")
-            return (
-                f"{those} caught would pass ({some(escapes)}), "
-                "so the update isn't taken; look at what was confirmed as good, or force it"
-            )
-        if missed := self.still_missed:
-            those = _count(missed, "known defect that was", "known defects that were")
-            return (
-                f"{those} missed before would pass again ({some(missed)}), "
-                "so the update isn't taken; anomaly tune finds other settings, or force it"
-            )
+        defects, parts = (self.compared.get(kind, ()) for kind in (DEFECTS, GOLDEN_PARTS))
+        escapes = [image.name for image in defects if image.newly_passes]
+        missed = [part.name for part in parts if is_missed(part.name) and part.after == "good"]
+        for names, kind, how, remedy in (
+            (escapes, "confirmed", "caught would pass", "look at what was confirmed as good"),
+            (
+                missed,
+                "known",
+                "missed before would pass again",
+                "anomaly tune finds other settings",
+            ),
+        ):
+            if names:
+                were = "defect that was" if len(names) == 1 else "defects that were"
+                return (
+                    f"{len(names)} {kind} {were} {how} ({some(names)}), so the update isn't "
+                    f"taken; {remedy}, or force it"
+                )
         return ""
 
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
@@ -194,13 +189,12 @@ class Update:
             yield f"left out, as known already or copies of others: {self.known}"
         for name, score in self.learned.suspects.items():
             yield f"suspect, not learned: {name} (score {score:.4g})"
-        images = "1 good image" if len(new.names) == 1 else f"{len(new.names)} good images"
+        images = counted(len(new.names), "good image")
         yield f"learned {images}; each scored without itself: {_verdicts(limits, new.image)}"
         yield f"the model as it was, by their scores: {_verdicts(self.before, self.learned.before)}"
         if self.before.label != "calibrated":
-            yield (
-                f"the thresholds were found {self.before.label} so far, and are found by rates now"
-            )
+            label = self.before.label
+            yield f"the thresholds were found {label} so far, and are found by rates now"
         yield from limits.lines()
         yield from self.moved.lines()
         yield (
@@ -374,10 +368,6 @@ def updated(
     if made.refusal and not force:
         raise DataError(made.refusal)
     return made.detector
-
-
-def _count(names: Sequence[str], singular: str, plural: str) -> str:
-    return f"{len(names)} {singular if len(names) == 1 else plural}"
 
 
 def _samples(images: Iterable[Path | Image]) -> list[Sample]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration.production import Comparison, compare_flagged
 from anomaly.calibration.rates import images_needed, percent, supported_rate
-from anomaly.errors import ImageError, some
+from anomaly.errors import ImageError, counted, some
 from anomaly.imaging.loading import turned
 from anomaly.imaging.read import Image, read_image
 from anomaly.scoring.image_statistics import LEAST_IMAGES
@@ -134,12 +134,12 @@ class Run:
     def train(self, *settings: str) -> str:
         """The command that trains anew with other settings."""
         overrides = [part for setting in settings for part in ("--set", setting)]
-        return _command("train", *self._config(), *overrides, "--output", self._run, "--overwrite")
+        return _command("train", *self.config(), *overrides, "--output", self._run, "--overwrite")
 
     def tune(self) -> str:
         """The command that tries settings on the known defects."""
         output = f"{self.model.config.name}_tuned.yaml"
-        return _command("tune", *self._config(), *self.tested, "--output", output)
+        return _command("tune", *self.config(), *self.tested, "--output", output)
 
     def missed(self, images: Sequence[Path]) -> str:
         """The command that says what would have caught defects."""
@@ -159,11 +159,12 @@ class Run:
     def _run(self) -> Path:
         return self.folder.parent if self.folder.name == "model" else self.folder
 
-    def _config(self) -> list[object]:
+    def config(self) -> list[object]:
         """Options that name the settings and the data set that the model was trained with."""
         root = f"data.root={self.record.get('data_folder', 'FOLDER')}"
         whole = ["--set", "data.category=null"] if self.model.config.data.category else []
-        return ["--config", self._run / "model" / "config.yaml", "--set", root, *whole]
+        folder = self.model.folder or self._run / "model"
+        return ["--config", folder / "config.yaml", "--set", root, *whole]
 
 
 def lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
@@ -199,9 +200,8 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
     others = [image for image in images if not image.is_defect]
     missed = [image for image in defects if not image.flagged]
     flagged = [image for image in others if image.flagged]
-    found = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
-    if missed:
-        found += _few(run)
+    passing = [*_missed(run, missed, len(defects)), *_too_coarse(run, missed, len(defects))]
+    passing += _few(run) if missed else ()
     promised = thresholds.calibration.review.false_rejects
     comparison = compare_flagged(len(flagged), len(others), promised)
     labelled = any(image.is_defect is not None for image in images)
@@ -211,16 +211,12 @@ def of_images(run: Run, images: Sequence[JudgedImage]) -> tuple[Weakness, ...]:
             run, len(flagged), len(others), comparison, labelled=labelled, unlike=unlike
         )
     )
-    causes = [
-        cause
-        for find in (_other_colours, _other_light, _other_poses)
-        for cause in (find(run, flagged, len(others)) if comparison == "more" else ())
-    ]
+    finders = (_other_colours, _other_light, _other_poses) if comparison == "more" else ()
+    causes = [cause for find in finders for cause in find(run, flagged, len(others))]
     if (labelled or unlike) and causes:  # a cause says more than the share alone
-        found += [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
-    else:
-        found += [*causes, *shares]
-    return _ranked(found)
+        causes = [replace(cause, what=f"{shares[0].what} {cause.what}") for cause in causes]
+        shares = []
+    return _ranked([*passing, *causes, *shares])
 
 
 def _ranked(weaknesses: Sequence[Weakness]) -> tuple[Weakness, ...]:
@@ -231,7 +227,7 @@ def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[W
     if not missed:
         return
     share = len(missed) / defects
-    what = f"{len(missed)} of {_counted(defects, 'defect')} pass as good ({percent(share)})."
+    what = f"{len(missed)} of {counted(defects, 'defect')} pass as good ({percent(share)})."
     if defects >= _LEAST_TUNED and not run.model.config.chosen_by:
         remedy = "Try other settings on the known defects (10 minutes at most):"
         yield Weakness(what, remedy, run.tune(), _BY_TUNING, _TUNED * share)
@@ -255,7 +251,7 @@ def _too_coarse(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterat
     if factor < _FINER_BY:
         return
     what = (
-        f"{len(widths)} of {_counted(len(missed), 'missed defect')} are narrower than a patch: "
+        f"{len(widths)} of {counted(len(missed), 'missed defect')} are narrower than a patch: "
         f"{median(widths):.2g} of its {patch:.2g} pixels in the median."
     )
     setting, times = _finer(run.model.config.image, factor, scale)
@@ -294,7 +290,7 @@ def _few(run: Run) -> Iterator[Weakness]:
         return
     bound, target = supported_rate(count), percent(reject.target)
     what = (
-        f"{_counted(count, 'good image')} can't guarantee a false-reject rate below "
+        f"{counted(count, 'good image')} can't guarantee a false-reject rate below "
         f"{percent(bound)}, and leave nothing between good and reject for review."
     )
     remedy = f"Take {images_needed(reject.target)} for {target}; from 39 on there is a review zone."
@@ -323,7 +319,7 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     if not names:
         return
     stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
-    what = f"{_counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
+    what = f"{counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
     without = raised[-1][2] if raised else thresholds.image
     if raised:
         alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun
@@ -353,22 +349,20 @@ def _flagged_shares(
     promised = run.model.thresholds.calibration.review.false_rejects
     share = flagged / images
     noun = "good image" if labelled else "image"
-    what = f"{flagged} of {_counted(images, noun)} are flagged ({percent(share)}); "
+    what = f"{flagged} of {counted(images, noun)} are flagged ({percent(share)}); "
     if comparison == "fewer":
         what += f"at least {percent(promised.low)} were to be expected, so defects may pass."
         remedy = "Find lower thresholds with images like these:"
         yield Weakness(what, remedy, run.calibrate(), "", promised.low - share)
         return
     what += f"of good parts like the training images at most {percent(promised.at_most)} are."
-    gain = _LEARNED * (share - promised.at_most)
-    if labelled or unlike:  # thresholds leave images flagged that are so whatever their score
+    remedy, command = "Let the model learn other good images like these:", run.update()
+    if not labelled and unlike:  # they are flagged whatever the thresholds
         remedy = "If parts look like that from now on, let the model learn confirmed good ones:"
-        if labelled:
-            remedy = "Let the model learn other good images like these:"
-        yield Weakness(what, remedy, run.update(), "", gain)
-    else:
+    elif not labelled:
         remedy = "If most of them are good, find thresholds for images like these:"
-        yield Weakness(what, remedy, run.calibrate(), "", gain)
+        command = run.calibrate()
+    yield Weakness(what, remedy, command, "", _LEARNED * (share - promised.at_most))
 
 
 def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Iterator[Weakness]:
@@ -390,7 +384,7 @@ def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     if len(outside) < max(_LEAST_ALIKE, len(flagged) / 2):
         return
     what = (
-        f"{len(outside)} of {_counted(len(flagged), 'flagged image')} have a {about}, by "
+        f"{len(outside)} of {counted(len(flagged), 'flagged image')} have a {about}, by "
         f"{percent(median(outside) - 1)} in the median."
     )
     remedy = (
@@ -411,7 +405,7 @@ def _other_colours(run: Run, flagged: Sequence[JudgedImage], images: int) -> Ite
         return
     kinds = ("in colour", "grey") if was_grey else ("grey", "in colour")
     what = (
-        f"{other} of {_counted(len(flagged), 'flagged image')} are {kinds[0]}, and all training "
+        f"{other} of {counted(len(flagged), 'flagged image')} are {kinds[0]}, and all training "
         f"images are {kinds[1]}."
     )
     remedy = (
@@ -432,7 +426,7 @@ def _other_poses(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     if usual < max(_LEAST_ALIKE, len(tried) / 2):
         return
     what = (
-        f"{usual} of {_counted(len(tried), 'flagged image')} that were tried score as good parts "
+        f"{usual} of {counted(len(tried), 'flagged image')} that were tried score as good parts "
         "do once they are turned or mirrored: training lacks the ways in which these parts lie."
     )
     remedy = "Train with turned copies of the images (the model stays as large):"
@@ -461,10 +455,6 @@ def _is_usual_turned(model: Model, source: Path | Image) -> bool:
 def width_of(mask: NDArray[np.bool_]) -> float:
     """How wide a defect is where it is widest, in pixels of its mask (H, W)."""
     return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _command(*arguments: object) -> str:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.evaluation.splits import TrainingImages
+from anomaly.evaluation.splits import TrainingImages, training_names
 from anomaly.explain.pictures import Box, RgbImage, absent, patch_crop, read_image
 from anomaly.explain.saliency import image_gradient
 from anomaly.hooks import capture
 from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
 from anomaly.imaging.loading import NetworkInput, turn_of, upright
+from anomaly.imaging.pose import Pose
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import inside_of
@@ -26,7 +26,7 @@ _FLAWS = 4  # that are shown
 
 
 def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
-    """Where a patch lies in the original image.
+    """Where a patch lies in the original image; what is around it where it is turned there.
 
     Args:
         view: how the network saw the image.
@@ -37,6 +37,11 @@ def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Bo
     pieces_down, pieces_across = view.axes
     top, bottom = _edges(pieces_down, grid[0], row)
     left, right = _edges(pieces_across, grid[1], column)
+    if view.pose is None:
+        return Box(top, left, bottom, right)
+    corners = np.array([(x, y) for x in (left, right) for y in (top, bottom)])
+    moved = view.pose.in_image(corners)
+    (left, top), (right, bottom) = moved.min(axis=0).tolist(), moved.max(axis=0).tolist()
     return Box(top, left, bottom, right)
 
 
@@ -92,6 +97,19 @@ def worst_patches(
         row, column = np.unravel_index(counted.argmax(), scores.shape)
         worst[int(row), int(column)] = None
     return list(worst)
+
+
+def in_part(flaw: MarkedRegion, pose: Pose | None) -> MarkedRegion:
+    """Where a flaw of an image lies in the part's coordinates, its box around the turned one."""
+    if pose is None:
+        return flaw
+    right, bottom = flaw.x + flaw.width, flaw.y + flaw.height
+    box = [(x, y) for x in (flaw.x, right) for y in (flaw.y, bottom)]
+    *corners, peak = pose.in_part(np.array([*box, (flaw.peak_x + 0.5, flaw.peak_y + 0.5)]))
+    low, high = np.floor(np.min(corners, 0)).astype(int), np.ceil(np.max(corners, 0)).astype(int)
+    (x, y), (width, height) = low.tolist(), (high - low).tolist()
+    peak_x, peak_y = np.floor(peak).astype(int).tolist()
+    return replace(flaw, x=x, y=y, width=width, height=height, peak_x=peak_x, peak_y=peak_y)
 
 
 def _within(centres: NDArray[np.float64], start: int, size: int, peak: int) -> NDArray[np.intp]:
@@ -157,15 +175,6 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)
-
-
-def training_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of the training images, each at the index that the memory bank knows it by."""
-    names = list(manifest["training_images"])
-    refused: dict[str, int] = manifest["refused_images"] or {}
-    for name, index in sorted(refused.items(), key=lambda at: at[1]):
-        names.insert(index, name)
-    return names
 
 
 class GoodImages:
@@ -264,7 +273,7 @@ class GoodImages:
         if isinstance(sample, str):
             return sample
         item = read_image(sample.path, self._detector.loading)
-        return item if isinstance(item, NetworkInput) else "can't be read"
+        return item.in_part() if isinstance(item, NetworkInput) else "can't be read"
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:
         tile = tile_of(item, self._grid(item), patch)

@@ -200,15 +200,10 @@ def pca_rgb(values: NDArray[Any]) -> RgbImage:
     for i in range(min(3, len(strength))):
         if strength[i] <= strength[0] * 1e-6:
             break
-        component = left[:, i] * _sign(left[:, i])
+        component = left[:, i] * (1.0 if left[np.abs(left[:, i]).argmax(), i] >= 0 else -1.0)
         low, high = np.percentile(component, [1, 99])
         rgb[:, i] = np.clip((component - low) / max(high - low, 1e-12), 0, 1)
     return np.asarray(np.rint(rgb.reshape(height, width, 3) * 255), np.uint8)
-
-
-def _sign(component: NDArray[np.float64]) -> float:
-    """A component's sign is arbitrary; this makes it the same each time."""
-    return 1.0 if component[np.abs(component).argmax()] >= 0 else -1.0
 
 
 def _stretched(image: NDArray[np.float32]) -> RgbImage:

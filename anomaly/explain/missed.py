@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
-from anomaly.calibration.rates import Rate, percent, rate_of
-from anomaly.datasets import Sample
+from anomaly.calibration.rates import Rate, percent, rate_above
 from anomaly.datasets.masks import Masks
 from anomaly.errors import DataError
-from anomaly.explain.evidence import patch_box, training_names
-from anomaly.explain.score import Explanation, explained, good_images
+from anomaly.explain.evidence import patch_box
+from anomaly.explain.score import Explanation, explained
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.golden import learned_as_good
-from anomaly.training.fit import StageProgress
-from anomaly.training.tuning.same_features import Budget, SettingScores, try_on_features
-from anomaly.training.tuning.tune import table
 
 _NEAREST = 3  # good patches that are named
-_ROWS = 6  # settings that are listed
 _AFFORDABLE = 0.2  # share of good parts above a threshold up to which it is worth proposing
 
 
@@ -75,9 +69,7 @@ class MissedDefect:
     @property
     def cost(self) -> Rate:
         """The good images above `catching_threshold`, and their share with a 95 % interval."""
-        good = np.array(self.thresholds.good.image)
-        count = int((good > self.catching_threshold).sum())
-        return rate_of(count, len(good), count / len(good))
+        return rate_above(self.thresholds.good.image, self.catching_threshold)
 
     @property
     def affordable(self) -> bool:
@@ -94,7 +86,7 @@ class MissedDefect:
             f"{self.image}: called good, score {self.score:.5g} (review above {limits.review:.5g}, "
             f"reject above {limits.image:.5g}); {rank} of {cost.images} good images score lower",
             f"A threshold of {self.catching_threshold:.5g} would catch it; of {cost.images} good "
-            f"images, {cost.count} ({percent(cost.expected)}, {_interval(cost)} with 95 % "
+            f"images, {cost.count} ({percent(cost.expected)}, {cost.interval} with 95 % "
             "confidence) score higher",
             *self._place(),
         ]
@@ -177,81 +169,3 @@ def _inside(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> str:
 def _named(patch: dict[str, Any]) -> str:
     where = f"{patch['image']} row {patch['row']} column {patch['column']}"
     return where if patch["distance"] is None else f"{where} ({patch['distance']:.4g})"
-
-
-def _interval(rate: Rate) -> str:
-    return f"{percent(rate.low).removesuffix(' %')} to {percent(rate.high)}"
-
-
-def other_settings(
-    model: Model,
-    images: Sequence[Path],
-    *,
-    good: Sequence[Path] = (),
-    budget: float = 120.0,
-    workers: int = 2,
-    progress: StageProgress = lambda stage, done, total: None,
-) -> list[SettingScores]:
-    """What other image scores, and single layers, would make of missed defects.
-
-    Args:
-        model: trained, with thresholds.
-        images: files that can be scored.
-        good: further folders with training images.
-        budget: seconds.
-        workers: decoding processes.
-        progress: called with (stage, done, total).
-
-    Returns:
-        The model's own settings first.
-
-    Raises:
-        DataError: training images aren't where they were.
-        OverBudgetError: there isn't time enough.
-    """
-    images_by_name = good_images(model, *good).find_all()
-    absent = [f"{n}: {why}" for n, why in images_by_name.items() if isinstance(why, str)]
-    if absent:
-        raise DataError(
-            f"other settings are compared on the training images, of which {len(absent)} of "
-            f"{len(images_by_name)} aren't at hand ({absent[0]}); give their folder with --good"
-        )
-    training = {n: one for n, one in images_by_name.items() if isinstance(one, Sample)}
-    numbers = {name: i for i, name in enumerate(training_names(model.manifest))}
-    with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
-        return [
-            *try_on_features(
-                model,
-                training,
-                images,
-                numbers,
-                scratch=Path(scratch),
-                budget=Budget(budget, progress),
-                workers=workers,
-            )
-        ]
-
-
-def settings_table(tried: Sequence[SettingScores]) -> list[str]:
-    """Settings that catch more missed defects, the best first, and the model's own, for people."""
-    own, total = tried[0], tried[0].thresholds.images
-    ranked = sorted(tried, key=lambda one: (-one.caught, sum(one.as_high) / one.thresholds.images))
-    listed = ranked[:_ROWS] if own in ranked[:_ROWS] else [*ranked[: _ROWS - 1], own]
-    rows: list[tuple[str, ...]] = [("settings", "caught", "good images as high", "")]
-    for one in listed:
-        count, images = round(float(np.mean(one.as_high))), one.thresholds.images
-        rows.append(
-            (
-                one.name or "as trained",
-                f"{one.caught} of {len(one.images)}",
-                f"{count} of {images}",
-                f"({_interval(rate_of(count, images, count / images))})",
-            )
-        )
-    return [
-        *table(rows),
-        "caught: above the review threshold that training would find with these settings",
-        f"good images as high: how many of {total}, scored by models that haven't seen them, score "
-        f"as high as {'it' if len(own.images) == 1 else 'one of these defects on average'}, with "
-        "the share's 95 % interval",
-    ]

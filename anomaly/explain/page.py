@@ -16,6 +16,7 @@ from anomaly.maps.heatmap import display
 from anomaly.report.gallery import TITLES
 from anomaly.report.page import (
     command_line,
+    figure_html,
     image_layer,
     picture_svg,
     row_html,
@@ -102,9 +103,7 @@ def _photograph(explanation: Explanation) -> str:
         layers.append(f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>')
         layers.append(f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>')
     shown = picture_svg("the photograph", photo.size, layers)
-    return (
-        f"<figure>{shown}<figcaption>The photograph. {_marked(explanation)}</figcaption></figure>"
-    )
+    return figure_html(shown, f"The photograph. {_marked(explanation)}")
 
 
 def _marked(explanation: Explanation) -> str:
@@ -130,7 +129,7 @@ def _map(prediction: Prediction) -> str:
     small = thumbnail(prediction.heatmap(), _PIXELS)
     shown = picture_svg("the anomaly map over it", small.size, [image_layer(small.photo)])
     about = "The anomaly map over it: the brighter, the less like good parts."
-    return f"<figure>{shown}<figcaption>{about} {lines}</figcaption></figure>"
+    return figure_html(shown, f"{about} {lines}")
 
 
 def _regions(regions: list[RegionRow]) -> str:
@@ -186,7 +185,7 @@ def _crop(picture: RgbImage, caption: str) -> str:
     layers = [image_layer(jpeg(np.ascontiguousarray(picture[..., ::-1])))]
     height, width = picture.shape[:2]
     shown = picture_svg("a patch and its surroundings", (width, height), layers)
-    return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"
+    return figure_html(shown, caption)
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:

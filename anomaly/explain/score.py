@@ -19,6 +19,7 @@ from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.explain.evidence import (
     GoodImages,
+    in_part,
     patch_box,
     patch_centres,
     score_gradient,
@@ -129,13 +130,15 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         raise ImageError(prediction.reason, prediction.status)
     training = GoodImages(detector, good_images(detector, *good))
     flaws = () if detector.thresholds is None else prediction.regions
+    places = [in_part(flaw, item.view.pose) for flaw in flaws]
+    item = item.in_part()  # so that equal places of parts are compared
     scores = prediction.patch_scores
     height, width = scores.shape
     centres = patch_centres(item.view, (height, width))
-    patches = worst_patches(scores, flaws, centres)
+    patches = worst_patches(scores, places, centres)
     of_region: dict[tuple[int, int], int] = {}
-    for number, flaw in enumerate(flaws, 1):
-        of_region.setdefault(worst_patches(scores, [flaw], centres)[0], number)
+    for number, place in enumerate(places, 1):
+        of_region.setdefault(worst_patches(scores, [place], centres)[0], number)
     worst = tile_of(item, (height, width), patches[0])
     extractor = detector.extractor
     maps = feature_map_pictures(

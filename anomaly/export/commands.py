@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import Command, add_device, device_and_threads
+from anomaly.cli.common_options import Command, add_device, add_paths, device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, first_of
@@ -56,15 +56,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="with int8: the data sets' folder, where it has moved since training",
     )
-    parser.add_argument(
-        "--training-images",
-        type=Path,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="with int8: folders with training images that aren't in the data set",
-    )
+    images = "with int8: folders with training images that aren't in the data set"
+    add_paths(parser, "--training-images", images, "FOLDER")
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 

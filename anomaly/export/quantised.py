@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,20 +80,17 @@ def training_images(
     if further:
         paths = find_inputs(further, option="--training-images").paths
         given += [Sample(path, path.name) for path in paths]
-    wanted, unused = (detector.manifest[f"{one}_images"] for one in ("training", "refused"))
-    found = TrainingImages(wanted, given, renamed=given).find_all()
-    if missing := [name for name, one in found.items() if isinstance(one, str)]:
-        changed = sum(found[name] != "not found" for name in missing)
+    wanted = detector.manifest["training_images"]
+    samples, missing = TrainingImages(wanted, given, renamed=given).numbered(detector.manifest)
+    if missing:
+        changed = sum(why != "not found" for why in missing.values())
         raise DataError(
             f"int8 is learned again from the training images, and {len(missing)} of {len(wanted)} "
             f"aren't as they were: {changed} changed, {len(missing) - changed} not found "
-            f"({some(missing)}). Give --data-root, "
+            f"({some([*missing])}). Give --data-root, "
             "where the data sets are now, or --training-images with folders that hold them"
         )
-    taken = frozenset(unused.values())
-    numbers = (i for i in range(len(wanted) + len(taken)) if i not in taken)
-    there = (one for one in found.values() if isinstance(one, Sample))
-    return dict(zip(numbers, there, strict=True))
+    return samples
 
 
 def quantised(
@@ -217,18 +215,11 @@ def _learned_again(
     """The same model of another network: the same images, patches, settings and rates."""
     network = detector.extractor
     fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
+    seen = partial(progress, "features")
     with (
         tempfile.TemporaryDirectory(prefix=".patches-", dir=draft) as scratch,
         Decoders(min(workers, len(samples)), Task(detector.loading, looks=True)) as decoders,
-        closing(
-            FeatureCache(
-                detector,
-                fitter,
-                decoders,
-                Path(scratch),
-                lambda done, total: progress("features", done, total),
-            )
-        ) as cache,
+        closing(FeatureCache(detector, fitter, decoders, Path(scratch), seen)) as cache,
     ):
         images = {i: sample.source for i, sample in samples.items()}
         patches = cache.build(images).checked()
@@ -270,6 +261,6 @@ def _thresholds(
         patches.pictures(),
         folds=detector.config.calibration.folds,
         groups={i: sample.group for i, sample in samples.items() if sample.group},
-        progress=lambda done, total: progress("calibration", done, total),
+        progress=partial(progress, "calibration"),
     )
     return thresholds_from(good, *detector.rates())

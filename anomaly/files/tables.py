@@ -13,7 +13,7 @@ import csv
 import difflib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from anomaly.errors import DataError
 
@@ -156,3 +156,18 @@ def _check_columns(
             f"{', '.join(map(repr, present)) or 'empty'}, and must name the columns "
             f"{', '.join(columns)}"
         )
+
+
+def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Rows of text in columns of even width, flush right but for some.
+
+    Args:
+        rows: the head first; columns that are empty below it are left out.
+        left: columns that are flush left.
+    """
+    columns = [
+        [f"{cell:<{width}}" if i in left else f"{cell:>{width}}" for cell in column]
+        for i, column in enumerate(zip(*rows, strict=True))
+        if any(column[1:]) and (width := max(map(len, column)))
+    ]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

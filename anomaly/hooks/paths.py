@@ -160,7 +160,8 @@ def _walk(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         children = module._modules  # those of a scripted module have no `get`
         child = children[name] if name in children else None  # noqa: SIM401
         if child is None:
-            raise LayerError(_unknown(model, path))
+            known = nearest(path, _names(model))
+            raise LayerError(f"{type(model).__name__} has no layer {path!r}; {known}")
         steps.append((name, child))
         module = child
     return steps
@@ -181,10 +182,6 @@ def _regex(glob: str) -> str:
 
 def _names(model: nn.Module) -> Iterable[str]:
     return (name for name, _ in model.named_modules() if name)
-
-
-def _unknown(model: nn.Module, path: str) -> str:
-    return f"{type(model).__name__} has no layer {path!r}; " + nearest(path, _names(model))
 
 
 def _refuse_unhookable(

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError
+
+if TYPE_CHECKING:
+    from anomaly.imaging.pose import Pose
 
 # How far an image's aspect may be off where all need one grid.
 ASPECT_TOLERANCE = 0.1
@@ -93,10 +96,15 @@ class AxisView:
 
 @dataclass(frozen=True)
 class View:
-    """How one image is turned into the network's input: `rows` and `columns` apart."""
+    """How one image is turned into the network's input: `rows` and `columns` apart.
+
+    Where the part's pose was found, both are of the part's coordinates, in which all images of one
+    size have equal views; the way back to the image's own is `pose`.
+    """
 
     rows: AxisView
     columns: AxisView
+    pose: Pose | None = field(default=None, compare=False)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -128,10 +136,12 @@ class Tiling:
     Attributes:
         rows: the tiles' extents along the image's height, in order; neighbours overlap.
         columns: along its width.
+        pose: as a view's.
     """
 
     rows: Axis
     columns: Axis
+    pose: Pose | None = field(default=None, compare=False)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -157,7 +167,7 @@ class Tiling:
         """Row, column and view of each tile."""
         for i, rows in enumerate(self.rows):
             for j, columns in enumerate(self.columns):
-                yield i, j, View(rows, columns)
+                yield i, j, View(rows, columns, self.pose)
 
 
 Axis: TypeAlias = tuple[AxisView, ...]
@@ -276,7 +286,8 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
     rows, columns = view.rows, view.columns
     # Area averaging of float32 keeps 16-bit detail and makes equal pictures of different depth
     # render equal; 8-bit arithmetic would round in between.
-    box = pixels[rows.start : rows.stop, columns.start : columns.stop]
+    down, across = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    box = pixels[down, across] if view.pose is None else view.pose.part(pixels, down, across)
     image = box.astype(np.float32)
     # Divided, not multiplied by the reciprocal: 257 v / 65535 is then v / 255 to the last bit.
     image /= np.float32(full_scale)

@@ -27,6 +27,7 @@ from anomaly.imaging.read import (
     read_header,
     read_image,
 )
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 
 # What a large image has instead of pixels for the network: its tiles have them.
@@ -53,12 +54,14 @@ class Preprocessing:
         bit_depth: declared depth of 16-bit files; None for the full range of their type.
         max_pixels: larger images are refused before they are decoded.
         region: what of each image counts; one that it doesn't fit is refused. None for all of it.
+        reference: says where the part lies in each image; None where images are seen as they are.
     """
 
     sizing: Sizing
     bit_depth: int | None
     max_pixels: int
     region: Region | None = None
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +110,16 @@ class NetworkInput:
     def layout(self) -> AnyView:
         """How the image, not just this tile, was turned into the network's input."""
         return self.whole or self.view
+
+    def in_part(self) -> NetworkInput:
+        """The same with the decoded file, too, in the part's coordinates, as it has no pose."""
+        pose = self.view.pose
+        if pose is None:
+            return self
+        pixels = pose.part(self.decoded.pixels, *map(slice, (0, 0), pose.size))
+        image = replace(self.decoded, pixels=pixels)
+        view = replace(self.view, pose=None)
+        return replace(self, view=view, image=image, render=partial(paint, self.name, image))
 
     def tiles(self, batch_size: int) -> Iterator[list[NetworkInput]]:
         """The tiles of a large image, rendered a batch at a time; itself where it has none."""
@@ -170,6 +183,8 @@ def load(
         view = loading.sizing.view(image.size)
         if loading.region is not None:
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit
+        if loading.reference is not None:
+            view = replace(view, pose=loading.reference.pose(image))
         render = partial(paint, name, image)
         pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
         look = look_of(image) if looks else None
@@ -230,6 +245,18 @@ def drop_outside_region(
                 yield to_unusable(item.index, item.name, error)
                 continue
         yield item
+
+
+def drop_without_pose(
+    items: Iterable[NetworkInput | UnusableImage],
+) -> Iterator[NetworkInput | UnusableImage]:
+    """Refuse images of which it isn't sure where the part lies; nothing is learned from them."""
+    for item in items:
+        pose = item.view.pose if isinstance(item, NetworkInput) else None
+        if isinstance(item, NetworkInput) and pose is not None and pose.reason:
+            yield UnusableImage(item.index, "unsupported", f"{item.name}: {pose.reason}")
+        else:
+            yield item
 
 
 def by_shape(

@@ -136,10 +136,24 @@ class Region:
         return _patches(self, layout, grid)
 
 
-def counted(region: Region, layout: AnyView, tile: tuple[int, int], grid: tuple[int, int]) -> Mask:
-    """Which patches (h, w) of one tile count; of the whole image where there are no tiles."""
+def counted(
+    region: Region | None, layout: AnyView, tile: tuple[int, int], grid: tuple[int, int]
+) -> Mask:
+    """Which patches (h, w) of one tile count; of the whole image where there are no tiles.
+
+    Where the part was moved, a patch counts only if its middle lies in the image.
+    """
+    down, across = (
+        np.mean(_edges(pieces, count), axis=0)
+        for pieces, count in zip(layout.axes, grid, strict=True)
+    )
+    mask: Mask = np.ones((len(down), len(across)), np.bool_)
+    if region is not None:
+        mask = region.patches(layout, grid)
+    if layout.pose is not None:
+        mask = mask & layout.pose.covers(across, down)
     top, left = tile[0] * grid[0], tile[1] * grid[1]
-    return region.patches(layout, grid)[top : top + grid[0], left : left + grid[1]]
+    return mask[top : top + grid[0], left : left + grid[1]]
 
 
 @lru_cache(maxsize=32)

@@ -11,7 +11,13 @@ from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
-from anomaly.cli.common_options import Command, add_device, device_and_threads, number
+from anomaly.cli.common_options import (
+    Command,
+    add_device,
+    add_paths,
+    device_and_threads,
+    number,
+)
 from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of, write
@@ -171,24 +177,8 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
         help="what the parts really were; without it and --pictures, all that was said is listed, "
         "a line of JSON each",
     )
-    parser.add_argument(
-        "--images",
-        type=Path,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="image files, found in the record by their hash",
-    )
-    parser.add_argument(
-        "--parts",
-        type=_part_number,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="numbers of parts",
-    )
+    add_paths(parser, "--images", "image files, found in the record by their hash", "FILE")
+    add_paths(parser, "--parts", "numbers of parts", "N", _part_number)
     parser.add_argument(
         "--pictures",
         type=Path,

@@ -68,9 +68,20 @@ class SourceMap:
         """
         if self.values is not None:
             return self.values if strip is None else self.values[strip]
+        pose = self.view.pose
+        if pose is None:
+            return self._in_part(strip or slice(None))
+        return pose.image(self._whole, strip or slice(None))
+
+    @cached_property
+    def _whole(self) -> NDArray[np.float32]:
+        return self._in_part(slice(None))
+
+    def _in_part(self, strip: slice) -> NDArray[np.float32]:
+        """Rows of the map in the part's coordinates, which are the image's where it has no pose."""
         values = source_map(self._shown, self.view, self.smoothing, strip)
         if self.region is not None:
-            values[~self.region.inside(self.view.source, strip or slice(None))] = np.nan
+            values[~self.region.inside(self.view.source, strip)] = np.nan
         return values
 
     def held(self) -> SourceMap:

@@ -19,6 +19,7 @@ from anomaly.errors import DataError, why
 from anomaly.files.tables import csv_rows, csv_text
 from anomaly.files.writing import from_json
 from anomaly.maps.encoding import thumbnail
+from anomaly.report.category import Tile
 from anomaly.report.page import embedded_data
 
 _HEADER = (
@@ -88,25 +89,6 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What a report shows of an image.
-
-    Attributes:
-        photo: JPEG.
-        heat: WebP with opacity; empty where nothing is coloured.
-        size: (width, height), the outlines' coordinates.
-        truth: outline of the ground-truth mask, as an SVG path.
-        marked: outline of what is marked, likewise.
-    """
-
-    photo: bytes
-    heat: bytes
-    size: tuple[int, int]
-    truth: str
-    marked: str
-
-
-@dataclass(frozen=True)
 class Report:
     """What a category's report says of its model, and shows; nothing where there is none.
 
@@ -118,7 +100,7 @@ class Report:
 
     origin: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
-    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    pictures: Mapping[str, Tile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,15 +184,16 @@ def _reports(
     return reports
 
 
-def _picture(image: Mapping[str, Any]) -> Picture:
+def _picture(image: Mapping[str, Any]) -> Tile:
     """An image of a report, its photograph brought down."""
     data = np.frombuffer(base64.b64decode(image["photo"]), np.uint8)
     photo = np.asarray(cv2.imdecode(data, cv2.IMREAD_COLOR_RGB), np.uint8)
     width, height = image["size"]
-    return Picture(
+    return Tile(
         thumbnail(photo, _PHOTO_PIXELS).photo,
         base64.b64decode(image["heat"]),
         (int(width), int(height)),
+        tuple(image["source"]),
         str(image["truth"]),
         str(image["marked"]),
     )

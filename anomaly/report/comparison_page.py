@@ -9,16 +9,23 @@ from pathlib import Path
 
 from anomaly.calibration.rates import binomial, percent, rate_of
 from anomaly.files.writing import claim, clear, write
+from anomaly.report.category import Tile
 from anomaly.report.comparison import (
     KINDS,
     Change,
     Comparison,
-    Picture,
     compare,
     comparison_csv,
     summary,
 )
-from anomaly.report.page import image_layer, picture_svg, row_html, table_html, table_page
+from anomaly.report.page import (
+    figure_html,
+    image_layer,
+    picture_svg,
+    row_html,
+    table_html,
+    table_page,
+)
 from anomaly.report.tables import COLUMNS
 
 _FILES = ("comparison.html", "comparison.csv")
@@ -121,15 +128,12 @@ def _origins(comparison: Comparison) -> Iterator[str]:
         folders = [{"evaluation": folder} for folder in comparison.names]
         rows = [{**f, **r.origin} for f, r in zip(folders, reports, strict=True)]
         settings = [r.settings for r in reports]
-        differ = [k for k in {**settings[0], **settings[1]} if _is_other(settings, k)]
+        first, second = settings
+        differ = [key for key in {**first, **second} if first.get(key) != second.get(key)]
         lines = [_origin_row(key.capitalize(), rows, key) for key in {**rows[0], **rows[1]}]
         lines += [_origin_row(key, settings, key) for key in differ if all(settings)]
         table = table_html([f"<bdi>{escape(name)}</bdi>", "A", "B"], lines)
         yield f'<div class="listed">{table}</div>'
-
-
-def _is_other(settings: Sequence[Mapping[str, str]], key: str) -> bool:
-    return settings[0].get(key) != settings[1].get(key)
 
 
 def _origin_row(title: str, both: Sequence[Mapping[str, str]], key: str) -> str:
@@ -137,7 +141,7 @@ def _origin_row(title: str, both: Sequence[Mapping[str, str]], key: str) -> str:
     return row_html(escape(title), values)
 
 
-def _pictures(comparison: Comparison, change: Change) -> list[Picture | None]:
+def _pictures(comparison: Comparison, change: Change) -> list[Tile | None]:
     """What both reports show of an image."""
     reports = comparison.reports.get(change.category, ())
     return [report.pictures.get(change.path) for report in reports]
@@ -154,7 +158,7 @@ def _cards(comparison: Comparison, changes: Sequence[Change]) -> Iterator[str]:
         yield f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _card(change: Change, pictures: Sequence[Picture | None], photo: str) -> str:
+def _card(change: Change, pictures: Sequence[Tile | None], photo: str) -> str:
     """An image: its photograph, and what each model made of it.
 
     Args:
@@ -165,7 +169,7 @@ def _card(change: Change, pictures: Sequence[Picture | None], photo: str) -> str
     first = next(filter(None, pictures))
     layers = [image_layer(first.photo, attributes=f'id="{photo}"'), _path(first.truth, "truth")]
     outlined = ", the defect outlined" if first.truth else ""
-    parts = [(f"Photograph{outlined}", picture_svg(change.path, first.size, layers))]
+    figures = [figure_html(picture_svg(change.path, first.size, layers), f"Photograph{outlined}")]
     for side, picture, score, verdict in zip(
         "AB", pictures, change.scores, change.verdicts, strict=True
     ):
@@ -175,13 +179,11 @@ def _card(change: Change, pictures: Sequence[Picture | None], photo: str) -> str
             layers = [f'<use href="#{photo}"/>', heat, _path(picture.marked, "marked")]
             drawn = picture_svg(f"{side}: {change.path}", picture.size, layers)
         caption = f"<b>{side}</b> {escape(verdict)}, score {_score(score)}"
-        parts.append((caption, drawn))
-    figures = "".join(f"<figure>{p}<figcaption>{c}</figcaption></figure>" for c, p in parts)
-    name = (
-        f"<bdi>{escape(change.path)}</bdi> <small><bdi>{escape(change.defect_type)}</bdi></small>"
-    )
+        figures.append(figure_html(drawn, caption))
+    path, kind = escape(change.path), escape(change.defect_type)
     return (
-        f'<section class="card changed"><h3>{name}</h3><div class="trio">{figures}</div></section>'
+        f'<section class="card changed"><h3><bdi>{path}</bdi> <small><bdi>{kind}</bdi></small></h3>'
+        f'<div class="trio">{"".join(figures)}</div></section>'
     )
 
 

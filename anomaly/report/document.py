@@ -65,11 +65,8 @@ def report_html(category: Category) -> str:
         if row.image_score is None
     ]
     counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
-    good = [
-        row.image_score
-        for row in evaluation.scored
-        if row.image_score is not None and not (row.sample.is_defect or row.outlier)
-    ]
+    usable = evaluation.usable
+    good = [score for row, score in usable if not (row.sample.is_defect or row.outlier)]
     data = {
         "labelled": True,
         # What differs from the promise is in the list of weaknesses.
@@ -218,19 +215,15 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
 
 
 def _by_type(category: Category) -> Iterator[dict[str, Any]]:
-    kinds = [r.sample.defect_type for r in category.evaluation.scored if r.image_score is not None]
+    kinds = [row.sample.defect_type for row, _ in category.evaluation.usable]
     for name, metrics in category.evaluation.by_type.items():
         counted = {"type": name, "images": kinds.count(name)}
         yield {**counted, **metrics.values, "reasons": metrics.reasons}
 
 
 def _curves(category: Category) -> dict[str, Any]:
-    rows = [
-        (row.image_score, row.sample.is_defect)
-        for row in category.evaluation.scored
-        if row.image_score is not None
-    ]
-    both = image_curves([score for score, _ in rows], [defect for _, defect in rows])
+    usable = category.evaluation.usable
+    both = image_curves([score for _, score in usable], [row.sample.is_defect for row, _ in usable])
     roc, pr = map(_points, both) if both else (None, None)
     return {"roc": roc, "pr": pr}
 

@@ -236,10 +236,10 @@ def _notes(papers: Sequence[Published | None], notes: Sequence[str], *, shared: 
 
 def _strip(category: Category) -> str:
     """Every score as a tick, good parts up, defective ones down, and the threshold."""
-    rows = [r for r in category.evaluation.scored if r.image_score is not None]
-    if not rows:
+    usable = category.evaluation.usable
+    if not usable:
         return ""
-    scores = [float(r.image_score or 0.0) for r in rows]
+    scores = [score for _, score in usable]
     limit = None if category.thresholds is None else category.thresholds.image
     marks = [*scores, *([] if limit is None else [limit])]
     low, span = min(marks), max(max(marks) - min(marks), 1e-12)
@@ -249,7 +249,7 @@ def _strip(category: Category) -> str:
 
     middle = _STRIP_HEIGHT / 2
     ticks = {"sound": "", "defect": ""}
-    for row, score in zip(rows, scores, strict=True):
+    for row, score in usable:
         kind, step = ("defect", "v11") if row.sample.is_defect else ("sound", "v-11")
         ticks[kind] += f"M{x(score)} {middle + (1 if kind == 'defect' else -1)}{step}"
     line = "" if limit is None else f'<path class="limit" d="M{x(limit)} 0v{_STRIP_HEIGHT}"/>'

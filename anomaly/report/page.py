@@ -114,6 +114,11 @@ def picture_svg(label: str, size: tuple[int, int], layers: Iterable[str]) -> str
     )
 
 
+def figure_html(picture: str, caption: str) -> str:
+    """A picture with a caption, both HTML."""
+    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+
+
 def image_layer(data: bytes, kind: str = "jpeg", attributes: str = "") -> str:
     """A file of an image as a layer that fills its picture; nothing where there are no bytes.
 

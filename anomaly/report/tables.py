@@ -10,7 +10,7 @@ from anomaly.calibration.rates import percent, rate_of
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
-from anomaly.files.tables import csv_text
+from anomaly.files.tables import csv_text, text_table
 from anomaly.files.writing import as_json
 
 COLUMNS = (
@@ -87,12 +87,8 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     if len(evaluations) > 1 and not on_shared_images(evaluations):
         means = mean(evaluations)
         lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in COLUMNS)])
-    rows = [header, *lines]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    return "\n".join([texts[0], "─" * len(texts[0]), *texts[1:]])
+    head, *texts = text_table([header, *lines])
+    return "\n".join([head, "─" * len(head), *texts])
 
 
 def at_thresholds(name: str, counts: Confusion) -> str:

@@ -16,6 +16,7 @@ from anomaly.files.writing import at_home
 from anomaly.imaging.decoder_pool import read_mask
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 from anomaly.methods.base import ArrayScorer, Fitter, Scorer
 
@@ -178,6 +179,7 @@ def loading_of(
     region: Region | None,
     aspect: float | None,
     patch: int | None = None,
+    reference: Reference | None = None,
 ) -> Preprocessing:
     """How a config turns files into network inputs.
 
@@ -187,6 +189,7 @@ def loading_of(
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
         patch: side of the patches that the network cuts images into; None for any size.
+        reference: says where the part lies in each image; None for `image.align: none`.
     """
     multiple = max(coarsest_stride, _LEAST_MULTIPLE)
     if patch and multiple % patch:
@@ -201,7 +204,7 @@ def loading_of(
         image.tile,
         image.overlap_in_force,
     )
-    return Preprocessing(sizing, image.bit_depth, image.max_pixels, region)
+    return Preprocessing(sizing, image.bit_depth, image.max_pixels, region, reference)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -210,6 +213,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     del values["data"]["root"]
     if not config.chosen_by:
         del values["chosen_by"]
+    if config.image.align == "none":
+        del values["image"]["align"]
     if config.backbone.weights not in ("imagenet", "random"):
         values["backbone"]["weights"] = Path(config.backbone.weights).name
     for part, name in MASKS.items():

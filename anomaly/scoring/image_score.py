@@ -154,7 +154,7 @@ def inside(
     Raises:
         DataError: none of an image's patches counts.
     """
-    if region is None:
+    if region is None and all(layout.pose is None for layout, _, _ in pieces):
         return None
     height, width = embeddings.shape[1], embeddings.shape[2]
     masks = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import cv2
@@ -51,18 +51,11 @@ class ImageStatistics:
     colour: float = 0.0
 
     def __add__(self, other: ImageStatistics) -> ImageStatistics:
-        return ImageStatistics(
-            self.pixels + other.pixels,
-            self.light + other.light,
-            self.light_squared + other.light_squared,
-            self.edges + other.edges,
-            self.patches + other.patches,
-            self.embedding + other.embedding,
-            self.squared + other.squared,
-            min(self.darkest, other.darkest),
-            max(self.brightest, other.brightest),
-            self.colour + other.colour,
-        )
+        names = [field.name for field in fields(self)]
+        total = {name: getattr(self, name) + getattr(other, name) for name in names}
+        total["darkest"] = min(self.darkest, other.darkest)
+        total["brightest"] = max(self.brightest, other.brightest)
+        return ImageStatistics(**total)
 
     @property
     def blank(self) -> str:

@@ -16,6 +16,7 @@ from anomaly.config.schema import METHODS, Config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import PatchScores
 from anomaly.scoring.build import loading_of
@@ -72,6 +73,7 @@ class Model(Predictor):
         device: where the network and the scorer are.
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
+        reference: says where the part lies in each image; None where images are seen as they are.
         training_statistics: what its training images have in common; None where that isn't known.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
@@ -89,6 +91,7 @@ class Model(Predictor):
     device: torch.device
     region: Region | None = None
     aspect: float | None = None
+    reference: Reference | None = None
     training_statistics: TrainingStatistics | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
@@ -172,7 +175,12 @@ class Model(Predictor):
         """How files become network inputs."""
         network = self.extractor
         return loading_of(
-            self.config, network.coarsest_stride, self.region, self.aspect, network.patch
+            self.config,
+            network.coarsest_stride,
+            self.region,
+            self.aspect,
+            network.patch,
+            self.reference,
         )
 
     @cached_property
@@ -226,6 +234,8 @@ class Model(Predictor):
             score: its image score.
             recognised: as `product_of` gave it.
         """
+        pose = item.view.pose
+        reasons = ("" if pose is None else pose.reason, recognised[1])
         return Prediction(
             index=item.index,
             path=item.path,
@@ -241,7 +251,7 @@ class Model(Predictor):
             statistics=statistics,
             thresholds=self.thresholds,
             product=recognised[0],
-            reason=recognised[1],
+            reason="; ".join(filter(None, reasons)),
         )
 
     def review_reason(self, statistics: ImageStatistics) -> str:

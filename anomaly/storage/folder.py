@@ -35,7 +35,9 @@ FORMAT = "anomaly-model/2"
 _SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
-BACKBONE, SCORER, STATISTICS = (f"{n}.safetensors" for n in ("backbone", "scorer", "usual"))
+BACKBONE, SCORER, STATISTICS, REFERENCE = (
+    f"{n}.safetensors" for n in ("backbone", "scorer", "usual", "reference")
+)
 AGAIN = "copy the model folder again, or train again"
 
 _T = TypeVar("_T")
@@ -94,6 +96,7 @@ class _Files(Part):
     usual: Recorded = Field(alias="usual.safetensors", default=_ABSENT)
     region: Recorded = Field(alias="region.png", default=_ABSENT)
     ignore: Recorded = Field(alias="ignore.png", default=_ABSENT)
+    reference: Recorded = Field(alias="reference.safetensors", default=_ABSENT)
 
 
 class _Manifest(Part):

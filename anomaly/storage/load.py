@@ -12,6 +12,7 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training, some
+from anomaly.imaging.reference import Reference
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
@@ -30,6 +31,7 @@ from anomaly.storage.folder import (
     AGAIN,
     BACKBONE,
     EXPORT,
+    REFERENCE,
     SCORER,
     STATISTICS,
     check_files,
@@ -92,6 +94,10 @@ def load_model(
             training_statistics = TrainingStatistics.from_tensors(read_tensors(statistics), images)
         thresholds = read_thresholds(folder)
         region = region_of(config.image, folder)
+        reference = None
+        if (align := config.image.align) != "none":
+            tensors = read_tensors(folder / REFERENCE)
+            reference = Reference.from_tensors(tensors, rigid=align == "rigid")
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
@@ -102,6 +108,7 @@ def load_model(
         thresholds=thresholds,
         region=region,
         aspect=manifest["aspect"],
+        reference=reference,
         training_statistics=training_statistics,
         manifest=manifest,
         model_id=model_id(folder),
@@ -367,7 +374,7 @@ def _shared(place: Path, precision: str | None) -> dict[str, Any]:
         **{
             f"the content of {name}": one["sha256"]
             for name, one in files.items()
-            if Path(name).stem == stem or name in MASKS.values()
+            if Path(name).stem == stem or name in (*MASKS.values(), REFERENCE)
         },
     }
 

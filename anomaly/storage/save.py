@@ -19,6 +19,7 @@ from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
     BACKBONE,
+    REFERENCE,
     SCORER,
     STATISTICS,
     appearing,
@@ -71,9 +72,13 @@ def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     """
     network = {file.name for file in draft.iterdir()}
     _save_tensors(detector.scorer.tensors(), draft / SCORER)
-    if detector.training_statistics is not None:
-        save_numpy(detector.training_statistics.tensors(), draft / STATISTICS)
-        share(draft / STATISTICS)
+    for part, name in (
+        (detector.training_statistics, STATISTICS),
+        (detector.reference, REFERENCE),
+    ):
+        if part is not None:
+            save_numpy(part.tensors(), draft / name)
+            share(draft / name)
     for name, picture in _pictures(detector.region).items():
         (draft / name).write_bytes(picture)
     settings = to_dict(detector.config)

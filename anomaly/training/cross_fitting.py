@@ -140,7 +140,7 @@ def scores_of(
     """
     pairs: dict[int, tuple[float, float]] = {}
     model = detector.config.model
-    batches = (batch for batch in batches if not _is_turned(batch))
+    batches = (batch for batch in batches if not is_turned(batch))
     if fitter_of(detector.config).compact:  # and scores of a batch take longer than its embeddings
         batches = joined(batches, views)
     for batch in batches:
@@ -226,7 +226,8 @@ def cross_fit(
     )
 
 
-def _is_turned(batch: PatchBatch) -> bool:
+def is_turned(batch: PatchBatch) -> bool:
+    """Whether a batch is of turned copies."""
     return batch.corners is not None and turn_of(batch.corners[0][0])[0] != 0
 
 

@@ -28,6 +28,7 @@ from anomaly.imaging.loading import (
     UnusableImage,
     by_shape,
     drop_outside_region,
+    drop_without_pose,
     tile_by_tile,
     turned_corner,
     with_turned,
@@ -89,7 +90,7 @@ class FeatureCache:
         self._built: list[CachedFeatures] = []
 
     def build(
-        self, images: Mapping[int, Path | Image], *, turned: bool = True, among: int | None = None
+        self, images: Mapping[int, Path | Image], *, learned: bool = True, among: int | None = None
     ) -> CachedFeatures:
         """Run the network on images and write what it makes to temporary files.
 
@@ -100,16 +101,18 @@ class FeatureCache:
 
         Args:
             images: files, or pixels that are decoded already, by their numbers, ascending.
-            turned: whether images are learned as the settings turn them, too.
+            learned: whether they are to be learned: without those whose pose isn't sure, and as
+                the settings turn them, too.
             among: how many images there will be features of in the folder; given where other
                 processes are to read them.
         """
         model, embedder = self.model, self.model.embedder
         size = embedder.max_batch_size(model.config.batch_size)
-        turns = turns_of(model.config) if turned else ()
-        loaded = drop_outside_region(
-            self._decoders.load_all(images.items()), embedder.grid, model.region
-        )
+        turns = turns_of(model.config) if learned else ()
+        loaded = self._decoders.load_all(images.items())
+        if learned:
+            loaded = drop_without_pose(loaded)
+        loaded = drop_outside_region(loaded, embedder.grid, model.region)
         batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
         with torch.inference_mode():
             writer = _Writer(self, images, 1 + len(turns), among)

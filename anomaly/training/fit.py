@@ -21,12 +21,14 @@ from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.datasets.copies import contradiction, near_copies
+from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.looks import picture_of
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Fitter, Progress, Scorer
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
@@ -61,6 +63,7 @@ class TrainingSetup:
         fitter: of the method, prepared.
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
+        reference: says where the part lies in each image; None where images are seen as they are.
         device: where the network and the scorer run.
         weights_sha256: of the weights file; None for random ones.
     """
@@ -71,6 +74,7 @@ class TrainingSetup:
     fitter: Fitter[Any]
     region: Region | None
     aspect: float | None
+    reference: Reference | None
     device: torch.device
     weights_sha256: str | None
 
@@ -90,6 +94,7 @@ class TrainingSetup:
             device=self.device,
             region=self.region,
             aspect=self.aspect,
+            reference=self.reference,
         )
 
 
@@ -111,7 +116,9 @@ def prepare(
     normalise = normalisation(config.backbone.name)
     region, aspect = region_of(config.image, Path()), _aspect(config, samples, decoders)
     stride, patch = extractor.coarsest_stride, extractor.patch
-    decoders.begin(Task(loading_of(config, stride, region, aspect, patch), looks=True))
+    reference = reference_of(config, samples, decoders)
+    loading = loading_of(config, stride, region, aspect, patch, reference)
+    decoders.begin(Task(loading, looks=True))
     precision: str = config.precision
     if precision == "auto":
         trial = _trial_images(samples, decoders)
@@ -130,8 +137,28 @@ def prepare(
         precision,
     )
     return TrainingSetup(
-        config, extractor, normalise, fitter, region, aspect, device, weights_sha256
+        config, extractor, normalise, fitter, region, aspect, reference, device, weights_sha256
     )
+
+
+def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) -> Reference | None:
+    """What says where the part lies in each image; None where images are seen as they are.
+
+    Raises:
+        DataError: the images show no part that lies in each of them.
+    """
+    image = config.image
+    if image.align == "none":
+        return None
+    pictures = grey_pictures(
+        samples, decoders, max_pixels=image.max_pixels, bit_depth=image.bit_depth
+    )
+    poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
+    log.info(
+        "parts are seen as the one in %s lies; image.region and image.ignore are drawn on that",
+        pictures[poses.index][0],
+    )
+    return poses.reference
 
 
 def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:

@@ -8,10 +8,13 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+import numpy as np
+
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.rates import percent
 from anomaly.errors import ModelError
+from anomaly.imaging.reference import Reference
 from anomaly.scoring.build import MASKS, differences, fitter_of, flatten, to_dict
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
@@ -75,11 +78,22 @@ def _check_same(one: Model, other: Model, names: str) -> None:
     Raises:
         ModelError: they don't; names the settings.
     """
+    if not _one_reference(one.reference, other.reference):
+        raise ModelError(
+            f"{names} can't be merged, as their parts lie in other poses (image.align); train one "
+            "model with the images of both"
+        )
     if different := differences(_settings(one), _settings(other), "{key} ({one} and {other})"):
         raise ModelError(
             f"{names} can't be merged, as they differ in {', '.join(different)}; train them with "
             "the same settings"
         )
+
+
+def _one_reference(one: Reference | None, other: Reference | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one.picture, other.picture)
 
 
 def _settings(detector: Model) -> dict[str, Any]:

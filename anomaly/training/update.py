@@ -143,14 +143,8 @@ def _reading(
     known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
     with Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders:
-        cache = FeatureCache(
-            detector,
-            fitter_of(detector.config),
-            decoders,
-            scratch,
-            partial(progress, "features"),
-        )
-        with closing(cache):
+        fitter, seen = fitter_of(detector.config), partial(progress, "features")
+        with closing(FeatureCache(detector, fitter, decoders, scratch, seen)) as cache:
             images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
             yield cache.build(images).checked(), names
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -16,7 +15,6 @@ from conftest import Command, train_arguments, with_note, write_part, write_prod
 
 import anomaly
 from anomaly.calibration.rates import percent
-from anomaly.evaluation.production import effects
 from anomaly.training.feature_cache import CachedFeatures
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
@@ -190,12 +188,10 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     first, *_ = json.loads((run / "train.json").read_text())["raised_by"]
     assert first["name"] == "007.png"
     assert first["reject_without"] < 0.9 * first["score"]
-    assert f"007.png scores {first['score']:.5g} and raises the reject threshold" in out
-    assert f"anomaly calibrate --model {run} --without 007.png" in out
-    # That keeps what was learned: training again without it comes first, by a command that runs.
-    again = out.index("remove it and train again")
-    assert again < out.index("the model keeps what it has learned from it")
-    lines = out[again:].splitlines()
+    assert "1 training image stands out from all others: 007.png" in out
+    without = f"the reject threshold would be {first['reject_without']:.5g} instead of"
+    assert without in out
+    lines = out[out.index("Remove what isn't good and train again") :].splitlines()
     (tmp_path / "parts" / "007.png").rename(tmp_path / "007.png")
     assert command(*_split(lines[1]))[0] == 0
     assert len(json.loads((run / "model" / "calibration.json").read_text())["names"]) == 11
@@ -571,16 +567,6 @@ def production(tmp_path: Path) -> Path:
     return tmp_path / "production"
 
 
-def test_higher_thresholds_without_known_defects_say_what_is_unknown(run: Path) -> None:
-    moved: Any = SimpleNamespace(
-        before=SimpleNamespace(review=1.0), after=SimpleNamespace(review=2.0)
-    )
-    counted, unknown = effects(moved, [3.0, 1.5], [], run)
-    assert counted == "of 2 production images 2 were flagged so far, 1 are now"
-    assert "give --defects FOLDER" in unknown
-    assert len(list(effects(moved, [3.0, 1.5], [4.0], run))) == 2
-
-
 def test_production_images_find_thresholds_though_some_are_defective(
     run: Path, product: Path, production: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -595,6 +581,7 @@ def test_production_images_find_thresholds_though_some_are_defective(
     arguments = [*common, "--production", production, "--at-most-defective", "5%"]
     code, out, err = command(name, arguments)
     assert (code, "add --yes" in err) == (1, True)
+    assert "no known defects were given" in out
     assert _history(run) == [] if (run / "model" / "history.jsonl").exists() else True
     code, out, err = command(name, [*arguments, "--yes", "--data-root", product.parent])
     assert code == 0

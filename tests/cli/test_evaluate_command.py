@@ -9,7 +9,7 @@ import pytest
 from conftest import FAST, REPOSITORY, Command, write_product
 
 import anomaly
-from anomaly.report.category import _training
+from anomaly.report.category import training_of
 
 EVALUATION = {"index.html", "metrics.json", "scores.csv"}
 CATEGORY = {"report.html", "metrics.json", "scores.csv"}
@@ -126,7 +126,7 @@ def test_the_record_of_another_models_training_is_not_shown(
 ) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
     detector = anomaly.load(run, device="cpu")
-    assert _training(run, detector.model_id)["bank_vectors"] > 0
-    assert _training(run, "0" * 16) == {}
+    assert training_of(run, detector.model_id)["bank_vectors"] > 0
+    assert training_of(run, "0" * 16) == {}
     detector.calibrate(threshold=7).save(run / "model", overwrite=True)
-    assert _training(run, anomaly.load(run, device="cpu").model_id)["bank_vectors"] > 0
+    assert training_of(run, anomaly.load(run, device="cpu").model_id)["bank_vectors"] > 0

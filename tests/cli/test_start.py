@@ -59,13 +59,13 @@ def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: P
 def test_defects_that_pass_are_said_with_what_to_try(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for i in range(16):  # the defects look like good parts
+    for i in range(20):  # the defects look like good parts
         folder = "NG" if i >= 12 else "OK"
         write_part(tmp_path / "part" / folder / f"{i}.png", seed=i)
     output = tmp_path / "run"
     code, out, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
     assert code == 0, err
-    missed = re.search(r"1\. (\d) of 4 defects pass as good", out)
+    missed = re.search(r"1\. (\d) of 8 defects pass as good", out)
     assert missed
     assert int(missed[1]) > 1
     tune = shlex.split(re.search(r"anomaly (tune .*)", out)[1])

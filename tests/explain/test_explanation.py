@@ -19,13 +19,12 @@ from pixel_map import pixel_map
 from scipy import ndimage
 
 from anomaly.datasets.samples import listed
-from anomaly.evaluation.splits import TrainingImages
+from anomaly.evaluation.splits import TrainingImages, training_names
 from anomaly.explain.evidence import (
     GoodImages,
     patch_box,
     score_gradient,
     tile_of,
-    training_names,
     worst_patches,
 )
 from anomaly.explain.score import good_images

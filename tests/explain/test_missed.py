@@ -14,11 +14,16 @@ from scipy.stats import binomtest
 
 import anomaly
 from anomaly.errors import DataError
-from anomaly.explain.missed import explain_missed, other_settings, settings_table
+from anomaly.explain.missed import explain_missed
+from anomaly.explain.other_settings import (
+    Budget,
+    OverBudgetError,
+    other_settings,
+    settings_table,
+)
 from anomaly.files.writing import sha256_of
 from anomaly.storage.golden import keep_missed, moved_since
 from anomaly.storage.load import load_model
-from anomaly.training.tuning.same_features import Budget, OverBudgetError
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def test_parts_that_wait_are_taken_together_and_none_waits_for_ever(tmp_path: Pa
     served = models.ModelSlot("disc", tmp_path, most_waiting=2, wake=lambda: woken.append(1))
     with pytest.raises(BusyError, match="still being loaded"):
         served.submit(b"", "", PictureRequest())
-    version = models.Version("1", "", True, {"model_id": "1"}, {}, None)
+    version = models.Version("1", "", True, {"model_id": "1"}, {}, None, None)
     served.use(version, cast(Any, engine))
     served.let_go()
     assert (served.state, served.memory, served.short()["model_id"]) == ("unloaded", 0, "1")

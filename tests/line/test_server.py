@@ -75,7 +75,7 @@ def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) 
     leaving = cast(Any, SimpleNamespace(__exit__=lambda: said.append(served.short())))
     served = ModelSlot("disc", tmp_path, engine=leaving, trouble="it was bad")
     assert served.short()["refused"]
-    served.use(Version("2", "", True, {}, {}, None), cast(Any, SimpleNamespace()))
+    served.use(Version("2", "", True, {}, {}, None, None), cast(Any, SimpleNamespace()))
     assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]
 
 

@@ -25,12 +25,14 @@ def axes(given: Config) -> set[str]:
 
 
 def test_what_is_tried_depends_on_what_is_there() -> None:
-    assert axes(config(model={"coreset_ratio": 0.02})) == {"bank", "size", "turns", "network"}
+    every = {"bank", "size", "turns", "pose", "network"}
+    assert axes(config(model={"coreset_ratio": 0.02})) == every
     assert "bank" not in axes(config(model={"coreset_ratio": 0.5}))
     assert "bank" not in axes(config(model={"coreset_ratio": 0.02, "kind": "subspace"}))
-    assert axes(config(model={"kind": "padim"})) == {"size", "network"}
+    assert axes(config(model={"kind": "padim"})) == {"size", "pose", "network"}
     assert "turns" not in axes(config(model={"turned_copies": "quarter_turns"}))
     assert "size" not in axes(config(image={"resize": 256}))
+    assert "pose" not in axes(config(image={"align": "shift"}))
     assert "network" not in axes(config(backbone={"name": "resnet50"}))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from anomaly.config.load import parse_config
@@ -20,7 +21,7 @@ _GRAIN = 32  # sides that networks take, see `image.area`
 _MORE_OF_THE_BANK = 0.1
 # Axes of changes: of those that cost nothing to try, that good images can judge, and whose time
 # can't be told from that of others.
-SCORE, TURNS, NETWORK = "image score", "turns", "network"
+SCORE, TURNS, POSE, NETWORK = "image score", "turns", "pose", "network"
 _IMAGE_SCORES = {
     "map_top_percent": "for defects of any size",
     "map_max": "for defects of a few pixels",
@@ -79,19 +80,13 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
 def image_scores(config: Config) -> list[Change]:
     """Other image scores of the same patch scores: they cost nothing more to try."""
     now = (config.image_score_in_force, config.model.border_damping)
+    keys = ("model.image_score", "model.border_damping")
     found = []
-    for name, reason in _IMAGE_SCORES.items():
-        for damping, of_border in _BORDERS.items():
-            values = {"model.image_score": name, "model.border_damping": damping}
-            same = [value == old for value, old in zip(values.values(), now, strict=True)]
-            if not all(same):
-                new = {
-                    key: v for (key, v), old in zip(values.items(), same, strict=True) if not old
-                }
-                told = [
-                    text for text, old in zip((reason, of_border), same, strict=True) if not old
-                ]
-                found.append(Change(SCORE, new, " and ".join(told)))
+    for pair in product(_IMAGE_SCORES.items(), _BORDERS.items()):
+        new = [(key, *x) for key, x, old in zip(keys, pair, now, strict=True) if x[0] != old]
+        if new:
+            values = {key: value for key, value, _ in new}
+            found.append(Change(SCORE, values, " and ".join(reason for *_, reason in new)))
     return found
 
 
@@ -137,6 +132,14 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
             for how, reason in (
                 ("quarter_turns", "for parts that lie in four ways"),
                 ("quarter_turns_and_mirrors", "for parts that lie any way"),
+            )
+        ]
+    if image.align == "none":
+        found += [
+            Change(POSE, {"image.align": how}, reason)
+            for how, reason in (
+                ("shift", "for parts that lie in other places"),
+                ("rigid", "for parts that are turned, too"),
             )
         ]
     found += [

@@ -18,6 +18,7 @@ from anomaly.errors import AnomalyError
 from anomaly.training.fit import StageProgress
 from anomaly.training.tuning.candidates import (
     NETWORK,
+    POSE,
     SCORE,
     TURNS,
     Change,
@@ -119,7 +120,7 @@ class Search:
         self.say(f"settings are tried for {_minutes(self.budget)} at most, yours first")
         planned = steps(self.config, networks_on_disk())
         if len(self.images.defects) < LEAST_DEFECTS:  # only what good images can tell
-            planned = [step for step in planned if step.axis == TURNS]
+            planned = [step for step in planned if step.axis in (POSE, TURNS)]
         with closing(self._features(())) as features:
             self._try((), features)
             self.hashes = features.hashes

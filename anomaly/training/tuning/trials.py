@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
-from anomaly.imaging.loading import turn_of
 from anomaly.methods.base import PatchBatch
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import Suspects
+from anomaly.training.cross_fitting import Suspects, is_turned
 from anomaly.training.feature_cache import FeatureCache
 from anomaly.training.fit import (
     StageProgress,
@@ -107,20 +107,15 @@ class Features:
         started = time.perf_counter()
         with Decoders(min(workers, len(images.train))) as decoders:
             self._setup = prepare(config, images.train, decoders, device)
-            self._cache = FeatureCache(
-                self._setup,
-                self._setup.fitter,
-                decoders,
-                scratch,
-                lambda done, total: progress("features", done, total),
-            )
+            seen = partial(progress, "features")
+            self._cache = FeatureCache(self._setup, self._setup.fitter, decoders, scratch, seen)
             try:
                 learned = {i: sample.source for i, sample in enumerate(images.train)}
                 self._train = self._cache.build(learned).checked()
                 between = time.perf_counter()
                 known = [*images.defects, *images.good]
                 sources = {i: sample.source for i, sample in enumerate(known)}
-                self._known = self._cache.build(sources, turned=False) if known else None
+                self._known = self._cache.build(sources, learned=False) if known else None
             except BaseException:
                 self._cache.close()
                 raise
@@ -251,7 +246,7 @@ def scores_by(
     detectors = [replace(detector, config=config) for config in configs]
     found: list[dict[int, float]] = [{} for _ in configs]
     for batch in batches:
-        if batch.corners is not None and turn_of(batch.corners[0][0])[0]:
+        if is_turned(batch):
             continue
         layout = views[batch.images[0]]
         patches = detector.scorer.score(batch.embeddings)

@@ -12,16 +12,17 @@ import numpy as np
 import torch
 import yaml
 
-from anomaly.calibration.rates import Rate, percent, rate_of
+from anomaly.calibration.rates import Rate, percent, rate_above
 from anomaly.config.schema import NAMED_DIGITS, Config
 from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.errors import DataError
+from anomaly.errors import DataError, counted
+from anomaly.files.tables import text_table
 from anomaly.files.writing import as_json, write
 from anomaly.runtime.devices import device_of
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.training.fit import StageProgress
-from anomaly.training.tuning.candidates import TURNS, Change, changed, expense
-from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
+from anomaly.training.tuning.candidates import POSE, TURNS, Change, changed, expense
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Judgement, Scores, judge, worth
 from anomaly.training.tuning.search import Search, Skipped, Tried, aligned
 from anomaly.training.tuning.trials import Images
 
@@ -74,8 +75,8 @@ class Tuning:
             return self._without_defects()
         if defects < LEAST_DEFECTS:
             return (
-                f"your settings stay: {_count(defects, 'known defect')} can't tell settings apart; "
-                f"that takes {LEAST_DEFECTS} at least, and 20 to be of much use"
+                f"your settings stay: {counted(defects, 'known defect')} can't tell settings "
+                f"apart; that takes {LEAST_DEFECTS} at least, and 20 to be of much use"
             )
         first, chosen = self.caught(0), self.caught(self.judgement.index)
         if self.judgement.better:
@@ -97,7 +98,7 @@ class Tuning:
     def lines(self) -> list[str]:
         """The table, the choice and what to expect of it, for people."""
         rate = percent(self.base.calibration.review_rate)
-        lines = table(self._rows())
+        lines = text_table(self._rows())
         if len(self.tried[0].trial.defects):
             lines.append(
                 f"defects caught where {rate} of all good images are flagged; good flagged: of "
@@ -110,8 +111,8 @@ class Tuning:
             caught, flagged = self.judgement.caught, self.judgement.flagged
             lines.append(
                 f"counted on images that didn't choose: {caught.count} of {caught.images} defects "
-                f"caught ({_interval(caught)}), {flagged.count} of {flagged.images} good images "
-                f"flagged ({_interval(flagged)}; 95 % confidence)"
+                f"caught ({caught.interval}), {flagged.count} of {flagged.images} good images "
+                f"flagged ({flagged.interval}; 95 % confidence)"
             )
         return lines
 
@@ -122,7 +123,7 @@ class Tuning:
     def caught(self, index: int) -> Rate:
         """Known defects that settings catch at the promised rate of good parts for review."""
         scores = self.scores[index]
-        return _share(scores.defects, scores.limit(self.base.calibration.review_rate))
+        return rate_above(scores.defects, scores.limit(self.base.calibration.review_rate))
 
     def write(self, file: Path) -> None:
         """Write the chosen settings as YAML, and all figures as JSON beside it.
@@ -185,7 +186,7 @@ class Tuning:
                 (
                     self.name(i),
                     f"{caught.count} of {caught.images}" if caught.images else "",
-                    f"({_interval(caught)})" if caught.images else "",
+                    f"({caught.interval})" if caught.images else "",
                     f"{flagged} of {len(trial.good)}" if len(trial.good) else "",
                     f"{spread(self.scores[i]):.2f}",
                     f"{1000 * trial.image_seconds:.0f}",
@@ -196,7 +197,9 @@ class Tuning:
 
     def _without_defects(self) -> str:
         height, width = self.tried[0].trial.patch_pixels
-        turned = [i for i, t in enumerate(self.tried) if any(c.axis == TURNS for c in t.changes)]
+        turned = [
+            i for i, t in enumerate(self.tried) if any(c.axis in (POSE, TURNS) for c in t.changes)
+        ]
         narrowest = min(turned, key=lambda i: spread(self.scores[i]), default=0)
         before, after = spread(self.scores[0]), spread(self.scores[narrowest])
         poses = (
@@ -300,29 +303,3 @@ def _cost(base: Config, tried: Tried) -> float:
     """How dear settings are, and a trifle for each value that differs."""
     values = sum(len(change.values) for change in tried.changes)
     return expense(tried.trial.config, base) + 0.001 * values
-
-
-def _share(scores: Floats, limit: float) -> Rate:
-    count, images = int((scores > limit).sum()), len(scores)
-    return rate_of(count, images, count / max(images, 1))
-
-
-def _interval(rate: Rate) -> str:
-    return f"{100 * rate.low:.0f} to {percent(rate.high)}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with columns of even width; those that are empty all along are left out."""
-    columns = [c for c in zip(*rows, strict=True) if any(c[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in zip(*columns, strict=True)
-    ]

@@ -1,0 +1,251 @@
+"""A picture of the part made of training images -> its pose in an image. Imports no torch.
+
+The reference, turned in steps of 5°, is correlated with a small grey picture of the image; the best
+of these candidates are refined by Gauss-Newton steps on the correlation (the inverse compositional
+form of ECC, Evangelidis and Psarakis 2008); the highest correlation wins. Light that differs as a
+whole changes no correlation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import DataError, ModelError
+from anomaly.imaging.geometry import aspect_error
+from anomaly.imaging.pose import Motion, Pose, cut, wrapped
+from anomaly.imaging.read import Image, read_image
+
+Grey = NDArray[np.float32]
+
+_SIDE, _COARSE = 128, 64  # of squares with the area of the pictures that are compared
+_STEP = math.radians(5)
+_CANDIDATES = 3
+_FIRST_STEPS, _STEPS, _CONVERGED = 6, 20, 0.02  # pixels
+_ASPECT = 0.02
+# A turn by more than is usual has to correlate better by so much: round parts look alike anyhow.
+_USUAL, PREFERENCE = math.radians(15), 0.05
+# Before training images say more.
+_LOWEST, _HIGHEST = Motion(-_USUAL, -math.inf, -math.inf), Motion(_USUAL, math.inf, math.inf)
+_APART = 1 / 8  # of a side, from where on another place is far from the pose
+
+
+def grey_picture(image: Image) -> Grey:
+    """A small grey picture (h, w) of an image, in [0, 1]; (h, w) follows from its aspect."""
+    height, width = _sides(image.size[0] / image.size[1], _SIDE)
+    small = cv2.resize(image.pixels, (width, height), interpolation=cv2.INTER_AREA)
+    return np.asarray(small.mean(axis=2) / image.full_scale, np.float32)
+
+
+def read_grey(source: Path | Image, max_pixels: int, bit_depth: int | None) -> Grey | None:
+    """The grey picture of a file; None where it can't be used. Called in a decoding process."""
+    try:
+        if not isinstance(source, Image):
+            source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
+        return grey_picture(source)
+    except Exception:  # training says why
+        return None
+
+
+def _sides(aspect: float, side: int) -> tuple[int, int]:
+    """Height and width of about a square's area, whose ratio is the aspect as nearly as can be."""
+    middle = side * math.sqrt(aspect)
+    heights = range(max(8, math.floor(0.95 * middle)), max(9, math.ceil(1.05 * middle)))
+    sizes = [(height, max(8, round(height / aspect))) for height in heights]
+    return min(sizes, key=lambda size: (aspect_error(size, aspect), abs(size[0] - middle)))
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What the part looks like, and how far it moves in the training images.
+
+    Attributes:
+        picture: (h, w) grey, mean 0 and norm 1.
+        rigid: whether parts turn, too.
+        least: the correlation below which a pose counts as not found.
+        lowest: of the training images' motions, widened: radians, and shares of width and height.
+        highest: as well.
+    """
+
+    picture: Grey
+    rigid: bool
+    least: float = 0.0
+    lowest: Motion = _LOWEST
+    highest: Motion = _HIGHEST
+
+    def pose(self, image: Image) -> Pose:
+        """Where the part lies in an image.
+
+        Raises:
+            DataError: the image has another aspect than the training images.
+        """
+        height, width = self.picture.shape
+        if aspect_error(image.size, height / width) > _ASPECT:
+            raise DataError(
+                f"its {image.size[1]}×{image.size[0]} pixels have another shape than the training "
+                "images, so the part's pose can't be compared; crop it to their shape, or train "
+                "with image.align=none"
+            )
+        small = cv2.resize(grey_picture(image), (width, height), interpolation=cv2.INTER_AREA)
+        motion, correlation = self.find(np.asarray(small, np.float32))
+        share = Motion(motion.turn, motion.x / width, motion.y / height)
+        in_pixels = Motion(motion.turn, share.x * image.size[1], share.y * image.size[0])
+        return Pose(in_pixels, image.size, correlation, self._doubt(share, correlation))
+
+    def find(self, grey: Grey) -> tuple[Motion, float]:
+        """The part's motion in a grey picture of the reference's size, and the correlation."""
+        refined = [self._refined(grey, start, _FIRST_STEPS) for start in self._starts(grey)]
+        best = max(refined, key=lambda each: each[1] - self._penalty(each[0].turn))[0]
+        return self._refined(grey, best, _STEPS)
+
+    def _penalty(self, turn: float) -> float:
+        return 0.0 if self.lowest.turn <= turn <= self.highest.turn else PREFERENCE
+
+    def _starts(self, grey: Grey) -> list[Motion]:
+        """Where to look closer: the best turns, far from each other, each at its best shift."""
+        rows, columns = self._coarse_size
+        (height, width), turns = grey.shape, self._turns
+        spectrum = np.fft.rfft2(_centred(grey, (rows, columns)))
+        fits = np.fft.irfft2(self._spectra * spectrum.astype(np.complex64), s=(rows, columns))
+        fits = fits.reshape(len(turns), -1)
+        values = fits.max(axis=1) - [self._penalty(turn) for turn in turns]
+        starts = []
+        for _ in range(_CANDIDATES):
+            best = int(values.argmax())
+            y, x = divmod(int(fits[best].argmax()), columns)
+            y, x = (y + rows // 2) % rows - rows // 2, (x + columns // 2) % columns - columns // 2
+            starts.append(Motion(turns[best], x * width / columns, y * height / rows))
+            values[[abs(wrapped(turn - turns[best])) < 4.5 * _STEP for turn in turns]] = -np.inf
+            if not np.isfinite(values).any():
+                break
+        return starts
+
+    @cached_property
+    def _coarse_size(self) -> tuple[int, int]:
+        return _sides(self.picture.shape[0] / self.picture.shape[1], _COARSE)
+
+    @cached_property
+    def _turns(self) -> list[float]:
+        return [wrapped(i * _STEP) for i in range(72)] if self.rigid else [0.0]
+
+    @cached_property
+    def _spectra(self) -> NDArray[np.complex64]:
+        """Of the small reference, turned each way; conjugate, for correlations."""
+        small, size = _centred(self.picture, self._coarse_size), self._coarse_size
+        turned = [
+            cv2.warpAffine(small, Motion(turn, 0, 0).matrix(size), size[::-1])
+            for turn in self._turns
+        ]
+        return np.fft.rfft2(np.stack(turned)).conj().astype(np.complex64)
+
+    @cached_property
+    def _solver(self) -> Grey:
+        """(2 or 3, h·w): the motion that a difference to the reference calls for."""
+        x, y = (cv2.Sobel(self.picture, cv2.CV_32F, *d, scale=1 / 8) for d in ((1, 0), (0, 1)))
+        rows, columns = np.indices(self.picture.shape) - np.array(
+            [(side - 1) / 2 for side in self.picture.shape]
+        ).reshape(2, 1, 1)
+        slopes = np.stack([y * columns - x * rows, x, y] if self.rigid else [x, y])
+        flat, own = slopes.reshape(len(slopes), -1), self.picture.ravel()
+        flat = flat - flat.mean(axis=1, keepdims=True)
+        flat = flat - np.outer(flat @ own, own)  # what light does isn't motion
+        return np.asarray(np.linalg.pinv((flat @ flat.T).astype(np.float64)) @ flat, np.float32)
+
+    def _refined(self, grey: Grey, motion: Motion, steps: int) -> tuple[Motion, float]:
+        for _ in range(steps):
+            *turn, x, y = (self._solver @ (moved(grey, motion) - self.picture).ravel()).tolist()
+            step = Motion(turn[0] if turn else 0.0, x, y)
+            motion = motion.after(step.inverse())
+            if abs(step.turn) * self.picture.shape[0] / 2 + abs(x) + abs(y) < _CONVERGED:
+                break
+        return motion, float(np.vdot(moved(grey, motion), self.picture))
+
+    def elsewhere(self, grey: Grey, motion: Motion) -> float:
+        """How well the part matches far from its motion, as a share of how well it matches there.
+
+        Args:
+            grey: a picture of the reference's size.
+            motion: as `find` gave it.
+        """
+        spectrum = np.fft.rfft2(moved(grey, motion))
+        fits = np.fft.irfft2(np.fft.rfft2(self.picture).conj() * spectrum, s=grey.shape)
+        rows, columns = (np.abs(np.fft.fftfreq(side)) >= _APART for side in grey.shape)
+        return float(fits[rows[:, None] | columns].max() / max(fits[0, 0], 1e-6))
+
+    def _doubt(self, share: Motion, correlation: float) -> str:
+        """Why a pose isn't trusted, for a person; empty where it is."""
+        if correlation < self.least:
+            return (
+                f"the part's pose can't be found: it matches the training images by "
+                f"{correlation:.2f}, and {self.least:.2f} is the least (another product, or part "
+                "of it covered or out of view?)"
+            )
+        low, high = np.array(self.lowest), np.array(self.highest)
+        beyond = (np.array(share) < low) | (np.array(share) > high)
+        if not beyond.any():
+            return ""
+        axis = int(np.argmax(beyond))
+        name, unit, scale = _AXES[axis]
+        return (
+            f"the part is {name.format(f'{scale * share[axis]:+.3g}{unit}')}, and "
+            f"{scale * low[axis]:+.3g}{unit} to {scale * high[axis]:+.3g}{unit} is what the "
+            "training images allow"
+        )
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """Everything that has to be saved, by name."""
+        bounds = np.array([self.lowest, self.highest])
+        return {"picture": self.picture, "least": np.array(self.least), "bounds": bounds}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
+        """The way back from `tensors`.
+
+        Raises:
+            ModelError: they aren't a reference.
+        """
+        kinds = {name: (value.dtype.name, value.ndim) for name, value in tensors.items()}
+        expected = {"picture": ("float32", 2), "least": ("float64", 0), "bounds": ("float64", 2)}
+        if (
+            kinds != expected
+            or tensors["bounds"].shape != (2, 3)
+            or not min(tensors["picture"].shape) >= 8
+            or not np.isfinite(tensors["picture"]).all()
+            or np.isnan([*tensors["bounds"].flat, tensors["least"]]).any()
+        ):
+            raise ModelError("the picture that says where the part lies is damaged")
+        lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
+        return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
+
+
+_AXES = (
+    ("turned by {}", "°", math.degrees(1)),
+    ("shifted by {} of the image's width", " %", 100.0),
+    ("shifted by {} of the image's height", " %", 100.0),
+)
+
+
+def moved(grey: Grey, motion: Motion) -> Grey:
+    """A grey picture in the part's coordinates, normed."""
+    rows, columns = (slice(0, side) for side in grey.shape)
+    return normed(cut(grey, motion, rows, columns, border=cv2.BORDER_REPLICATE))
+
+
+def normed(picture: Grey) -> Grey:
+    """A picture with mean 0 and norm 1."""
+    apart = picture - picture.mean()
+    return np.asarray(apart / (np.linalg.norm(apart) + 1e-6), np.float32)
+
+
+def _centred(grey: Grey, size: tuple[int, int]) -> Grey:
+    """A picture made smaller, its border about 0, so that a turned one ends nowhere."""
+    small = cv2.resize(grey, size[::-1], interpolation=cv2.INTER_AREA)
+    border = np.concatenate([small[0], small[-1], small[:, 0], small[:, -1]])
+    return normed(small - np.median(border))
