@@ -130,7 +130,7 @@ def test_names_of_any_script_stay_text_and_commands_can_be_pasted(
     missed = re.search(r"<code>(anomaly missed .*?)</code>", page)
     assert missed
     words = shlex.split(unescape(missed[1]))
-    assert words == ["anomaly", "missed", str(image), "--model", str(run_folder)]
+    assert words == ["anomaly", "missed", str(image), "--model", str(run_folder), "--keep"]
 
 
 def test_what_to_do_next_follows_from_the_verdict(run_folder: Path, product: Path) -> None:
