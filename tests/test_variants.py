@@ -60,8 +60,8 @@ def test_the_default_is_that_of_the_config_for_folders(images):
         "layers:123",
         "neighbours:3",
         "spacing:0",
-        "compress:sqrt",
-        "compress:unit,embedding:concat",
+        "power:0.5",
+        "power:0.75,embedding:concat",
     ],
 )
 def test_each_variant_scores_every_patch(images, changed):

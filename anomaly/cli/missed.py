@@ -6,6 +6,7 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 done, 3 done without some images that can't be used.
     """
+    with nullcontext() if options.output is None else locked(options.output):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     paths = without_masks(find_inputs(options.images, option="IMAGE").paths)
     if options.mask is not None and len(paths) > 1:
         raise AnomalyError(f"--mask belongs to one image, and {len(paths)} are given; give one")
@@ -83,8 +89,7 @@ def run(options: argparse.Namespace) -> int:
             continue
         print("\n".join(defect.lines()))
         if options.output is not None:
-            with locked(options.output):
-                defect.explanation.save(options.output / name, overwrite=options.overwrite)
+            defect.explanation.save(options.output / name, overwrite=options.overwrite)
             print(f"Look at {options.output / name / 'explanation.html'}")
         if not defect.caught:
             missed.append(defect)

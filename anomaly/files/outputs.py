@@ -64,7 +64,7 @@ INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, JOB, *FOLDERS)
 TRAIN = ("model", "train.json", "suspects")
 # And what belongs to the model of a run: its golden parts.
 RUN = (*TRAIN, "golden")
-_EXPLANATION = "explanation.json"
+_EXPLANATION, _EXPLANATION_PAGE = "explanation.json", "explanation.html"
 _MANIFEST = "manifest.json"
 LOCK = ".anomaly-lock"
 _ATTEMPTS = 100
@@ -186,7 +186,11 @@ def _head(file: Path) -> bytes:
 
 def _explained(file: Path) -> list[str]:
     try:
-        return [_EXPLANATION, *map(str, json.loads(file.read_bytes())["pictures"])]
+        return [
+            _EXPLANATION,
+            _EXPLANATION_PAGE,
+            *map(str, json.loads(file.read_bytes())["pictures"]),
+        ]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
 

@@ -220,6 +220,7 @@ def _commands(
         ("evaluate", ["--model", model, "--output", out], out),
         ("evaluate", ["--compare", model, model, "--output", out], out),
         ("explain", ["--model", model, "--input", image, "--output", out], out),
+        ("missed", [image, "--model", model, "--output", out], out),
         ("features", [*features, "--output", out], out),
         ("sample-data", ["--output", out], out),
         ("calibrate", ["--model", model, "--review-rate", 0.2], model),
@@ -232,7 +233,7 @@ _TURNS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(14))
 def test_two_processes_of_each_command_twenty_times(
     index: int, tmp_path: Path, run_folder: Path, command: Command
 ) -> None:

@@ -176,7 +176,7 @@ def test_each_value_of_the_thresholds(model: Path, name: str) -> None:
             continue
         assert way[-1] in {"statement", "source", "label", "groups", "pixel", "value", "confidence",
                            "target", "count", "images", "expected", "low", "high", "at_most",
-                           "left_out", 0, 1}, (way, mutant)  # fmt: skip
+                           "left_out", "assumes", 0, 1}, (way, mutant)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -58,11 +58,11 @@ def test_parts_that_lie_any_way_are_learned_so(
     asked = ["--config", config, "--budget", "1h", *settings("image.area=64")]
     code, out, err = command("tune", asked)
     assert code == 0, err
-    assert "turned_copies=quarter_turns" in out.split("\n\n")[-2]
+    assert "image.align=rigid" in out.split("\n\n")[-2]
     written = tmp_path / "angle_tuned.yaml"
     tuned = load_config(written)
     assert tuned.name == "angle_tuned"
-    assert tuned.model.turned_copies != "none"
+    assert tuned.image.align == "rigid"
     assert len(tuned.chosen_by) == 32
     figures = json.loads(written.with_suffix(".json").read_text())
     assert figures["better"]
