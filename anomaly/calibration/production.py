@@ -160,8 +160,10 @@ def thresholds_from_production(
     cut = images - max(defects // 2, 1)
     source = f"{images} production images, at most {defects} of them defective"
     good = replace(production.with_rows(rows[:cut]), source=source)
-    found, former = (thresholds_from(some, review_rate, reject_rate) for some in (good, known))
-    review, reject = found.calibration.review, found.calibration.reject
+    calibrated, former = (
+        thresholds_from(scores, review_rate, reject_rate) for scores in (good, known)
+    )
+    review, reject = calibrated.calibration.review, calibrated.calibration.reject
     if 0 < former.review < former.image:
         reject = threshold_at(review.value * former.image / former.review, good.image)
     both = (
@@ -169,8 +171,8 @@ def thresholds_from_production(
         for threshold in (review, reject)
     )
     low, high = (
-        threshold_for_expected_rate([row[1] for row in some], review_rate).value
-        for some in (rows[: images - defects], rows)
+        threshold_for_expected_rate([row[1] for row in good_rows], review_rate).value
+        for good_rows in (rows[: images - defects], rows)
     )
     return ProductionChoice(
         with_pixels(Calibration(*both), "calibrated", good),

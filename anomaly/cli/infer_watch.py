@@ -105,8 +105,8 @@ def _follow(
         flagged.update(count_flagged([row], learned))
         print(_line(row), flush=True)
         if row.product not in warned:
-            mine = {key: count for key, count in flagged.items() if key[0] == row.product}
-            for line in flagged_lines(mine, model, options.model):
+            of_product = {key: count for key, count in flagged.items() if key[0] == row.product}
+            for line in flagged_lines(of_product, model, options.model):
                 log.warning(line)
                 warned.add(row.product)
 

@@ -1,7 +1,7 @@
-"""What is weak about a model, the most important first, and what mends it.
+"""The weaknesses of a model, ranked, each with the command that improves it.
 
-Judged is what training, evaluation and inference have computed anyway; only a few flagged images
-are scored once more, turned.
+They follow from figures that training, evaluation and inference have computed; only a few flagged
+images are scored again, turned and mirrored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from anomaly.errors import ImageError, counted, some
 from anomaly.imaging.loading import turned
 from anomaly.imaging.read import Image, read_image
 from anomaly.scoring.image_statistics import LEAST_IMAGES
+from anomaly.training.tuning.judging import LEAST_DEFECTS
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
@@ -33,13 +34,12 @@ _PRINTED = 3
 _TURNS = range(1, 8)
 _TURNED_IMAGES = 6  # flagged images that are scored in all ways to lay them
 _USUAL = 0.75  # of good images
-_LEAST_TUNED = 6  # defects that `tune` needs
 _LEAST_ALIKE = 3  # images that show a cause; fewer may do so by chance
 _TURNED_COPIES = "model.turned_copies=quarter_turns_and_mirrors"
 _FAR = 1.1  # times the reject threshold, above which an image is far from all others
 _OUTSIDE = 1.1  # times the training images' lowest or highest figure
-# Shares of the images concerned that a remedy is expected to mend. Tuning: the mean over the five
-# sets of benchmarks/ACCURACY.md (93, 9, 47, -6 and 1 %).
+# Shares of the missed or flagged images that a remedy is expected to correct. Tuning: the mean over
+# the five sets of benchmarks/ACCURACY.md (93, 9, 47, -6 and 1 %).
 _TUNED, _LEARNED, _FINER = 0.29, 0.5, 0.5
 _BY_TUNING = (
     "of five photographed sets two gained: 59 to 97 % and 12 to 53 % of defects caught (where 5 % "
@@ -108,7 +108,7 @@ _PASSED = JudgedImage(flagged=False)
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A model and where it comes from, for the commands that mend it.
+    """A model and the folders that commands about it have to name.
 
     Attributes:
         model: trained.
@@ -173,7 +173,7 @@ def lines(weaknesses: Sequence[Weakness], name: str = "") -> list[str]:
         return []
     shown = weaknesses[:_PRINTED]
     more = f", {len(shown)} of {len(weaknesses)}" if len(weaknesses) > len(shown) else ""
-    text = [f"{name}{': ' if name else ''}what to mend first{more}:"]
+    text = [f"{name}{': ' if name else ''}weaknesses, the most important first{more}:"]
     for number, weakness in enumerate(shown, 1):
         text += [f"{number}. {weakness.what}", f"   {weakness.remedy}"]
         text += [f"     {weakness.command}"] if weakness.command else []
@@ -228,14 +228,14 @@ def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[W
         return
     share = len(missed) / defects
     what = f"{len(missed)} of {counted(defects, 'defect')} pass as good ({percent(share)})."
-    if defects >= _LEAST_TUNED and not run.model.config.chosen_by:
+    if defects >= LEAST_DEFECTS and not run.model.config.chosen_by:
         remedy = "Try other settings on the known defects (10 minutes at most):"
         yield Weakness(what, remedy, run.tune(), _BY_TUNING, _TUNED * share)
         return
     files = [image.source for image in missed if isinstance(image.source, Path)][:_PRINTED]
     why = "The settings are those that tune chose."
-    if defects < _LEAST_TUNED:
-        why = f"From {_LEAST_TUNED} known defects on, tune can choose settings."
+    if defects < LEAST_DEFECTS:
+        why = f"From {LEAST_DEFECTS} known defects on, tune can choose settings."
     remedy = f"{why} See why {'these pass' if len(files) > 1 else 'it passes'} (2 minutes at most):"
     yield Weakness(what, remedy, run.missed(files) if files else "", "", _TUNED * share)
 

@@ -32,7 +32,7 @@ from anomaly.training.tuning.candidates import SCORE, Change, changed, image_sco
 from anomaly.training.tuning.judging import Floats
 from anomaly.training.tuning.trials import Recorder, scores_by
 
-_MEASURED_SECONDS = 5.0  # after which the time that all images take can be told
+_MEASURED_SECONDS = 5.0  # after which the time for all images can be estimated
 _WHOLE = 2.5  # times as long as the features takes all of it
 _ROWS = 6  # settings that are listed
 

@@ -63,8 +63,8 @@ def _deploy(options: argparse.Namespace) -> int:
         if passing and not options.force:
             raise ModelError(
                 f"it would let known defects pass ({some(passing)}), so it isn't deployed; "
-                "anomaly tune finds settings that catch more; where it is to be used all the same, "
-                "add --force"
+                "anomaly tune finds settings that catch more. To deploy this version anyway, add "
+                "--force"
             )
         before = training_record(options.to).get("name")
         replaced = deploy(folder, options.to)

@@ -50,7 +50,7 @@ def test_quiet_shows_results_and_the_log_file_everything(
         "detail settings from",
         "warning backbone.weights is 'random'",
         "detail time: backbone",
-        "remark what to mend first",
+        "remark weaknesses, the most important first",
         "detail exit code 0",
     ):
         assert known in text

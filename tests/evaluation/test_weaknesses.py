@@ -217,7 +217,9 @@ def _of(folder: Path) -> Run:
 def test_three_are_printed() -> None:
     weaknesses = [Weakness(f"weak {i}", "do", "anomaly so", "much") for i in range(5)]
     text = "\n".join(lines(weaknesses, "part"))
-    assert text.startswith("part: what to mend first, 3 of 5:\n1. weak 0\n   do\n     anomaly so\n")
+    assert text.startswith(
+        "part: weaknesses, the most important first, 3 of 5:\n1. weak 0\n   do\n     anomaly so\n"
+    )
     assert "weak 3" not in text
     assert lines([]) == []
 
