@@ -50,12 +50,14 @@ class Scored:
         image_score: None where it couldn't be scored.
         reason: why it couldn't be scored, or why a person has to look whatever the score.
         image_sha256: of the file's bytes.
+        misarranged: which part holds too much or too little of what; see `Prediction`.
     """
 
     sample: Sample
     image_score: float | None
     reason: str = ""
     image_sha256: str = ""
+    misarranged: str = ""
 
     @property
     def outlier(self) -> bool:
@@ -180,7 +182,9 @@ def score_test_split(
                 if mask is not None and sample.is_defect and not mask.any():
                     mask = None  # or it would count as a good image's
                     unmarked.append(str(sample.mask_path))
-                scored[result.index] = Scored(sample, result.score, result.reason, result.sha256)
+                scored[result.index] = Scored(
+                    sample, result.score, result.reason, result.sha256, result.misarranged
+                )
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)

@@ -159,6 +159,10 @@ def export_model(
     engine, precision = options.engine, options.precision
     remove_drafts(output)
     parent, samples = load_model(folder, "cpu"), {}
+    if parent.arrangement is not None and (options.whole or precision == "int8"):
+        raise ModelError(
+            f"{folder} has model.arrangement, which --whole and int8 don't compute; export without"
+        )
     if precision == "int8":
         samples = training_images(parent, source, options.data_root, options.further)
     paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])

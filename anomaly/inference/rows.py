@@ -55,6 +55,8 @@ class Row:
         engine: what computed: `torch`, or the engine that the model was exported for.
         product: which of several products it was scored as; empty where a single model scored it,
             and where there is no score and nobody says which.
+        misarranged: which part of the image holds too much or too little of what, where that makes
+            the score (`model.arrangement`); else empty.
     """
 
     path: str
@@ -75,6 +77,7 @@ class Row:
     milliseconds: float | None = None
     engine: str = "torch"
     product: str = ""
+    misarranged: str = ""
 
 
 def row_of(
@@ -116,6 +119,7 @@ def row_of(
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
         engine=model.reference_model.extractor.engine,
         product=product,
+        misarranged="" if scored is None else scored.misarranged,
     )
 
 

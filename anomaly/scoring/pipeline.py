@@ -19,6 +19,7 @@ from anomaly.imaging.loading import NetworkInput, Preprocessing
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import PatchScores
+from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import loading_of
 from anomaly.scoring.image_score import image_scores, inside_of, network_map, with_border_damped
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
@@ -75,6 +76,7 @@ class Model(Predictor):
         aspect: H/W that images have to have; None for any.
         reference: says where the part lies in each image; None where images are seen as they are.
         training_statistics: what its training images have in common; None where that isn't known.
+        arrangement: what good images hold where; None without `model.arrangement`.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
@@ -93,6 +95,7 @@ class Model(Predictor):
     aspect: float | None = None
     reference: Reference | None = None
     training_statistics: TrainingStatistics | None = None
+    arrangement: Arrangement | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
@@ -215,7 +218,13 @@ class Model(Predictor):
         batch, scores = self.score_patches(embedded.embeddings, layout, embedded.inside)
         nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
         patches = list(map(Patches, as_numpy(batch.scores), nearest))
-        return patches, scores.tolist()
+        if self.arrangement is None:
+            return patches, scores.tolist()
+        images = list(self.manifest.get("training_images", ()))
+        judged, texts = self.arrangement.judged(
+            scores.tolist(), embedded.embeddings, embedded.inside, images
+        )
+        return [replace(p, misarranged=t) for p, t in zip(patches, texts, strict=True)], judged
 
     def prediction(
         self,
@@ -252,6 +261,7 @@ class Model(Predictor):
             thresholds=self.thresholds,
             product=recognised[0],
             reason="; ".join(filter(None, reasons)),
+            misarranged=patches.misarranged,
         )
 
     def review_reason(self, statistics: ImageStatistics) -> str:

@@ -30,7 +30,8 @@ from anomaly.imaging.looks import picture_of
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
-from anomaly.methods.base import Fitter, Progress, Scorer
+from anomaly.methods.base import Fitter, Fold, PatchSet, Progress, Scorer
+from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
@@ -40,6 +41,8 @@ from anomaly.training.cross_fitting import (
     Suspect,
     Suspects,
     cross_fit,
+    held_out_parts,
+    is_turned,
     scores_of,
     split,
     standing_out,
@@ -237,7 +240,7 @@ def fit_detector(
         log.warning("%s", near)
     config = setup.config
     leave_out = config.model.leave_out_suspects
-    if not (calibrate or leave_out):
+    if not (calibrate or leave_out or config.model.arrangement):
         return DetectorFit(detector, images)
 
     def scored(
@@ -269,12 +272,35 @@ def fit_detector(
         rest = features.only(frozenset(images))
         detector = fitted(rest)
         good = replace(scored(rest, images, None), stood_out=len(stand_out))
+    if config.model.arrangement:
+        groups = {i: group for i in images if (group := samples[i].group)}
+        parts = held_out_parts(images, pictures, groups, config.calibration.folds)
+        detector, good = _with_arrangement(detector, features.only(frozenset(images)), good, parts)
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
     stages.end("calibration")
     return DetectorFit(detector, images, suspects.worst(), stand_out)
+
+
+def _with_arrangement(
+    detector: Model,
+    features: PatchSet,
+    good: GoodScores,
+    parts: tuple[Sequence[int], object, Sequence[Fold]],
+) -> tuple[Model, GoodScores]:
+    """A model that counts the arrangement in, and its cross-fitted scores."""
+    batches = (
+        (batch.images, batch.embeddings, batch.inside) for batch in features if not is_turned(batch)
+    )
+    arrangement = Arrangement.of(batches, detector.config.seed)
+    distinct, _, folds = parts
+    place = {image: at for at, image in enumerate(sorted(i for fold in folds for i in fold))}
+    arrangement, scores = arrangement.joined(
+        good.image, [place[i] for i in distinct], [[place[i] for i in fold] for fold in folds]
+    )
+    return replace(detector, arrangement=arrangement), replace(good, image=scores)
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:
@@ -433,7 +459,8 @@ def train(
     for name, times in Counter(sample.name for sample in samples).items():
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
-    if calibrate or config.model.leave_out_suspects:  # said before anything is computed
+    wanted = config.model.leave_out_suspects or config.model.arrangement
+    if calibrate or wanted:  # said before anything is computed
         split(range(len(samples)), {}, config.calibration.folds)
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}
