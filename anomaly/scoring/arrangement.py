@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ _KINDS = 32
 _DIMENSIONS = 64  # of the random projection that kinds are told apart in
 _SIDE = 16  # coarse patches along an image's shorter side, about
 _SAMPLE, _ROUNDS = 15_000, 25  # of k-means
-_STEEPNESS = 2.0
+_STEEPNESS, _MOST = 2.0, 5.0
 _TENSORS = ("projection", "centres", "examples", "histograms", "scale")
 _PLACES = ("upper left", "upper right", "lower left", "lower right")
 
@@ -69,7 +68,8 @@ class Arrangement:
         coarse: dict[int, tuple[Vectors, Vectors]] = {}
         for images, embeddings, inside in batches:
             if projection is None:
-                projection = _projection(embeddings.shape[3], rng)
+                size = embeddings.shape[3], min(_DIMENSIONS, embeddings.shape[3])
+                projection = np.linalg.qr(rng.standard_normal(size))[0].astype(np.float32)
             patches, weights = _coarse(embeddings, projection, inside)
             coarse.update(zip(images, zip(patches, weights, strict=True), strict=True))
         if projection is None or len(coarse) < LEAST_IMAGES:
@@ -77,31 +77,22 @@ class Arrangement:
                 f"model.arrangement needs {LEAST_IMAGES} good images or more to tell how parts are "
                 f"arranged; there are {len(coarse)}. Add images, or leave the setting off"
             )
-        numbers = sorted(coarse)
-        points = np.concatenate([coarse[i][0][coarse[i][1] > 0] for i in numbers])
+        shown = [coarse[i] for i in sorted(coarse)]
+        points = np.concatenate([patches[weights > 0] for patches, weights in shown])
         centres = _k_means(points[rng.permutation(len(points))[:_SAMPLE]], rng)
-        histograms = np.stack([_histogram(*coarse[i], centres) for i in numbers])
-        examples = _examples({i: coarse[i] for i in numbers}, centres)
-        return cls(projection, centres, examples, histograms, np.zeros(4))
+        histograms = np.stack([_histogram(*each, centres) for each in shown])
+        return cls(projection, centres, _examples(shown, centres), histograms, np.zeros(4))
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, NDArray[np.generic]]) -> Arrangement:
         """From what `tensors` gave.
 
         Raises:
-            ModelError: they don't fit together.
+            ModelError: one is missing.
         """
-        arrays: list[Any] = [np.asarray(tensors.get(name, ())) for name in _TENSORS]
-        projection, centres, examples, histograms, scale = arrays
-        fits = projection.ndim == centres.ndim == histograms.ndim == 2 and (
-            projection.shape[1] == centres.shape[1]
-            and examples.shape == (len(centres), 3)
-            and histograms.shape[1] == 4 * len(centres)
-            and scale.shape == (4,)
-        )
-        if not fits or not all(np.isfinite(array).all() for array in arrays):
+        if tensors.keys() != set(_TENSORS):
             raise ModelError("arrangement.safetensors is damaged")
-        return cls(*arrays)
+        return cls(**tensors)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, NDArray[np.generic]]:
         """What a model folder keeps."""
@@ -121,7 +112,7 @@ class Arrangement:
         for fold in folds:
             rest = np.delete(self.histograms, fold, axis=0)
             held_out[list(fold)] = _distances(self.histograms[list(fold)], *_gaussian(rest))
-        scores, away = _log(np.array(patch_scores)), _log(held_out[list(places)])
+        scores, away = np.log(patch_scores), np.log(held_out[list(places)])
         scale = [np.median(scores), np.quantile(scores, 0.95), np.median(away), away.max()]
         fitted = replace(self, scale=np.array(scale))
         return fitted, tuple(fitted._in_patch_units(np.exp(away)).clip(patch_scores).tolist())
@@ -142,15 +133,14 @@ class Arrangement:
             part holds too much or too little of what; else an empty text.
         """
         patches, weights = _coarse(embeddings, self.projection, inside)
-        histograms = np.stack(
-            [_histogram(*each, self.centres) for each in zip(patches, weights, strict=True)]
-        )
+        shown = zip(patches, weights, strict=True)
+        histograms = np.stack([_histogram(*each, self.centres) for each in shown])
         own = self._in_patch_units(_distances(histograms, *self._usual))
         texts = [
             self._text(histogram, names) if raised > score else ""
             for histogram, raised, score in zip(histograms, own, scores, strict=True)
         ]
-        return np.fmax(own, scores).tolist() if np.isfinite(scores).all() else list(scores), texts
+        return np.maximum(own, scores).tolist(), texts  # NaN stays NaN
 
     @cached_property
     def _usual(self) -> tuple[Floats, Floats]:
@@ -162,8 +152,9 @@ class Arrangement:
         Those of usual images lie far below the median, so that patches alone order them.
         """
         middle, rare, median, farthest = self.scale
-        slope = _STEEPNESS * (rare - middle) / max(farthest - median, 1e-6)
-        return np.asarray(np.exp(rare + slope * (_log(distances) - farthest)))
+        slope = _STEEPNESS * (rare - middle) / max(farthest - median, 0.01)
+        above = slope * (np.log(distances) - farthest)
+        return np.asarray(np.exp(rare + np.minimum(above, _MOST)))
 
     def _text(self, histogram: Vectors, names: Sequence[str]) -> str:
         mean, precision = self._usual
@@ -173,16 +164,8 @@ class Arrangement:
         much = "much" if change.reshape(4, -1)[place, kind] > 0 else "little"
         image, x, y = self.examples[kind].tolist()
         shown = names[int(image)] if int(image) < len(names) else f"training image {int(image)}"
-        return (
-            f"{_PLACES[int(place)]}: too {much} of what {shown} shows at {x:.0f} % of its width, "
-            f"{y:.0f} % of its height"
-        )
-
-
-def _projection(channels: int, rng: np.random.Generator) -> Vectors:
-    dimensions = min(_DIMENSIONS, channels)
-    basis = np.linalg.qr(rng.standard_normal((channels, dimensions)))[0]
-    return np.asarray(basis, np.float32)
+        what = f"what {shown} shows at {x:.0f} % of its width, {y:.0f} % of its height"
+        return f"{_PLACES[int(place)]}: too {much} of {what}"
 
 
 def _coarse(
@@ -246,18 +229,17 @@ def _histogram(patches: Vectors, weights: Vectors, centres: Vectors) -> Vectors:
     return np.concatenate([counts[r, c].mean((0, 1)) for r in rows for c in columns])
 
 
-def _examples(coarse: Mapping[int, tuple[Vectors, Vectors]], centres: Vectors) -> Vectors:
+def _examples(shown: Sequence[tuple[Vectors, Vectors]], centres: Vectors) -> Vectors:
     best, examples = np.full(len(centres), np.inf), np.zeros((len(centres), 3), np.float32)
-    for place, (patches, weights) in enumerate(coarse.values()):
+    for image, (patches, weights) in enumerate(shown):
         height, width, channels = patches.shape
         away = _squared(patches.reshape(-1, channels), centres)
         away[weights.ravel() == 0] = np.inf
-        nearest = away.argmin(0)
-        for kind, at in enumerate(nearest):
-            if away[at, kind] < best[kind]:
-                best[kind] = away[at, kind]
-                y, x = (at // width + 0.5) / height, (at % width + 0.5) / width
-                examples[kind] = place, 100 * x, 100 * y
+        at, lowest = away.argmin(0), away.min(0)
+        x, y = (at % width + 0.5) / width, (at // width + 0.5) / height
+        places = np.stack([np.full(len(at), image), 100 * x, 100 * y], 1)
+        examples[lowest < best] = places[lowest < best]
+        best = np.minimum(best, lowest)
     return examples
 
 
@@ -280,8 +262,4 @@ def _gaussian(vectors: Vectors) -> tuple[Floats, Floats]:
 
 def _distances(vectors: Vectors, mean: Floats, precision: Floats) -> Floats:
     away = vectors - mean
-    return np.asarray(np.sqrt(np.maximum(((away @ precision) * away).sum(1), 0)))
-
-
-def _log(values: Floats) -> Floats:
-    return np.asarray(np.log(np.maximum(values, 1e-9)))
+    return np.asarray(np.sqrt(np.maximum(((away @ precision) * away).sum(1), 1e-18)))

@@ -23,7 +23,7 @@ from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import loading_of
 from anomaly.scoring.image_score import image_scores, inside_of, network_map, with_border_damped
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction
+from anomaly.scoring.prediction import Patches, Prediction, verdict
 from anomaly.scoring.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -220,9 +220,9 @@ class Model(Predictor):
         patches = list(map(Patches, as_numpy(batch.scores), nearest))
         if self.arrangement is None:
             return patches, scores.tolist()
-        images = list(self.manifest.get("training_images", ()))
+        names = list(self.manifest.get("training_images", ()))
         judged, texts = self.arrangement.judged(
-            scores.tolist(), embedded.embeddings, embedded.inside, images
+            scores.tolist(), embedded.embeddings, embedded.inside, names
         )
         return [replace(p, misarranged=t) for p, t in zip(patches, texts, strict=True)], judged
 
@@ -261,7 +261,9 @@ class Model(Predictor):
             thresholds=self.thresholds,
             product=recognised[0],
             reason="; ".join(filter(None, reasons)),
-            misarranged=patches.misarranged,
+            misarranged=""
+            if verdict(score, self.thresholds, "") == "good"
+            else patches.misarranged,
         )
 
     def review_reason(self, statistics: ImageStatistics) -> str:

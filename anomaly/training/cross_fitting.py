@@ -193,8 +193,14 @@ def cross_fit(
         DataError: too few images, or none but those of one fold.
     """
     indices = sorted(names)
-    distinct, known_groups, divided = held_out_parts(indices, pictures, groups, folds)
+    first_of: dict[str, int] = {}
+    originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
+    distinct = sorted(set(originals.values()))
     units = len({groups.get(i, i) for i in distinct})
+    known_groups = groups if units > 1 else {}
+    divided = split(
+        indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
+    )
     log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
     pairs: dict[int, tuple[float, float]] = {}
     grouped = bool(known_groups) or len(distinct) < len(indices)
@@ -218,28 +224,6 @@ def cross_fit(
         source=f"{len(distinct)} training images, each scored by a model that hasn't seen it",
         groups=units if groups else None,
     )
-
-
-def held_out_parts(
-    indices: Sequence[int], pictures: Mapping[int, str], groups: Mapping[int, str], folds: int
-) -> tuple[list[int], Mapping[int, str], list[Fold]]:
-    """Which images are scored, the first of each picture, and which are held out together.
-
-    Args:
-        indices: of the images used, ascending.
-        pictures: what tells the picture of each from others.
-        groups: the group of each image that has one.
-        folds: into how many parts to split them, at most.
-
-    Returns:
-        The images that are scored, the groups that are heeded, and the parts.
-    """
-    first_of: dict[str, int] = {}
-    originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
-    distinct = sorted(set(originals.values()))
-    heeded = groups if len({groups.get(i, i) for i in distinct}) > 1 else {}
-    together = {i: heeded.get(first, first) for i, first in originals.items()}
-    return distinct, heeded, split(indices, together, folds)
 
 
 def is_turned(batch: PatchBatch) -> bool:

@@ -30,7 +30,7 @@ from anomaly.imaging.looks import picture_of
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
-from anomaly.methods.base import Fitter, Fold, PatchSet, Progress, Scorer
+from anomaly.methods.base import Fitter, Progress, Scorer
 from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
@@ -41,7 +41,6 @@ from anomaly.training.cross_fitting import (
     Suspect,
     Suspects,
     cross_fit,
-    held_out_parts,
     is_turned,
     scores_of,
     split,
@@ -273,9 +272,8 @@ def fit_detector(
         detector = fitted(rest)
         good = replace(scored(rest, images, None), stood_out=len(stand_out))
     if config.model.arrangement:
-        groups = {i: group for i in images if (group := samples[i].group)}
-        parts = held_out_parts(images, pictures, groups, config.calibration.folds)
-        detector, good = _with_arrangement(detector, features.only(frozenset(images)), good, parts)
+        used = {i: samples[i] for i in images}
+        detector, good = _with_arrangement(detector, features, used, pictures, good)
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
@@ -286,19 +284,25 @@ def fit_detector(
 
 def _with_arrangement(
     detector: Model,
-    features: PatchSet,
+    features: CachedFeatures,
+    samples: Mapping[int, Sample],
+    pictures: Mapping[int, str],
     good: GoodScores,
-    parts: tuple[Sequence[int], object, Sequence[Fold]],
 ) -> tuple[Model, GoodScores]:
     """A model that counts the arrangement in, and its cross-fitted scores."""
-    batches = (
-        (batch.images, batch.embeddings, batch.inside) for batch in features if not is_turned(batch)
+    batches = features.only(frozenset(samples))
+    arrangement = Arrangement.of(
+        ((b.images, b.embeddings, b.inside) for b in batches if not is_turned(b)),
+        detector.config.seed,
     )
-    arrangement = Arrangement.of(batches, detector.config.seed)
-    distinct, _, folds = parts
-    place = {image: at for at, image in enumerate(sorted(i for fold in folds for i in fold))}
+    units = {i: sample.group or pictures[i] for i, sample in samples.items()}
+    if len(set(units.values())) < 2:
+        units = {i: pictures[i] for i in samples}
+    place = {i: at for at, i in enumerate(sorted(samples))}
+    folds = split(sorted(samples), units, detector.config.calibration.folds)
+    of_name = {samples[i].name: at for i, at in place.items()}
     arrangement, scores = arrangement.joined(
-        good.image, [place[i] for i in distinct], [[place[i] for i in fold] for fold in folds]
+        good.image, [of_name[n] for n in good.names], [[place[i] for i in fold] for fold in folds]
     )
     return replace(detector, arrangement=arrangement), replace(good, image=scores)
 
