@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional as F
 
 from anomaly.evaluation.metrics.images import image_metrics, recall_at_false_reject_rates
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
@@ -39,8 +40,7 @@ CPU, DEFAULT = torch.device("cpu"), Variant()
 LOGICAL = {"logical_anomalies", "absent", "turned", "swapped", "misplaced"}
 WAYS = ("quarters", "whole", "places", "nearest")
 Numbers = NDArray[Any]
-Pair = tuple[Numbers, Numbers]
-"""Of the training images, each held out, and of the test images."""
+Pair = tuple[Numbers, Numbers]  # of the training images, each held out, and of the test images
 
 
 def patch_scores(images: SetMaps, seed: int, file: Path | None) -> Pair:
@@ -101,42 +101,20 @@ def nearest(train: Numbers) -> Callable[[Numbers], Numbers]:
 
 def distances(images: SetMaps, seed: int) -> Iterator[tuple[str, Pair]]:
     """What each way gives."""
-    embedded = [
-        [embeddings(i, DEFAULT, CPU)[None] for i in part] for part in (images.train, images.test)
-    ]
-    known = Arrangement.of((((i,), each, None) for i, each in enumerate(embedded[0])), seed)
-    coarse = [
-        [arrangement._coarse(each, known.projection, None)[0][0] for each in part]
-        for part in embedded
-    ]
-    quarters = [
-        np.stack(
-            [
-                arrangement._histogram(c, np.ones(c.shape[:2], np.float32), known.centres)
-                for c in part
-            ]
-        )
-        for part in coarse
-    ]
-    pooled = [
-        np.stack(
-            [
-                torch.nn.functional.adaptive_avg_pool2d(torch.from_numpy(c).permute(2, 0, 1), 4)
-                .flatten(1)
-                .T.numpy()
-                for c in part
-            ]
-        )
-        for part in coarse
-    ]
-    whole = [q.reshape(len(q), 4, -1).mean(1) for q in quarters]
-    for way, (train, test), fit in (
-        ("quarters", [q[:, None] for q in quarters], gaussian),
-        ("whole", [w[:, None] for w in whole], gaussian),
-        ("places", pooled, gaussian),
-        ("nearest", pooled, nearest),
-    ):
-        yield way, cross_fitted(train, test, fit)
+    batches = (((i,), embeddings(x, DEFAULT, CPU)[None], None) for i, x in enumerate(images.train))
+    known = Arrangement.of(batches, seed)
+    quarters, pooled = [], []
+    for image in (*images.train, *images.test):
+        patches = embeddings(image, DEFAULT, CPU)[None]
+        coarse, weights = (part[0] for part in arrangement._coarse(patches, known.projection, None))
+        quarters.append(arrangement._histogram(coarse, weights, known.centres))
+        maps = torch.from_numpy(coarse).permute(2, 0, 1)
+        pooled.append(F.adaptive_avg_pool2d(maps, 4).flatten(1).T.numpy())
+    whole = np.stack(quarters).reshape(len(quarters), 4, -1).mean(1)
+    every = np.stack(quarters)[:, None], whole[:, None], np.stack(pooled), np.stack(pooled)
+    for way, vectors in zip(WAYS, every, strict=True):
+        train, test = vectors[: len(images.train)], vectors[len(images.train) :]
+        yield way, cross_fitted(train, test, nearest if way == "nearest" else gaussian)
 
 
 def joined(patches: Pair, other: Pair, how: str) -> Pair:
@@ -173,10 +151,18 @@ def figures(kinds: Numbers, held: Numbers, test: Numbers) -> list[float]:
 
 def row(name: str, way: str, runs: Sequence[Sequence[float]]) -> str:
     mean, spread = np.mean(runs, axis=0), np.std(runs, axis=0)
-    cells = [
-        f"{m:.3f} ± {s:.3f}" if s > 5e-4 else f"{m:.3f}" for m, s in zip(mean, spread, strict=True)
-    ]
+    cells = [f"{m:.3f}" + f" ± {s:.3f}" * (s > 5e-4) for m, s in zip(mean, spread, strict=True)]
     return f"| {name} | {way} | {' | '.join('' if 'nan' in c else c for c in cells)} |"
+
+
+def drawn(root: Path, parts: Path | None) -> Iterator[Path]:
+    """The drawn sets' folders, made where they are absent; `tray` where there are photographs."""
+    if not (root / "assembly").exists():
+        generated_sets.write("assembly", root / "assembly")
+    for name in logical_sets.NAMES:
+        if not (root / name).exists() and (parts or name != "tray"):
+            logical_sets.write(name, root / name, parts)
+    yield from (f for n in (*logical_sets.NAMES, "assembly") if (f := root / n).exists())
 
 
 def main() -> None:
@@ -191,16 +177,8 @@ def main() -> None:
     parser.add_argument("--scores", type=Path, help="folder that patch scores are kept in")
     parser.add_argument("--all-ways", action="store_true", help="not only `quarters`, `steep`")
     args = parser.parse_args()
-    folders = list(args.data)
-    for name in (*logical_sets.NAMES, "assembly") if args.drawn else ():
-        if not (folder := args.drawn / name).exists():
-            if name == "assembly":
-                generated_sets.write(name, folder)
-            elif args.parts or name != "tray":
-                logical_sets.write(name, folder, args.parts)
-        folders += [folder] if folder.exists() else []
     print(f"{machine()}\n\n| set | way | logical | | | other | | | good flagged |", flush=True)
-    for folder in folders:
+    for folder in (*args.data, *(drawn(args.drawn, args.parts) if args.drawn else ())):
         images = feature_maps(folder, Network(args.network, args.weights), args.cache, CPU)
         kinds = np.array([image.defect for image in images.test])
         runs: dict[str, list[list[float]]] = {}

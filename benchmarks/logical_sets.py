@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,13 +158,13 @@ def _read(file: Path) -> Picture:
     return np.asarray(small / 255, np.float32)
 
 
-def write(name: str, folder: Path, data: Path, seed: int = 0) -> None:
-    """Write 60 good images to train on; 40 good, 40 logical and 20 structural ones to test on."""
+def write(name: str, folder: Path, data: Path | None, seed: int = 0) -> None:
+    """Write 80 good images to train on (`tray` 60), and 40 good, 40 logical, 20 structural ones."""
     usual: Kit = [[p] if p else [] for p in _TRAY] if name == "tray" else [list(c) for c in _KIT]
-    shots = [("train/good", 60), ("test/good", 40)]
+    shots = [("train/good", 60 if name == "tray" else 80), ("test/good", 40)]
     shots += [("test/logical_anomalies", 40), ("test/structural_anomalies", 20)]
     photos: dict[bool, Photos] = {}
-    if name == "tray":
+    if name == "tray" and data is not None:
         photos = {training: _photos(data, training) for training in (True, False)}
     for split, count in shots:
         for i in range(count):
@@ -184,8 +183,3 @@ def write(name: str, folder: Path, data: Path, seed: int = 0) -> None:
             file = folder / split / f"{i:03d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             cv2.imwrite(str(file), np.clip(image * 255, 0, 255).astype(np.uint8))
-
-
-if __name__ == "__main__":
-    for each in NAMES:
-        write(each, Path(sys.argv[2]) / each, Path(sys.argv[1]))
