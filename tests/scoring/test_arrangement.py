@@ -162,11 +162,8 @@ def test_a_model_keeps_it_and_rows_say_it(tmp_path: Path, command: Command) -> N
         _write(tmp_path / "good" / f"{i:02}.png", i, (0, 3))
     _write(tmp_path / "new" / "good.png", 100, (0, 3))
     _write(tmp_path / "new" / "surplus.png", 101, (0, 1, 2, 3))
-    config: dict[str, Any] = {
-        "backbone": {"name": "tiny", "weights": "random"},
-        "image": {"area": 96},
-    }
-    config |= {"precision": "fp32", "model": {"arrangement": True}}
+    config: dict[str, Any] = {"backbone": {"name": "tiny", "weights": "random"}}
+    config |= {"image": {"area": 96}, "precision": "fp32", "model": {"arrangement": True}}
     detector = anomaly.fit(tmp_path / "good", config, device="cpu", workers=1)
     plain = anomaly.fit(
         tmp_path / "good", {**config, "model": {"arrangement": False}}, device="cpu", workers=1
@@ -187,9 +184,19 @@ def test_a_model_keeps_it_and_rows_say_it(tmp_path: Path, command: Command) -> N
         learn(model, [], scratch=tmp_path)
     with pytest.raises(ModelError, match="can't be merged"):
         merge([model, replace(model, model_id="")], ["a", "b"])
-    # Cross-fitted scores are those of the patches, but for what is arranged unusually.
     both = zip(detector.thresholds.good.image, plain.thresholds.good.image, strict=True)  # type: ignore[union-attr]
     assert all(joined >= patches for joined, patches in both)
-    code, _, err = command("export", ["--model", run, "--output", tmp_path / "export", "--whole"])
+    code, _, err = command(
+        "export", ["--model", run, "--to", "onnx", "--output", tmp_path / "w", "--whole"]
+    )
     assert code != 0
     assert "model.arrangement" in err
+    arguments = ["--model", run, "--to", "onnx", "--output", tmp_path / "onnx", "--golden", new]
+    code, _, err = command("export", arguments)
+    assert code == 0, err
+    exported, own = (
+        anomaly.load(folder, device="cpu").predict(new / "surplus.png")
+        for folder in (tmp_path / "onnx", run)
+    )
+    assert exported.score == pytest.approx(own.score, rel=1e-4)
+    assert exported.misarranged == own.misarranged != ""
