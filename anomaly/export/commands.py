@@ -152,7 +152,12 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         help="over the positions of a map, or all tokens of a transformer: mean (default), max, or "
         "none to keep the whole map",
     )
-    parser.add_argument("--format", choices=("safetensors", "npy"), default="safetensors")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "npy"),
+        default="safetensors",
+        help="of the files with the features (safetensors)",
+    )
     parser.add_argument(
         "--weights",
         help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
@@ -168,7 +173,9 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of --backbone: squash images to N×N instead, as vision transformers need",
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
+    )
     parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
     parser.add_argument("--overwrite", action="store_true", help="begin anew instead of going on")
     add_device(parser)
