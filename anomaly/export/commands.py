@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from anomaly.cli.common_options import Command, add_device, add_paths, device_an
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, first_of
+from anomaly.export.equality import Camera
 from anomaly.export.feature_files import FeatureWriter
 from anomaly.export.mlflow_model import register
 from anomaly.export.models import ExportOptions, check_export, export_model
@@ -34,8 +36,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="write a second graph, from images to patch scores, for programs other than this one",
+        help="write a second graph for other programs: to patch scores or, with --pixels, to the "
+        "verdict",
     )
+    parser.add_argument(
+        "--pixels",
+        type=_camera_size,
+        metavar="WxH",
+        help="with --whole: the graph takes a camera's images of this size as they are, RGB, 8 "
+        "bits, and gives verdict, score and map",
+    )
+    parser.add_argument("--bgr", action="store_true", help="with --pixels: blue comes first")
     parser.add_argument(
         "--golden",
         type=Path,
@@ -61,14 +72,27 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 
+def _camera_size(text: str) -> tuple[int, int]:
+    """(H0, W0) of a text like 1280x960."""
+    match = re.fullmatch(r"([1-9]\d{0,5})[x×]([1-9]\d{0,5})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't width x height in pixels, as 1280x960")
+    return int(match[2]), int(match[1])
+
+
 def _export(options: argparse.Namespace) -> int:
     """Export, or say why the export isn't equal."""
+    if options.pixels and not options.whole:
+        raise ConfigError("--pixels is what the whole graph takes; add --whole")
+    if options.bgr and not options.pixels:
+        raise ConfigError("--bgr says what --pixels are; add --pixels WxH")
     if (options.data_root or options.training_images) and options.precision != "int8":
         raise ConfigError("--data-root and --training-images need --precision int8, which learns")
     wanted = ExportOptions(
         options.to,
         precision=options.precision,
         whole=options.whole,
+        camera=Camera(options.pixels, options.bgr) if options.pixels else None,
         golden=options.golden,
         data_root=options.data_root,
         further=options.training_images,

@@ -16,9 +16,11 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.export.equality import (
     TOLERANCE,
+    Camera,
     Largest,
     compare,
     compare_patches,
+    compare_pixels,
     differences,
     golden_images,
 )
@@ -56,6 +58,8 @@ class ExportOptions:
         precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
             which learns again from the training images.
         whole: whether to write a second graph, on to patch scores, for other programs.
+        camera: what the images are like that the second graph takes as they are, and judges; None
+            for network inputs.
         golden: a folder of images to compare on; None for some of the training images.
         data_root: with `int8`, where the data sets are, if they have moved since training.
         further: with `int8`, folders with training images that aren't in the data set.
@@ -65,6 +69,7 @@ class ExportOptions:
     engine: str
     precision: str = "fp32"
     whole: bool = False
+    camera: Camera | None = None
     golden: Path | None = None
     data_root: Path | None = None
     further: Sequence[Path] = ()
@@ -153,12 +158,15 @@ def export_model(
     """
     # They import torch: what can't be exported is refused before, in `check_export`.
     from anomaly.export.graph import OPSET, write_graph
+    from anomaly.export.pixels import check_pixels
     from anomaly.export.quantised import quantised, training_images
 
     folder = check_export(source, output, options)
     engine, precision = options.engine, options.precision
     remove_drafts(output)
-    parent, samples = load_model(folder, "cpu"), {}
+    parent, samples, camera = load_model(folder, "cpu"), {}, options.camera
+    if camera is not None:
+        check_pixels(parent)
     if precision == "int8":
         samples = training_images(parent, source, options.data_root, options.further)
     paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])
@@ -174,7 +182,9 @@ def export_model(
             _copy_rest(folder, own, draft)
             same = precision == own.extractor.precision
             reference = own if same else load_model(folder, "cpu", precision)
-        whole = write_graph(own, draft, engine, whole=True) if options.whole else None
+        whole = None
+        if options.whole:
+            whole = write_graph(own, draft, engine, whole=True, camera=camera)
         graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
         values: dict[str, Any] = {
             "source_model_id": parent.model_id,
@@ -201,8 +211,11 @@ def export_model(
         values["equality"] = _equality(largest, precision, len(paths))
         if whole:
             graph = Graph(draft / whole["file"], engine, precision, workers)
-            patches = compare_patches(reference, graph, paths, workers=workers)
-            values["equality"]["largest_patch_difference"] = patches
+            if camera is None:
+                share = compare_patches(reference, graph, paths, workers=workers)
+            else:
+                share = compare_pixels(reference, graph, paths, camera, workers=workers)
+            values["equality"]["largest_whole_difference"] = share
         if own is not parent:
             found = differences(parent, exported, paths, workers=workers)
             values["quantised"] = {"calibrated_on": inputs, **found}
@@ -225,7 +238,7 @@ def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
         "tolerance": TOLERANCE[precision],
         "largest_difference": largest.share,
         "largest_difference_at": largest.name,
-        "largest_patch_difference": None,
+        "largest_whole_difference": None,
         "verdicts_changed": 0,
     }
 

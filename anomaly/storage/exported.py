@@ -78,7 +78,7 @@ class _Equality(Part):
     tolerance: float
     largest_difference: float
     largest_difference_at: str
-    largest_patch_difference: float | None
+    largest_whole_difference: float | None
     verdicts_changed: Literal[0]
 
 
