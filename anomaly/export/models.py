@@ -24,6 +24,7 @@ from anomaly.export.equality import (
     differences,
     golden_images,
 )
+from anomaly.export.vectors import VECTORS, is_written, write_vectors
 from anomaly.files.writing import as_json, like, remove_drafts, write
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import exported_stages, open_network, write_export
@@ -112,6 +113,12 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
             "--output"
         )
     check_run_folder(target.parent)
+    vectors = target.with_name(VECTORS)
+    if vectors.exists() and not (overwrite and is_written(vectors)):
+        raise OutputError(
+            f"{vectors} exists already; give another --output, or move it away"
+            + (", or add --overwrite" if is_written(vectors) else "")
+        )
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
             f"{target} is a trained model, which an export isn't written over; give another "
@@ -220,6 +227,9 @@ def export_model(
             found = differences(parent, exported, paths, workers=workers)
             values["quantised"] = {"calibrated_on": inputs, **found}
         values["model_id"] = model_id(draft)
+        with appearing(output / VECTORS) as vectors:
+            named = replace(exported, model_id=values["model_id"])
+            write_vectors(vectors, named, paths, camera)
         write_export(draft, values)
     is_new = own is not parent
     record = made_of([source], own, values["model_id"]) if is_new else training_record(source)
