@@ -59,15 +59,20 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "bf16", "int8"),
         default="fp32",
-        help="compute in this number format (fp32); bf16 only with openvino, where the processor "
-        "has it; int8 makes another model, which learns again from the training images",
+        help="compute in this number format (fp32); another one than the model was trained in "
+        "makes another model, which learns again from the training images",
+    )
+    parser.add_argument(
+        "--keep-thresholds",
+        action="store_true",
+        help="don't learn again, though the model was trained in another number format",
     )
     parser.add_argument(
         "--data-root",
         type=Path,
-        help="with int8: the data sets' folder, where it has moved since training",
+        help="the data sets' folder, where it has moved since training",
     )
-    images = "with int8: folders with training images that aren't in the data set"
+    images = "folders with training images that aren't in the data set"
     add_paths(parser, "--training-images", images, "FOLDER")
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
@@ -86,11 +91,12 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError("--pixels is what the whole graph takes; add --whole")
     if options.bgr and not options.pixels:
         raise ConfigError("--bgr says what --pixels are; add --pixels WxH")
-    if (options.data_root or options.training_images) and options.precision != "int8":
-        raise ConfigError("--data-root and --training-images need --precision int8, which learns")
+    if options.keep_thresholds and options.precision == "int8":
+        raise ConfigError("int8 has thresholds of its own; leave --keep-thresholds out")
     wanted = ExportOptions(
         options.to,
         precision=options.precision,
+        keep_thresholds=options.keep_thresholds,
         whole=options.whole,
         camera=Camera(options.pixels, options.bgr) if options.pixels else None,
         golden=options.golden,
@@ -112,30 +118,30 @@ def _export(options: argparse.Namespace) -> int:
 
 def _print_export(values: dict[str, Any], folder: Path) -> None:
     """What export.json says, for people."""
-    equal, quantised = values["equality"], values.get("quantised")
+    equal, again = values["equality"], values.get("learned_again")
     by = f"{values['engine']} {values['engine_version']} in {values['precision']}"
     print(f"model {values['model_id']} for {by}: {folder}")
-    if quantised is None:
+    if again is None:
         count = len(equal["images"])
         images = "1 golden image has the same verdict"
         if count != 1:
             images = f"{count} golden images have the same verdicts"
         print(f"{images}, and scores within {equal['largest_difference']:.1g} of torch's")
         return
-    changed, correlation = quantised["verdicts_changed"], quantised["correlation"]
+    changed, correlation = again["verdicts_changed"], again["correlation"]
     print(
         f"it is another model than {values['source_model_id']}, whose training images it has "
         "learned again, and has thresholds of its own"
     )
     print(
-        f"on {quantised['golden_images']} golden images {len(changed)} verdicts differ; scores are "
-        f"{100 * quantised['shift']:+.1f} % apart in the median"
+        f"on {again['golden_images']} golden images {len(changed)} verdicts differ; scores are "
+        f"{100 * again['shift']:+.1f} % apart in the median"
         + ("" if correlation is None else f", correlation {correlation:.3f}")
     )
     if correlation is not None and correlation < _AGREES:
         log.warning(
             "the two see these images differently: evaluate both on images with defects before "
-            "the quantised one is used"
+            "the exported one is used"
         )
     for one in changed:
         before, after = one["scores"]

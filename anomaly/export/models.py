@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.engine import Graph, check_precision, installed
+from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.export.equality import (
@@ -56,14 +57,16 @@ class ExportOptions:
 
     Attributes:
         engine: a key of `anomaly.backbones.engine.ENGINES`.
-        precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
-            which learns again from the training images.
+        precision: `fp32`, `bf16` or `int8`, the number format to compute in; another one than the
+            model was trained in makes another model, which learns again from the training images.
         whole: whether to write a second graph, on to patch scores, for other programs.
         camera: what the images are like that the second graph takes as they are, and judges; None
             for network inputs.
+        keep_thresholds: whether a model that was trained in another number format keeps its
+            thresholds, which then promise less; else it learns again from the training images.
         golden: a folder of images to compare on; None for some of the training images.
-        data_root: with `int8`, where the data sets are, if they have moved since training.
-        further: with `int8`, folders with training images that aren't in the data set.
+        data_root: where the data sets are, if they have moved since training.
+        further: folders with training images that aren't in the data set.
         overwrite: replace an earlier export.
     """
 
@@ -71,6 +74,7 @@ class ExportOptions:
     precision: str = "fp32"
     whole: bool = False
     camera: Camera | None = None
+    keep_thresholds: bool = False
     golden: Path | None = None
     data_root: Path | None = None
     further: Sequence[Path] = ()
@@ -166,7 +170,7 @@ def export_model(
     # They import torch: what can't be exported is refused before, in `check_export`.
     from anomaly.export.graph import OPSET, write_graph
     from anomaly.export.pixels import check_pixels
-    from anomaly.export.quantised import quantised, training_images
+    from anomaly.export.quantised import learned_again, quantised
 
     folder = check_export(source, output, options)
     engine, precision = options.engine, options.precision
@@ -174,8 +178,10 @@ def export_model(
     parent, samples, camera = load_model(folder, "cpu"), {}, options.camera
     if camera is not None:
         check_pixels(parent)
-    if precision == "int8":
-        samples = training_images(parent, source, options.data_root, options.further)
+    trained_in = parent.manifest["made_with"]["precision"]
+    learns = precision == "int8" or (precision != trained_in and not options.keep_thresholds)
+    if learns:
+        samples = _training_images(parent, source, options, trained_in)
     paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
@@ -185,10 +191,15 @@ def export_model(
             )
             reference = own
         else:
-            own, entry, inputs = parent, write_graph(parent, draft, engine), 0
-            _copy_rest(folder, own, draft)
-            same = precision == own.extractor.precision
-            reference = own if same else load_model(folder, "cpu", precision)
+            reference = parent
+            if precision != trained_in or precision != parent.extractor.precision:
+                reference = _in_precision(parent, precision)
+            own, entry, inputs = parent, write_graph(reference, draft, engine), 0
+            if learns:
+                own = learned_again(reference, samples, draft, precision, workers, progress)
+                reference = own
+            else:
+                _copy_rest(folder, own, draft)
         whole = None
         if options.whole:
             whole = write_graph(own, draft, engine, whole=True, camera=camera)
@@ -225,7 +236,7 @@ def export_model(
             values["equality"]["largest_whole_difference"] = share
         if own is not parent:
             found = differences(parent, exported, paths, workers=workers)
-            values["quantised"] = {"calibrated_on": inputs, **found}
+            values["learned_again"] = {"calibrated_on": inputs, **found}
         values["model_id"] = model_id(draft)
         with appearing(output / VECTORS) as vectors:
             named = replace(exported, model_id=values["model_id"])
@@ -236,6 +247,37 @@ def export_model(
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values
+
+
+def _in_precision(parent: Model, precision: str) -> Model:
+    """The model with its network in another number format."""
+    made = {**parent.manifest["made_with"], "precision": precision}
+    return replace(
+        parent,
+        extractor=parent.extractor.to("cpu", precision),
+        config=parent.config.model_copy(update={"precision": precision}),
+        manifest={**parent.manifest, "made_with": made},
+    )
+
+
+def _training_images(
+    parent: Model, source: Path, options: ExportOptions, trained_in: str
+) -> dict[int, Sample]:
+    """The training images, which another number format needs.
+
+    Raises:
+        DataError: some aren't there any more.
+    """
+    from anomaly.export.quantised import training_images
+
+    try:
+        return training_images(parent, source, options.data_root, options.further)
+    except DataError as error:
+        choice = "" if options.precision == "int8" else ", or --keep-thresholds to keep them"
+        raise DataError(
+            f"the model was trained in {trained_in}; in {options.precision} scores are others, so "
+            f"it is learned again from its training images, thresholds too: {error}{choice}"
+        ) from None
 
 
 def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class PixelsToVerdict(nn.Module):
             _tensor(map_matrix(count, axis, smoothing))
             for count, axis in zip(grid, (view.rows, view.columns), strict=True)
         ]
-        self._inside = self._seen = None
+        self._inside: Tensor | None = None
+        self._seen: Tensor | bool = True
         if detector.region is not None:
             self._inside = torch.from_numpy(detector.region.patches(view, grid))[None]
             self._seen = torch.from_numpy(detector.region.inside(camera.size))
@@ -175,8 +176,8 @@ class _Statistics(nn.Module):
         self._patches = inside
         self._pixels = None
         if inside is not None:
-            shown = inside[0].numpy().astype(np.uint8)
-            shown = cv2.resize(shown, size[::-1], interpolation=cv2.INTER_NEAREST)
+            patches = inside[0].numpy().astype(np.uint8)
+            shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
             self._pixels = torch.from_numpy(shown > 0)
 
     def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from anomaly.export.equality import Camera
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.imaging.read import read_image
-from anomaly.maps.encoding import encode_png
+from anomaly.maps.heatmap import encode_png
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 

@@ -67,7 +67,7 @@ def test_it_is_another_model_with_the_same_patches_in_its_bank(
     assert detector.manifest["parents"] == [parent.model_id]
     assert detector.manifest["training_images"] == parent.manifest["training_images"]
     assert said["precision"] == detector.extractor.precision == "int8"
-    assert said["quantised"]["calibrated_on"] == said["quantised"]["golden_images"] == 12
+    assert said["learned_again"]["calibrated_on"] == said["learned_again"]["golden_images"] == 12
     assert said["equality"]["largest_difference"] < 1e-5
 
     before, after = tensors(run_folder), tensors(int8)
@@ -91,7 +91,7 @@ def test_its_thresholds_are_found_anew_at_the_parents_rates(int8: Path, run_fold
     assert after.good.image != before.good.image
     assert after.calibration.review.target == before.calibration.review.target
     last = json.loads((int8 / "model" / "history.jsonl").read_text().splitlines()[-1])
-    assert last["asked"] == {"quantised": "int8"}
+    assert last["asked"] == {"learned again in": "int8"}
     assert last["model_before"] == load_model(run_folder, "cpu").model_id
     assert last["model_after"] == load_model(int8).model_id
 
