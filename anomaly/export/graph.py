@@ -372,4 +372,5 @@ def _tidied(
         number = {"float": "float32"}.get(number, number)
         described.append({"name": value.name, "type": number, "shape": lengths, "meaning": meaning})
     onnx.save(model, file)
+    onnx.checker.check_model(file, full_check=True)  # and infers all shapes strictly
     return described[:1], described[1:]
