@@ -182,6 +182,11 @@ def export_model(
     learns = precision == "int8" or (precision != trained_in and not options.keep_thresholds)
     if learns:
         samples = _training_images(parent, source, options, trained_in)
+    elif options.data_root or options.further:
+        raise DataError(
+            "--data-root and --training-images are for exports that learn again: in int8, or in "
+            f"another precision than the model's, {trained_in}; leave them out"
+        )
     paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import as_numpy
+from anomaly.errors import ImageError
 from anomaly.export.equality import Camera
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import NetworkInput, load
@@ -45,7 +46,7 @@ def write_vectors(folder: Path, model: Model, paths: Sequence[Path], camera: Cam
     pictures = [
         picture
         for path in paths
-        if (picture := read_image(path).pixels).dtype == np.uint8
+        if (picture := _picture(path)) is not None
         and (camera is None or picture.shape[:2] == camera.size)
     ]
     places = np.linspace(0, len(pictures) - 1, min(_IMAGES, len(pictures))).astype(int)
@@ -66,6 +67,15 @@ def write_vectors(folder: Path, model: Model, paths: Sequence[Path], camera: Cam
         "images": said,
     }
     (folder / _FILE).write_text(as_json(about), "utf-8")
+
+
+def _picture(path: Path) -> NDArray[np.uint8] | None:
+    """The pixels (H0, W0, 3) of a file of 8 bits; None of others, and of what can't be read."""
+    try:
+        pixels = read_image(path).pixels
+    except ImageError:
+        return None
+    return np.asarray(pixels, np.uint8) if pixels.dtype == np.uint8 else None
 
 
 def _small(picture: NDArray[Any]) -> NDArray[Any]:

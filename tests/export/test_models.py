@@ -260,7 +260,7 @@ def test_what_was_compared_is_counted_and_what_was_left_behind_goes(
     assert "1 of 2 golden images can't be scored" in err
     said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
     assert said["equality"]["images"] == ["a.png"]
-    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json"}
+    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json", "vectors"}
 
 
 def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
