@@ -151,7 +151,7 @@ def figures(kinds: Numbers, held: Numbers, test: Numbers) -> list[float]:
 
 def row(name: str, way: str, runs: Sequence[Sequence[float]]) -> str:
     mean, spread = np.mean(runs, axis=0), np.std(runs, axis=0)
-    cells = [f"{m:.3f}" + f" ± {s:.3f}" * (s > 5e-4) for m, s in zip(mean, spread, strict=True)]
+    cells = [f"{m:.3f}" + f" ± {s:.3f}" * bool(s > 5e-4) for m, s in zip(mean, spread, strict=True)]
     return f"| {name} | {way} | {' | '.join('' if 'nan' in c else c for c in cells)} |"
 
 
