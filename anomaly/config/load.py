@@ -87,6 +87,7 @@ _WANTED = {
     "too_long": "takes at most {max_length} entries",
     "missing": "needs another entry",
     "tuple_type": "must be a list, e.g. [a, b]",
+    "dict_type": "must hold names, each with settings of its own",
     "model_type": "must hold settings of its own: {keys}",
     "path_type": "must be a path",
 }
@@ -103,7 +104,7 @@ def _explain(error: dict[str, Any]) -> str:
         alike = nearest(str(location[-1])[:200], _known_keys(location[:-1]))
         return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
-        return str(error["ctx"]["error"])
+        return f"{key}: " * ("zones" in location) + str(error["ctx"]["error"])
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
     keys = ", ".join(_known_keys(location)) if kind == "model_type" else ""
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}
@@ -113,9 +114,15 @@ def _explain(error: dict[str, Any]) -> str:
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
     section: Any = Config
     for part in location:
-        annotation = section.model_fields[part].annotation
-        section = next(a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields"))
+        if part in section.model_fields:  # else an entry of a list, or a name of somebody's own
+            section = _section_in(section.model_fields[part].annotation)
     return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> Any:
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def load_config(
