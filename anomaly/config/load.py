@@ -157,7 +157,11 @@ def _warn_of_unused(config: Config, sources: Mapping[str, str]) -> None:
             log.warning(
                 "%s has no effect with model.kind=%s: it is for %s", source, kind, owners[0]
             )
-    if "model.image_score" in sources and config.image_score_in_force != config.model.image_score:
+    if "model.image_score" not in sources:
+        return
+    if config.model.smallest_defect is not None:
+        log.warning("%s has no effect beside model.smallest_defect", sources["model.image_score"])
+    elif config.image_score_in_force != config.model.image_score:
         log.warning(
             "%s has no effect with model.kind=%s, which takes %s",
             sources["model.image_score"],

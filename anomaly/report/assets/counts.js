@@ -27,7 +27,12 @@ function countScores(limits) {
     return low;
   };
   const good = upTo(limits.review), passed = upTo(limits.reject);
-  return { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
+  const counts = { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
+  for (const [verdict, count] of Object.entries(data.by_rule || {})) {
+    counts[verdict] += count;
+    counts.total += count;
+  }
+  return counts;
 }
 
 function outcomeOf(image, verdict) {
