@@ -110,7 +110,8 @@ class Thresholds:
     def lines(self) -> list[str]:
         """What the thresholds are and how far to trust them, for people."""
         both = self.calibration
-        lines = [f"thresholds {self.label} on {self.good.source}"]
+        own = "; zones with a rate of their own apart" if self.zones else ""
+        lines = [f"thresholds {self.label} on {self.good.source}{own}"]
         if self.review == self.image:
             lines.append(
                 f"reject above {self.image:.5g}, nothing to review: {both.reject.statement}"

@@ -525,7 +525,7 @@ class Config(_Section):
                     "on two tiles would be measured in parts; raise image.area instead"
                 )
         if (names := [k for k, u in sized.items() if u == "mm"]) and not self.image.mm_per_pixel:
-            raise ValueError(f"{names[0]} is in mm, which needs image.mm_per_pixel")
+            raise ValueError(f"{names[0]} is in mm; set image.mm_per_pixel")
         return self
 
     @model_validator(mode="after")
@@ -534,8 +534,8 @@ class Config(_Section):
             if rule.zone is not None and rule.zone not in self.zones:
                 known = ", ".join(self.zones) or "none"
                 raise ValueError(
-                    f"rule {rule.name!r} names the zone {rule.zone!r}, which `zones` doesn't have "
-                    f"(it has: {known})"
+                    f"rule {rule.name!r} names the zone {rule.zone!r}, which isn't in `zones` "
+                    f"(it has: {known}); correct the name, or add the zone"
                 )
             for before in self.rules[:place]:
                 if before.name == rule.name:

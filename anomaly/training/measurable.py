@@ -72,7 +72,9 @@ def _check_zones(judge: Judge, view: AnyView, grid: Grid, counted: NDArray[np.bo
         try:
             inside = zone.region.patches(view, grid)
         except DataError as error:
-            raise ConfigError(f"zones.{zone.name} doesn't fit a training image: {error}") from None
+            raise ConfigError(
+                f"zones.{zone.name} doesn't fit a training image; draw it anew: {error}"
+            ) from None
         if not (inside & counted).any():
             raise ConfigError(
                 f"zones.{zone.name} lies outside image.region or in image.ignore, where nothing "

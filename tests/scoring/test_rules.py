@@ -184,7 +184,7 @@ def _rule(**values: Any) -> dict[str, Any]:
     ("values", "says"),
     [
         ({"rules": [_rule(zone="seel")], "zones": LEFT}, "names the zone 'seel'.*it has: left"),
-        ({"rules": [_rule(area=1, unit="mm")]}, "'a' is in mm, which needs image.mm_per_pixel"),
+        ({"rules": [_rule(area=1, unit="mm")]}, "'a' is in mm; set image.mm_per_pixel"),
         ({"rules": [_rule(), _rule(name="b", area=9)]}, "'b' never decides: .* decided by 'a'"),
         ({"rules": [_rule(area=9), _rule(name="b", area=9, count=2, zone="left")],
           "zones": LEFT}, "'b' never decides"),
@@ -195,7 +195,7 @@ def _rule(**values: Any) -> dict[str, Any]:
         ({"zones": {"a/b": LEFT["left"]}}, "must be a name"),
         ({"zones": {"left": {"png": "x.png"}}}, "zones.left: a zone takes `polygons`"),
         ({"model": {"smallest_defect": {"area": 9}}, "image": {"tile": 64}}, "exclude each other"),
-        ({"model": {"smallest_defect": {"area": 9, "unit": "mm"}}}, "needs image.mm_per_pixel"),
+        ({"model": {"smallest_defect": {"area": 9, "unit": "mm"}}}, "in mm; set image.mm_per_pixel"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_config(values: dict[str, Any], says: str) -> None:
