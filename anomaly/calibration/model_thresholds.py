@@ -131,7 +131,11 @@ class Thresholds:
                 f"in zone {name}, reject above {own.value:.5g}: {own.statement}"
                 for name, own in self.zones.items()
             ),
-            f"zones and rest together: reject {threshold_at(self.image, every).statement}",
+            *(
+                f"{name} of zones and rest together: {threshold_at(value, every).statement}"
+                for name, value in {"review": self.review, "reject": self.image}.items()
+                if name == "reject" or self.review < self.image
+            ),
         ]
 
     def raised_by(self) -> list[tuple[str, float, float]]:

@@ -193,9 +193,9 @@ def _rule(**values: Any) -> dict[str, Any]:
         ({"rules": [_rule(), _rule()]}, "two rules are called 'a'"),
         ({"rules": [_rule(zone="left", size=3)], "zones": LEFT}, "unknown key 'rules.0.size'"),
         ({"zones": {"a/b": LEFT["left"]}}, "must be a name"),
-        ({"zones": {"left": {"png": "x.png"}}}, "zones.left: a zone takes `polygons`"),
+        ({"zones": {"left": {"png": "x.png"}}}, "zones.left: a zone takes"),
         ({"model": {"smallest_defect": {"area": 9}}, "image": {"tile": 64}}, "exclude each other"),
-        ({"model": {"smallest_defect": {"area": 9, "unit": "mm"}}}, "in mm; set image.mm_per_pixel"),
+        ({"model": {"smallest_defect": {"area": 9, "unit": "mm"}}}, "in mm; set image.mm_per"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_config(values: dict[str, Any], says: str) -> None:
