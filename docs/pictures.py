@@ -25,7 +25,7 @@ SHOWN = {
     ("plate", "brushed_plate"): ("scratch/000.png", "stain/000.png"),
     ("fabric", "woven_fabric"): ("colour_thread/000.png", "slub/000.png"),
 }
-DECIDED = ("scratch/003.png", "dent/001.png", "stain/000.png", "good/000.png")
+DECIDED = ("scratch/003.png", "dent/001.png", "edge_nick/001.png", "good/000.png")
 MOVED = ("good/000.png", "scratch/000.png", "stain/000.png")
 SIDE, GAP = 260, 6
 WHITE = cv2.BORDER_CONSTANT, None, (255, 255, 255)
@@ -93,12 +93,12 @@ def rules(demo: Path) -> np.ndarray:
     settings["backbone"] = {"name": "timm/tf_efficientnet_lite2"}
     settings["model"] = {"coreset_ratio": 0.02}
     detector = anomaly.fit(plates / "train" / "good", settings)
-    (slot,) = settings["zones"]["slot"]["polygons"]
+    (zone,) = settings["zones"]["edge"]["polygons"]
     columns = []
     for name in DECIDED:
         prediction = detector.predict(plates / "test" / name)
         picture, heatmap = _read(plates / "test" / name), prediction.heatmap()[..., ::-1]
-        corners = np.rint(np.array(slot) * SIDE).astype(np.int32)
+        corners = np.rint(np.array(zone) * SIDE).astype(np.int32)
         cv2.polylines(picture, [corners], True, (255, 255, 255), 1, cv2.LINE_AA)
         caption = np.full((44, SIDE, 3), 255, np.uint8)
         for line, text in enumerate((prediction.verdict, prediction.decided_by)):
