@@ -135,7 +135,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
     )
     images = [_image(row, output, thumbnails, run.up) for _, row in sorted(shown)]
-    scored = len(tally.scores) + tally.odd + tally.by_rule.total()
+    scored = len(tally.scores) + tally.odd
     total = scored + tally.refused
     left_out = ""
     if tally.learned:
@@ -174,7 +174,7 @@ class _Tally:
     def __init__(self, learned: frozenset[str]) -> None:
         self.scores = array("d")
         self.learned = self.odd = self.refused = 0
-        self.by_rule: Counter[str] = Counter()
+        self.by_rule: list[tuple[float, str]] = []
         self.reasons: list[dict[str, str]] = []
         self._learned = learned
 
@@ -190,10 +190,10 @@ class _Tally:
                 continue
             if row.reason:
                 self.odd += 1
-            elif by_rule := _by_rule(row):
-                self.by_rule[by_rule] += 1
             else:
                 self.scores.append(row.image_score)
+                if by_rule := _by_rule(row):
+                    self.by_rule.append((row.image_score, by_rule))
             yield number, row
 
 

@@ -28,9 +28,9 @@ function countScores(limits) {
   };
   const good = upTo(limits.review), passed = upTo(limits.reject);
   const counts = { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
-  for (const [verdict, count] of Object.entries(data.by_rule || {})) {
-    counts[verdict] += count;
-    counts.total += count;
+  for (const [score, verdict] of data.by_rule || []) {
+    counts[verdictOf({ score }, limits)] -= 1;
+    counts[verdict] += 1;
   }
   return counts;
 }

@@ -63,7 +63,7 @@ function verdictOf({ score, odd, verdict }, limits) {
 }
 
 // The scores of images without labels, also of those that aren't shown, in ascending order; what
-// is for a person whatever its score is left out, and so is what a rule has decided.
+// is for a person whatever its score is left out.
 const unlabelled = data.labelled ? null : new Float64Array(Uint8Array.from(atob(data.scores), (c) => c.charCodeAt(0)).buffer);
 const scale = scoreScale();
 
