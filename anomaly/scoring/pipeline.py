@@ -328,6 +328,7 @@ class Model(Predictor):
         embeddings: Array,
         pieces: Sequence[Piece],
         inside: Array | None = None,
+        top: int | None = None,
     ) -> tuple[PatchScores, Array]:
         """What `score_patches` gives, of patch scores that are known; these take the longest.
 
@@ -336,6 +337,7 @@ class Model(Predictor):
             embeddings: (B, h, w, D), those that were scored.
             pieces: where each comes from.
             inside: (B, h, w) bool, the patches that count; None for all.
+            top: how many values the highest 1 % are; None to count them.
         """
         layout, xp = pieces[0][0], module_of(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
@@ -348,12 +350,14 @@ class Model(Predictor):
         weighted = replace(patches, scores=values)
         scores = xp.stack(
             [
-                self._image_scores(weighted, embeddings, pieces, part)
+                self._image_scores(weighted, embeddings, pieces, part, top)
                 for part in self.parts(embeddings, pieces, inside)
             ],
             1,
         )
-        return shown, xp.where(broken.reshape(len(broken), -1).any(1)[:, None], math.nan, scores)
+        return shown, xp.where(
+            broken.reshape(broken.shape[0], -1).any(1)[:, None], math.nan, scores
+        )
 
     def parts(
         self, embeddings: Array, pieces: Sequence[Piece], among: Array | None
@@ -373,6 +377,7 @@ class Model(Predictor):
         embeddings: Array,
         pieces: Sequence[Piece],
         inside: Array | None,
+        top: int | None,
     ) -> Array:
         """Scores (B,) of the patches that count."""
         model, how = self.config.model, self.config.image_score_in_force
@@ -388,4 +393,4 @@ class Model(Predictor):
             return levels_of_areas(maps, [area_on_map(least, piece[0]) for piece in pieces])
         maps = network_map(values, size, model.smoothing, inside)
         counted = values if inside is None else xp.where(inside, values, math.nan)
-        return image_scores(counted, maps, how)
+        return image_scores(counted, maps, how, top)
