@@ -46,13 +46,14 @@ COMMANDS = {
     "update": "let a model learn good parts that people have confirmed",
     "merge": "join models of one setting: of two lines, or of two lots",
     "drift": "say whether parts still look like the good images behind the thresholds",
+    "report": "write up a shift, a day or a month of a line: yield, judgements, drift, cost",
     "sample-data": "generate a small data set to try things on",
     "completion": "print a shell script that completes commands and options",
 }
 
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
-    "line": ("serve", "deploy", "drift", "feedback"),
+    "line": ("serve", "deploy", "drift", "feedback", "report"),
     "cluster": ("manifest", "merge-results"),
     "export": ("export", "features", "register"),
     "sample_data": ("demo", "sample-data"),

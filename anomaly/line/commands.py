@@ -21,7 +21,7 @@ from anomaly.cli.common_options import (
 from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of, write
-from anomaly.line import serve
+from anomaly.line import report, serve
 from anomaly.line.drift import HORIZON, Drift, drift_html, levels_of, read_scores
 from anomaly.line.feedback import model_folder, save_pictures
 from anomaly.line.record import Record
@@ -262,5 +262,6 @@ COMMANDS = {
     "serve": Command(serve.add_arguments, serve.run),
     "deploy": Command(_add_deploy, _deploy),
     "drift": Command(_add_drift, _drift),
+    "report": Command(report.add_arguments, report.run),
     "feedback": Command(_add_feedback, _feedback),
 }
