@@ -44,16 +44,8 @@ examples:
       --output shift
   anomaly report --record runs/line.sqlite --from 2026-11-01 --to 2026-11-30 \\
       --prices false-reject=4 escape=250 currency=EUR --output november"""
-
-
-class _Points(float):
-    """A difference of two shares."""
-
-
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
-
-
 # Of a version: its thresholds, the ids of all that score as it does, and the share of known defects
 # that the thresholds call good, if that was measured.
 _Promise: TypeAlias = tuple[Thresholds, frozenset[str], float | None]
@@ -105,9 +97,7 @@ def report(
 def _tables(
     db: sqlite3.Connection, known: Mapping[str, _Promise], prices: Mapping[str, str]
 ) -> Iterator[_Table]:
-    titles, yields = _select(db, "yields")
-    rows = [[*row, None if change is None else _Points(change)] for *row, change in yields]
-    yield titles, rows
+    yield (yields := _select(db, "yields"))
     yield _select(db, "judgements")
     yield (
         _PROMISED,
@@ -116,7 +106,7 @@ def _tables(
     titles, rows = _select(db, "versions")
     yield [*titles[:-2], "agreement"], [[*row[:-2], _agreement(*row[-2:])] for row in rows]
     yield _select(db, "kinds")
-    yield ("", "parts", "price", "cost", "cost before"), list(_cost(yields, prices))
+    yield ("", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
     yield _select(db, "times")
 
 
@@ -158,9 +148,9 @@ def _cost(yields: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterato
         price, both = float(prices[name]), counts[_PRICES[name]]
         sums = [total + price * count for total, count in zip(sums, both, strict=True)]
         amounts = (price, *(price * count for count in both))
-        yield [_PRICES[name], both[0], *(f"{amount:,.2f} {currency}" for amount in amounts)]
+        yield [_PRICES[name], both[0], *(f"{amount:,.2f} {currency}".strip() for amount in amounts)]
     if prices:
-        yield ["together", None, None, *(f"{amount:,.2f} {currency}" for amount in sums)]
+        yield ["together", None, None, *(f"{amount:,.2f} {currency}".strip() for amount in sums)]
 
 
 def _drifts(db: sqlite3.Connection, known: Mapping[str, _Promise]) -> Iterator[tuple[str, Drift]]:
@@ -203,11 +193,8 @@ def _answer(tables: Mapping[str, _Table], before: Period, drifted: bool) -> str:
     (parts, _, earlier, *_), (_, share, _, was, _) = figures.pop("all parts"), figures.pop("good")
     rates = [row[-1] for row in tables["versions"][1] if isinstance(row[-1], Rate)]
     right, judged = sum(rate.count for rate in rates), sum(rate.images for rate in rates)
-    more = [
-        f"{row[0]}: more {row[1]} than promised"
-        for row in tables["promises"][1]
-        if row[-1] == "more"
-    ]
+    promised = tables["promises"][1]
+    more = [f"more {row[1]} than promised: {row[0]}" for row in promised if row[-1] == "more"]
     lines = [
         " · ".join(f"{what} {values[0]:,}" for what, values in figures.items() if values[0]),
         f"before ({before}): "
@@ -236,8 +223,6 @@ def _shown(cell: _Cell) -> str:
     match cell:
         case Rate():
             return f"{percent(cell.expected)}<small>{cell.interval}</small>"
-        case _Points():
-            return f"{100 * cell:+.2f} points"
         case float():
             return f"{100 * cell:.2f} %"
         case int():
