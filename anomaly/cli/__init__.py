@@ -39,6 +39,7 @@ COMMANDS = {
     "missed": "say what would have caught a defect that got through, and keep it as a known one",
     "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and name scores that have changed",
+    "benchmark": "measure milliseconds by stage on this machine, against a time budget",
     "serve": "answer over HTTP, record every answer, and show a page to the line",
     "deploy": "put a new version of a model in the place of the old one, or the old one back",
     "register": "log a model in MLflow, as the next version of a registered one",
@@ -58,6 +59,7 @@ _ANNEXES = {
     "export": ("export", "features", "register"),
     "sample_data": ("demo", "sample-data"),
 }
+_SCORING = ("benchmark", "deploy", "infer", "evaluate", "register", "selfcheck", "serve")
 _HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 
 
@@ -125,7 +127,7 @@ def _report_error(error: Exception, command: str) -> int:
             log.error("%s", error)
             return error.exit_code
         case ModuleNotFoundError():
-            scores = command in ("deploy", "infer", "evaluate", "register", "selfcheck", "serve")
+            scores = command in _SCORING
             what = command + (" with a model that isn't exported" if scores else "")
             log.error("%s", needs_training(what, error))
         case BrokenPipeError():
