@@ -98,13 +98,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _judge(model: Model, options: argparse.Namespace, measured: list[dict[str, Any]]) -> int:
     """Say whether the budget holds, and what helps; returns 1 where it holds with no engine."""
-    budget, late = 1000 * options.budget, True
+    budget, late, say = 1000 * options.budget, True, log.debug if options.json else log.info
     for figures in measured:
         *_, took = figures["milliseconds"]["whole part"]
         late, word = late and took > budget, "doesn't hold" if took > budget else "holds"
-        log.info(f"{figures['engine']}: {budget:g} ms a part {word}, 99 % take {took:g} ms at most")
+        say(f"{figures['engine']}: {budget:g} ms a part {word}, 99 % take {took:g} ms at most")
     for line in _advice(model, options.model, measured[0], budget) if late else ():
-        log.info(f"- {line}")
+        say(f"- {line}")
     return int(late)
 
 
