@@ -17,6 +17,7 @@ from anomaly.calibration.production import compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.cli.common_options import add_output
 from anomaly.errors import AnomalyError, ModelError, visible
+from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import claim, from_json, write
 from anomaly.line.drift import Drift, levels_of
@@ -307,9 +308,10 @@ def run(options: argparse.Namespace) -> int:
     with nullcontext() if options.models else suppress(ModelError):
         folders = find_models(options.models or options.record.parent).values()
     files = report(options.record, period, folders, prices)
-    claim(options.output, _FILES, overwrite=options.overwrite)
-    for name, text in files.items():
-        write(options.output / name, text)
+    with locked(options.output):
+        claim(options.output, _FILES, overwrite=options.overwrite)
+        for name, text in files.items():
+            write(options.output / name, text)
     print(f"Look at {options.output / PAGE}")
     return 0
 
