@@ -232,15 +232,14 @@ def _shown(cell: _Cell) -> str:
 
 
 def _chart(rows: Sequence[Sequence[Any]]) -> str:
-    """The share of parts for review and rejected, over time."""
-    most = max((review + reject) / parts for _, parts, _, review, reject in rows) or 1.0
-    step = 960 / len(rows)
-    top = f"{percent(most)} flagged: rejected (red) and for review"
+    """Parts for review and rejected, over time."""
+    most, step = max(review + reject for *_, review, reject in rows) or 1, 960 / len(rows)
+    top = f"{most} parts flagged: rejected (red) and for review"
     drawn = [f'<text y="14" fill="currentColor">{top}</text>']
     for i, (time, parts, _, review, reject) in enumerate(rows):
         y = 180.0
         for kind, count in (("reject", reject), ("review", review)):
-            y -= (height := 155 * count / parts / most)
+            y -= (height := 155 * count / most)
             drawn.append(
                 f'<rect x="{i * step:.1f}" y="{y:.1f}" width="{0.85 * step:.1f}" '
                 f'height="{height:.1f}" fill="var(--{kind})"><title>{time}: {count} of {parts} '

@@ -31,8 +31,9 @@ CREATE TEMP VIEW yields AS
         FROM counted GROUP BY place, what ORDER BY place, what)
     SELECT what AS "", pairs.now AS parts, pairs.now / totals.now AS share, pairs.before AS before,
         pairs.before / totals.before AS "share before",
-        PRINTF (CASE WHEN pairs.before / totals.before > pairs.now / totals.now THEN 'down' ELSE 'up'
-        END || ' %.2f points', 100 * ABS (pairs.now / totals.now - pairs.before / totals.before))
+        CASE WHEN pairs.now / totals.now > pairs.before / totals.before THEN 'up '
+            WHEN pairs.now / totals.now < pairs.before / totals.before THEN 'down ' END
+        || PRINTF ('%.2f points', 100 * ABS (pairs.now / totals.now - pairs.before / totals.before))
         AS change FROM pairs, totals;
 CREATE TEMP VIEW judgements AS SELECT outcome AS "the model says",
     SUM (judged = 'good') AS "people say good", SUM (judged = 'defect') AS "people say defect",
