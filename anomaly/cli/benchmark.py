@@ -163,13 +163,13 @@ def _measure(model: Model, paths: list[Path], folder: Path, workers: int) -> dic
 def _timed(spent: dict[str, float], stage: str, function: Any, on_gpu: bool) -> Any:
     """A function that notes what it, or the process that it asks, takes."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         begun = time.perf_counter()
 
         def note(_: object) -> None:
             spent[stage] += time.perf_counter() - begun
 
-        result = function(*arguments)
+        result = function(*arguments, **named)
         if isinstance(result, Future):
             result.add_done_callback(note)
             return result

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from anomaly.errors import AnomalyError, DataError
 from anomaly.files.writing import like
-from anomaly.line.record import in_utc, is_sqlite, open_to_read
+from anomaly.line.record import in_utc, open_to_read
 
 # What parts may say of themselves, in a column of the record or in their rows.
-_OPTIONAL = ("kind", "zone", "reason", "milliseconds", "review_threshold", "threshold")
+_OPTIONAL = ("decided_by", "reason", "review_threshold", "threshold")
 _NO_TRIGGERS = "(SELECT '' AS time, '' AS state)"  # in a record without a station
 _HOURLY = timedelta(days=2)  # up to which a period is counted by the hour, else by the day
 
@@ -101,8 +101,6 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     """
     if not record.is_file():
         raise DataError(f"there is no record {record}{like(record)}")
-    if not is_sqlite(record):
-        raise DataError(f"{record} isn't a record of serve; give the file that serve writes")
     limits = (("earliest", period.before.begin), ("begin", period.begin), ("end", period.end))
     values = {name: in_utc(at.astimezone().isoformat()) for name, at in limits}
     values["bucket"] = "%Y-%m-%d %H:00" if period.end - period.begin <= _HOURLY else "%Y-%m-%d"

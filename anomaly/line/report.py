@@ -178,7 +178,7 @@ def _page(
         "What the models promised": _html(*tables["promises"], note=_PROMISES),
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
-        "Kinds of defect and zones": _html(*tables["kinds"]),
+        "Kinds of defect, rules and zones": _html(*tables["kinds"]),
         "Cost": _html(*tables["cost"]),
         "Pictures that matter": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }

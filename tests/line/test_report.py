@@ -6,7 +6,7 @@ import csv
 import random
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -76,92 +76,77 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def counted(record: Path, begin: str, end: str) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
-    """Parts by version, outcome, judgement and kind, and by outcome in local days: row by row."""
+Part = namedtuple("Part", "version outcome judged kind day")
+
+
+def parts_between(record: Path, begin: str, end: str) -> list[Part]:
+    """The parts scored between two times in UTC, read row by row."""
     with closing(sqlite3.connect(record)) as db:
-        last = dict(db.execute("SELECT sha256, id FROM feedback ORDER BY id"))
-        words = dict(db.execute("SELECT id, verdict || '|' || defect_type FROM feedback"))
-        parts, days = Counter[tuple[str, ...]](), Counter[str]()
-        for version, at, sha256, status, verdict in db.execute(
-            "SELECT model_id, time, sha256, status, verdict FROM parts"
-        ):
-            if begin <= at < end:
-                said = words[last[sha256]] if sha256 in last else "|"
-                parts[(version, verdict or status, *said.split("|"))] += 1
-                days[str(datetime.fromisoformat(at).astimezone().date())] += 1
-    return parts, days
+        words = {
+            sha256: (verdict, kind)  # the last one stays
+            for sha256, verdict, kind in db.execute(
+                "SELECT sha256, verdict, defect_type FROM feedback ORDER BY id"
+            )
+        }
+        rows = db.execute("SELECT model_id, status, verdict, sha256, time FROM parts").fetchall()
+    return [
+        Part(version, verdict or status, *words.get(sha256, ("", "")),
+             str(datetime.fromisoformat(at).astimezone().date()))
+        for version, status, verdict, sha256, at in rows if begin <= at < end
+    ]  # fmt: skip
+
+
+def count(parts: list[Part], **wanted: str) -> int:
+    return sum(all(getattr(part, n) == wanted[n] for n in wanted) for part in parts)
 
 
 def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Command) -> None:
     output = tmp_path / "report"
-    arguments = [
-        "--record",
-        record,
-        "--from",
-        "2026-10-25",
-        "--to",
-        "2026-10-26",
-        "--output",
-        output,
-    ]
+    period = ["--from", "2026-10-25", "--to", "2026-10-26"]
     prices = ["--prices", "false-reject=4", "escape=250.5", "currency=EUR"]
-    code, out, _ = command("report", [*arguments, *prices])
-    assert (code, out) == (0, f"Look at {output / 'report.html'}\n")
+    arguments = ["--record", record, *period, *prices, "--output", output]
+    assert command("report", arguments)[:2] == (0, f"Look at {output / 'report.html'}\n")
     # Two local days, of which the first one has 25 hours.
-    now, days = counted(record, "2026-10-24T22:00", "2026-10-26T23:00")
-    before, _ = counted(record, "2026-10-22T22:00", "2026-10-24T22:00")
+    now = parts_between(record, "2026-10-24T22:00", "2026-10-26T23:00")
+    before = parts_between(record, "2026-10-22T22:00", "2026-10-24T22:00")
 
-    def parts(of: Counter[tuple[str, ...]], *wanted: str) -> int:
-        return sum(n for key, n in of.items() if set(wanted) <= set(key[:3]))
+    def both(**wanted: str) -> tuple[int, int]:
+        return count(now, **wanted), count(before, **wanted)
 
-    false = [
-        c["a" * 16, "reject", "good", ""] + c["b" * 16, "reject", "good", ""] for c in (now, before)
-    ]
-    escapes = [
-        sum(n for key, n in c.items() if key[1:3] == ("good", "defect")) for c in (now, before)
-    ]
+    false, escapes = both(outcome="reject", judged="good"), both(outcome="good", judged="defect")
     yields = {row[""]: (int(row["parts"]), int(row["before"])) for row in table(output, "yield")}
     assert yields == {
-        "all parts": (now.total(), before.total()),
-        "good": tuple(sum(n for k, n in c.items() if k[1] == "good") for c in (now, before)),
-        **{o: (parts(now, o), parts(before, o)) for o in ("review", "reject", "unreadable")},
-        "false rejects": tuple(false),
-        "escapes": tuple(escapes),
+        "all parts": (len(now), len(before)),
+        **{name: both(outcome=name) for name in ("good", "review", "reject", "unreadable")},
+        "false rejects": false,
+        "escapes": escapes,
     }
     shares = [float(row["share"]) for row in table(output, "yield")]
-    assert shares == pytest.approx([n / now.total() for n, _ in yields.values()])
-    for row in table(output, "judgements"):
-        of_verdict = [sum(n for k, n in now.items() if k[1:3] == (row["the model says"], said))
-                      for said in ("good", "defect", "")]  # fmt: skip
-        assert [*map(int, list(row.values())[1:])] == of_verdict
-    for version in table(output, "versions"):
-        own = Counter({k: n for k, n in now.items() if version["model and version"].endswith(k[0])})
-        right = sum(n for k, n in own.items() if k[1:3] in {("good", "good"), ("reject", "defect")})
-        judged = sum(n for k, n in own.items() if k[1] in ("good", "reject") and k[2])
-        assert int(version["parts"]) == own.total() > 0
-        assert float(version["agreement"]) == pytest.approx(right / judged)
-    assert len(table(output, "versions")) == 2
-    kinds = {
-        row["kind of defect"]: [int(row[v]) for v in ("reject", "review", "good")]
-        for row in table(output, "kinds")
-    }
-    assert kinds == {
-        kind: [sum(n for k, n in now.items() if (k[1], k[3]) == (verdict, kind))
-               for verdict in ("reject", "review", "good")]
-        for kind in ("scratch", "dent")
-    }  # fmt: skip
-    hours = Counter[str]()
+    assert shares == pytest.approx([parts / len(now) for parts, _ in yields.values()])
+    for verdict, *parts in (row.values() for row in table(output, "judgements")):
+        said = [count(now, outcome=verdict, judged=word) for word in ("good", "defect", "")]
+        assert [*map(int, parts)] == said
+    for version, row in zip("ab", table(output, "versions"), strict=True):
+        own = [part for part in now if part.version == version * 16]
+        right = count(own, outcome="good", judged="good")
+        right += count(own, outcome="reject", judged="defect")
+        judged = sum(part.outcome in ("good", "reject") and part.judged != "" for part in own)
+        assert (row["model and version"], int(row["parts"])) == (f"disc {version * 16}", len(own))
+        assert float(row["agreement"]) == pytest.approx(right / judged)
+    for row in table(output, "kinds"):
+        for verdict in ("reject", "review", "good"):
+            assert int(row[verdict]) == count(now, outcome=verdict, kind=row["kind of defect"]) > 0
+    days = Counter[str]()
     for row in table(output, "times"):
-        hours[row["time"][:10]] += int(row["parts"])
-    assert hours == days
+        days[row["time"][:10]] += int(row["parts"])
+    assert days == Counter(part.day for part in now)
     cost = 4 * false[0] + 250.5 * escapes[0]
     assert table(output, "cost")[-1]["cost"] == f"{cost:,.2f} EUR"
     page = (output / "report.html").read_text("utf-8")
     assert "Report of 2026-10-25 to 2026-10-26" in page
     assert "CEST (UTC+02:00) to CET (UTC+01:00)" in page
     assert f"Cost, as far as it is known: {cost:,.2f} EUR" in page
-    pictures = page.count("<img class")
-    assert pictures == 10
+    assert page.count("<img class") == 10
     assert page.index("Called good, but a defect") < page.index("Rejected, but good")
 
 
@@ -193,6 +178,8 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
         db.executemany(
             "INSERT INTO triggers (time, state) VALUES (?, ?)", [(at, "lost"), (at, "ok")]
         )
+        zone = "UPDATE parts SET line = json_set (line, '$.decided_by', 'zone seal') WHERE id = 2"
+        db.execute(zone)
     arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
     assert command("report", arguments)[0] == 0
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
@@ -203,6 +190,8 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
         r["parts"] for r in table(tmp_path / "out", "yield") if r[""] == "lost at the station"
     ] == ["1"]
     assert not table(tmp_path / "out", "cost")
+    (kind,) = table(tmp_path / "out", "kinds")
+    assert (kind["decided by"], kind["reject"]) == ("zone seal", "1")
     code, _, err = command("report", arguments)
     assert (code, "add --overwrite" in err) == (2, True)
     assert command("report", [*arguments, "--overwrite"])[0] == 0
@@ -231,7 +220,7 @@ def test_broken_promises_and_drift_are_said(
     ("changed", "message"),
     [
         ({"--record": "lane.sqlite"}, "there is no record"),
-        ({"--record": "words.txt"}, "isn't a record of serve"),
+        ({"--record": "words.txt"}, "words.txt can't be read as a record of serve"),
         ({"--record": "other.sqlite"}, "can't be read as a record of serve"),
         (
             {"--from": "2027-01-01", "--to": "2027-01-02"},

@@ -3,14 +3,13 @@ CREATE TEMP TABLE words AS SELECT sha256, verdict, defect_type FROM main.feedbac
     WHERE id IN (SELECT MAX (id) FROM main.feedback GROUP BY sha256);
 CREATE INDEX temp.words_by_image ON words (sha256);
 -- The parts of the period (age 0) and of the one before (age 1) with the last word on each.
--- {{zone}} and its like: a column of the record, or a field of the row.
+-- {{reason}} and its like: a column of the record, or a field of the row. decided_by: rule or zone.
 CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model_id, time, score,
     CASE WHEN status <> 'ok' THEN status WHEN parts.verdict = '' THEN 'no verdict'
         ELSE parts.verdict END AS outcome,
     COALESCE (words.verdict, '') AS judged,
-    COALESCE (NULLIF ({kind}, ''), words.defect_type, '') AS kind, COALESCE ({zone}, '') AS zone,
-    COALESCE ({reason}, '') = '' AS by_score,
-    {milliseconds} AS milliseconds, {review_threshold} AS review, {threshold} AS reject,
+    COALESCE (words.defect_type, '') AS kind, COALESCE ({decided_by}, '') AS decided_by,
+    COALESCE ({reason}, '') = '' AS by_score, {review_threshold} AS review, {threshold} AS reject,
     strftime ('{bucket}', time, 'localtime') AS bucket
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
     WHERE time >= '{earliest}' AND time < '{end}' ORDER BY parts.id;
@@ -48,14 +47,16 @@ CREATE TEMP VIEW versions AS SELECT model || ' ' || model_id AS "model and versi
     SUM (outcome = 'good' AND judged = 'good' OR outcome = 'reject' AND judged = 'defect') AS "people agree",
     SUM (outcome IN ('good', 'reject') AND judged <> '') AS judged
     FROM seen WHERE age = 0 GROUP BY model, model_id ORDER BY model, MIN (id);
-CREATE TEMP VIEW promised AS SELECT model, model_id, COUNT (*), SUM (outcome <> 'good'),
+CREATE TEMP VIEW promised AS SELECT model, model_id, COUNT (*),
+    SUM (outcome <> 'good' AND decided_by NOT LIKE 'zone %'),  -- which may have a rate of its own
     SUM (outcome = 'reject' AND judged = 'good'), SUM (judged = 'defect'),
     SUM (outcome = 'good' AND judged = 'defect') FROM seen
     WHERE age = 0 AND by_score AND outcome IN ('good', 'review', 'reject')
     GROUP BY model, model_id ORDER BY model, MIN (id);
-CREATE TEMP VIEW kinds AS SELECT kind AS "kind of defect", zone, SUM (outcome = 'reject') AS reject,
+CREATE TEMP VIEW kinds AS SELECT kind AS "kind of defect", decided_by AS "decided by",
+    SUM (outcome = 'reject') AS reject,
     SUM (outcome = 'review') AS review, SUM (outcome = 'good') AS good FROM seen
-    WHERE age = 0 AND kind || zone <> '' GROUP BY 1, 2 ORDER BY 3 + 4 DESC, 1, 2;
+    WHERE age = 0 AND kind || decided_by <> '' GROUP BY 1, 2 ORDER BY 3 + 4 DESC, 1, 2;
 CREATE TEMP VIEW times AS SELECT bucket AS time, COUNT (*) AS parts, SUM (outcome = 'good') AS good,
     SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM seen
     WHERE age = 0 GROUP BY 1 ORDER BY 1;
