@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from anomaly.cli.help import COMMANDS, examples, overview
 from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal, plain_output
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
@@ -20,6 +21,7 @@ from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
 
+<<<<<<< HEAD
 # Command to its line of the help text; modules are imported when they're asked for.
 COMMANDS = {
     "start": "from a folder of images to a trained model and a page, in one go",
@@ -52,6 +54,8 @@ COMMANDS = {
     "completion": "print a shell script that completes commands and options",
 }
 
+=======
+>>>>>>> main
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),
@@ -210,12 +214,22 @@ def _check_options(command: str, arguments: Sequence[str]) -> None:
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="anomaly", description="Visual inspection that learns what good looks like."
+        prog="anomaly",
+        usage="anomaly [-h] [--version] COMMAND …",
+        description="Visual inspection that learns what good looks like.",
+        epilog=overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"anomaly {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, text in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    commands = parser.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS)
+    for name, (text, *_) in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            prog=f"anomaly {name}",
+            description=text[0].upper() + text[1:] + ".",
+            epilog=examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if name == command:
             _module(name).add_arguments(sub)
             add_logging(sub)
