@@ -21,41 +21,6 @@ from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
 
-<<<<<<< HEAD
-# Command to its line of the help text; modules are imported when they're asked for.
-COMMANDS = {
-    "start": "from a folder of images to a trained model and a page, in one go",
-    "demo": "try all of it on two generated products",
-    "region": "draw where to look in an image, for a config",
-    "check": "look at a data set before training: counts, sizes, faults",
-    "train": "learn what good looks like from a folder of good images",
-    "tune": "try settings and keep those that catch more of the known defects",
-    "calibrate": "choose a trained model's thresholds, without training it again",
-    "infer": "score images: verdicts in results.csv, heatmaps beside them",
-    "manifest": "list the images of a large job, for many machines to share",
-    "merge-results": "join the results of a large job's machines, and check that none is missing",
-    "evaluate": "measure trained models on their test splits",
-    "layers": "list a network's layers: shapes, strides, parameters, compute",
-    "features": "save what layers make of images, for classifiers of your own",
-    "explain": "show why an image was flagged, in pictures",
-    "missed": "say what would have caught a defect that got through, and keep it as a known one",
-    "export": "write a trained model for ONNX Runtime or OpenVINO",
-    "selfcheck": "score known parts before a shift and name scores that have changed",
-    "benchmark": "measure milliseconds by stage on this machine, against a time budget",
-    "serve": "answer over HTTP, record every answer, and show a page to the line",
-    "deploy": "put a new version of a model in the place of the old one, or the old one back",
-    "register": "log a model in MLflow, as the next version of a registered one",
-    "feedback": "record what parts of a line really were, or list these records",
-    "update": "let a model learn good parts that people have confirmed",
-    "merge": "join models of one setting: of two lines, or of two lots",
-    "drift": "say whether parts still look like the good images behind the thresholds",
-    "report": "write up a shift, a day or a month of a line: yield, judgements, drift, cost",
-    "sample-data": "generate a small data set to try things on",
-    "completion": "print a shell script that completes commands and options",
-}
-
-=======
->>>>>>> main
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),

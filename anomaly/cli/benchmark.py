@@ -47,10 +47,6 @@ from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)
 
-_EXAMPLES = """\
-examples:
-  anomaly benchmark --model runs/my_part --budget 200ms
-  anomaly benchmark --model runs/my_part --images camera --engine onnx openvino"""
 _HEAD = "{engine} in {precision}, {threads} threads; {parts} parts, {images}"
 _FOOT = """\
 the stages together are {sum_of_stages:.2f} of the whole part
@@ -63,7 +59,6 @@ _WARM, _LEAST, _MOST = 3, 20, 200  # parts that aren't counted, and that are
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the run, or its model/ folder")
     add("--budget", type=duration, metavar="TIME", help="from one part to the next, 200ms say")

@@ -39,12 +39,6 @@ _PROMISES = (
 )
 _UNJUDGED = "Nobody has judged a verdict good or reject: false rejects and escapes aren't known."
 _VERSIONS = "False rejects, escapes and agreement (95 % confidence): as far as people have judged."
-_EXAMPLES = """\
-examples:
-  anomaly report --record runs/line.sqlite --from '2026-11-27 06:00' --to '2026-11-27 14:00' \\
-      --output shift
-  anomaly report --record runs/line.sqlite --from 2026-11-01 --to 2026-11-30 \\
-      --prices false-reject=4 escape=250 currency=EUR --output november"""
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
 # Of a version: its thresholds, the ids of all that score as it does, and the share of known defects
@@ -267,7 +261,6 @@ def _picture(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
     )
