@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, help="the run, or its model/ folder")
     add("--budget", type=duration, metavar="TIME", help="from one part to the next, 200ms say")
     add_paths(parser, "--images", "pictures of parts (golden parts, else those of training)")
-    add("--engine", nargs="+", choices=tuple(ENGINES), default=[], help="measure its exports, too")
+    exports = "measure an export for it, too; may be repeated"
+    add("--engine", action="append", choices=tuple(ENGINES), default=[], help=exports)
     add("--json", action="store_true", help="print all figures as JSON")
     add_device(parser)
 

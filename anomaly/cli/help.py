@@ -84,7 +84,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "benchmark": (
             "measure milliseconds by stage on this machine, against a time budget",
             "benchmark --model runs/part --budget 200ms",
-            "benchmark --model runs/part --images camera --engine onnx openvino",
+            "benchmark --model runs/part --images camera --engine onnx --engine openvino",
         ),
         "register": (
             "log a model in MLflow, as the next version of a registered one",

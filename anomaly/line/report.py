@@ -285,6 +285,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prices",
+        action="extend",
         nargs="+",
         default=[],
         metavar="NAME=PRICE",
