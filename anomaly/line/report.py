@@ -32,7 +32,15 @@ _NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times
 _FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
-_PROMISED = ("", "promised share", "of parts", "about", "at most", "seen", "compared")
+_PROMISED = (
+    "model and version",
+    "promised share",
+    "of parts",
+    "about",
+    "at most",
+    "seen",
+    "compared",
+)
 _PROMISES = (
     "At most: of good parts like those behind the thresholds, with 95 % confidence. Good parts "
     "rejected are those that people have called good; there may be more."
@@ -101,7 +109,7 @@ def _tables(
     titles, rows = _select(db, "versions")
     yield [*titles[:-2], "agreement"], [[*row[:-2], _agreement(*row[-2:])] for row in rows]
     yield _select(db, "kinds")
-    yield ("", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
+    yield ("what", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
     yield _select(db, "times")
 
 

@@ -114,7 +114,9 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
         return count(now, **wanted), count(before, **wanted)
 
     false, escapes = both(outcome="reject", judged="good"), both(outcome="good", judged="defect")
-    yields = {row[""]: (int(row["parts"]), int(row["before"])) for row in table(output, "yield")}
+    yields = {
+        row["outcome"]: (int(row["parts"]), int(row["before"])) for row in table(output, "yield")
+    }
     assert yields == {
         "all parts": (len(now), len(before)),
         **{name: both(outcome=name) for name in ("good", "review", "reject", "unreadable")},
@@ -187,7 +189,9 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
     assert "no part on record" in page  # before
     assert "isn&#x27;t in the folder" in page
     assert [
-        r["parts"] for r in table(tmp_path / "out", "yield") if r[""] == "lost at the station"
+        r["parts"]
+        for r in table(tmp_path / "out", "yield")
+        if r["outcome"] == "lost at the station"
     ] == ["1"]
     assert not table(tmp_path / "out", "cost")
     (kind,) = table(tmp_path / "out", "kinds")

@@ -28,7 +28,7 @@ CREATE TEMP VIEW yields AS
     WITH totals AS (SELECT 1.0 * SUM (age = 0) AS now, NULLIF (1.0 * SUM (age), 0) AS before FROM seen),
     pairs AS (SELECT what, SUM ((age = 0) * parts) AS now, SUM (age * parts) AS before
         FROM counted GROUP BY place, what ORDER BY place, what)
-    SELECT what AS "", pairs.now AS parts, pairs.now / totals.now AS share, pairs.before AS before,
+    SELECT what AS outcome, pairs.now AS parts, pairs.now / totals.now AS share, pairs.before AS before,
         pairs.before / totals.before AS "share before",
         CASE WHEN pairs.now / totals.now > pairs.before / totals.before THEN 'up '
             WHEN pairs.now / totals.now < pairs.before / totals.before THEN 'down ' END
