@@ -32,15 +32,7 @@ _NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times
 _FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
-_PROMISED = (
-    "model and version",
-    "promised share",
-    "of parts",
-    "about",
-    "at most",
-    "seen",
-    "compared",
-)
+_PROMISED = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
 _PROMISES = (
     "At most: of good parts like those behind the thresholds, with 95 % confidence. Good parts "
     "rejected are those that people have called good; there may be more."

@@ -114,9 +114,7 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
         return count(now, **wanted), count(before, **wanted)
 
     false, escapes = both(outcome="reject", judged="good"), both(outcome="good", judged="defect")
-    yields = {
-        row["outcome"]: (int(row["parts"]), int(row["before"])) for row in table(output, "yield")
-    }
+    yields = {r["outcome"]: (int(r["parts"]), int(r["before"])) for r in table(output, "yield")}
     assert yields == {
         "all parts": (len(now), len(before)),
         **{name: both(outcome=name) for name in ("good", "review", "reject", "unreadable")},
@@ -188,11 +186,8 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
     assert "Nobody has judged a verdict good or reject" in page
     assert "no part on record" in page  # before
     assert "isn&#x27;t in the folder" in page
-    assert [
-        r["parts"]
-        for r in table(tmp_path / "out", "yield")
-        if r["outcome"] == "lost at the station"
-    ] == ["1"]
+    yields = {r["outcome"]: r["parts"] for r in table(tmp_path / "out", "yield")}
+    assert yields["lost at the station"] == "1"
     assert not table(tmp_path / "out", "cost")
     (kind,) = table(tmp_path / "out", "kinds")
     assert (kind["decided by"], kind["reject"]) == ("zone seal", "1")
