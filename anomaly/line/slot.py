@@ -179,6 +179,12 @@ class ModelSlot:
         engine = self.engine
         return self.grown + max(self.beside, engine.resident if engine else 0)
 
+    @property
+    def scene(self) -> str:
+        """What has changed of the scene, not the parts; empty where nothing has."""
+        engine = self.engine
+        return "; ".join(engine.scene.changed.values()) if engine else ""
+
     def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
         """Have the version in use take one part, once it is in memory; see `Engine.submit`.
 
@@ -260,10 +266,10 @@ class ModelSlot:
 
         Returns:
             `alarm`; `lines`, what was seen of each level; `flagged`, where more or fewer parts than
-            promised are flagged, empty elsewhere.
+            promised are flagged, empty elsewhere; `scene`, what has changed of it, empty else.
         """
         if not (self.now and self.now.drift and self.now.review):
-            return {"alarm": False, "lines": [], "flagged": ""}
+            return {"alarm": False, "lines": [], "flagged": "", "scene": self.scene}
         drift, review = self.now.drift.look(self.record, self.since), self.now.review
         lines = [
             flagged_line(watched.above, drift.parts, review.false_rejects, str(self.folder))
@@ -271,4 +277,4 @@ class ModelSlot:
             if watched.level.value == review.value
         ]
         said = {"alarm": drift.alarm is not None, "lines": drift.lines()}
-        return said | {"flagged": "".join(lines)}
+        return said | {"flagged": "".join(lines), "scene": self.scene}
