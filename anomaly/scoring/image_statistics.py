@@ -259,7 +259,7 @@ class TrainingStatistics:
     def of(cls, statistics: Sequence[ImageStatistics]) -> TrainingStatistics:
         """Learn from training images, one at least."""
         figures = np.array([[*image.figures().values()] for image in statistics])
-        pictures = [image.picture for image in statistics if image.picture.size]
+        pictures = np.array([s.picture for s in statistics if s.picture.size], np.float16)
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
         mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(statistics)) / len(statistics)
         squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(statistics))
@@ -270,7 +270,7 @@ class TrainingStatistics:
             variance=squares / max(len(statistics) - 1, 1),
             spread=float(np.mean([image.variance() for image in statistics])) ** 0.5 + 1e-12,
             farthest=mean[None],
-            pictures=_thinned(np.array(pictures, np.float16).reshape(-1, SIDE, SIDE, 4)),
+            pictures=pictures.reshape(-1, SIDE, SIDE, 4)[evenly(len(pictures))],
             images=len(statistics),
         )
         kept = [statistics[place].mean_embedding() for place in model._farthest_of(statistics)]
@@ -291,7 +291,7 @@ class TrainingStatistics:
             other: of further images.
         """
         images, others = self.images, other.images
-        count = images + others
+        count, pictures = images + others, np.concatenate([self.pictures, other.pictures])
         apart = np.square(self.mean - other.mean) * images * others / count
         squares = self.variance * (images - 1) + other.variance * (others - 1) + apart
         seen = {
@@ -305,7 +305,7 @@ class TrainingStatistics:
             variance=squares / (count - 1),
             spread=((images * self.spread**2 + others * other.spread**2) / count) ** 0.5,
             farthest=np.concatenate([self.farthest, other.farthest]),
-            pictures=_thinned(np.concatenate([self.pictures, other.pictures])),
+            pictures=pictures[evenly(len(pictures))],
             images=count,
         )
         order = np.argsort(-model._from_others(model.farthest), kind="stable")
@@ -452,10 +452,6 @@ def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
         )
     }
     return sorted(outliers | blank)
-
-
-def _thinned(pictures: Picture) -> Picture:
-    return pictures[evenly(len(pictures))]
 
 
 def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from anomaly.calibration.cusum import Level, Watched, limit_of
 
 if TYPE_CHECKING:
-    from anomaly.imaging.geometry import AnyView
     from anomaly.scoring.pipeline import Model
     from anomaly.scoring.prediction import Prediction
 
@@ -40,13 +39,19 @@ _SURE = 0.03  # how much worse than training pictures a match may be, at least
 
 _NAMES = ("brightness", "red against blue", "sharpness")
 # The least changes worth an alarm: of the logarithm of the first three, of position as a share.
-_LEAST = np.array([0.1, 0.07, 0.22, 0.015, 0.015])
+_LEAST = np.array([0.09, 0.1, 0.22, 0.015, 0.015])
+_UNLIKE = len(_LEAST)  # the last figure: 1 for a part that has to be looked at anyway, else 0
 # Whatever a figure's distribution, if it has one peak, no more than 6.1 % lie so many standard
 # deviations above the mean (Vysochanskij & Petunin 1980).
 _DEVIATIONS, _PROMISED = 2.5, 0.07
 _AFTER = 0.9  # share of parts beyond the level once the scene has changed
 _FALSE_ALARMS = 0.001  # chance that any sum reaches its limit within `HORIZON` usual parts
 _LATEST = 8  # parts whose median says by how much the scene has changed; twice as many are kept
+
+_CHANGED = (
+    "%sscene changed at part %d: %s. Look at lamp, exposure, lens, camera and product. Parts are "
+    "for review until they look right again; anomaly update teaches the model a look that stays"
+)
 
 Picture = NDArray[np.float16]
 
@@ -68,9 +73,9 @@ def picture_of(
         tiles: rows and columns of tiles; cells of other tiles are 0.
     """
     picture = np.zeros((SIDE, SIDE, 4), np.float16)
-    cells = picture[
-        tuple(slice(SIDE * i // n, SIDE * (i + 1) // n) for i, n in zip(tile, tiles, strict=True))
-    ]
+    (top, left), (rows, columns) = tile, tiles
+    cells = picture[SIDE * top // rows : SIDE * (top + 1) // rows]
+    cells = cells[:, SIDE * left // columns : SIDE * (left + 1) // columns]
     if cells.size:
         size = cells.shape[1::-1]
         cells[..., :3] = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
@@ -169,112 +174,80 @@ class SceneWatch:
         models: that make them, by product.
 
     Attributes:
-        changed: by product, what has changed, for people; empty where nothing has.
+        changed: by product, what has changed, for people; only where something has.
     """
 
     def __init__(self, models: Mapping[str, Model]) -> None:
-        self._streams = {
-            product: _Stream(model.scene)
-            for product, model in models.items()
-            if model.scene is not None
-        }
+        scenes = {product: model.scene for product, model in models.items()}
+        self._streams = {p: _Stream(scene) for p, scene in scenes.items() if scene is not None}
         self.changed: dict[str, str] = {}
 
     def judged(self, prediction: Prediction) -> tuple[Prediction, tuple[float, ...]]:
         """The prediction, for review while the scene is changed; and the part's figures."""
-        stream = self._streams.get(prediction.product)
-        if stream is None:
+        product = prediction.product
+        if (stream := self._streams.get(product)) is None:
             return prediction, ()
+        stream.extent = prediction.view.source[::-1]
         figures = *stream.scene.figures(prediction.statistics.picture), bool(prediction.reason)
-        self.add(prediction.product, figures)
-        if not (changed := stream.text(_extent(prediction.view))):
-            return prediction, figures
-        self.changed[prediction.product] = changed
-        reason = "; ".join(filter(None, (f"scene changed: {changed}", prediction.reason)))
-        return replace(prediction, reason=reason), figures
+        before, name = self.changed.get(product), f"{product}: " if product else ""
+        self.add(product, figures)
+        if text := self.changed.get(product):
+            if not before:
+                log.warning(_CHANGED, name, stream.parts, text)
+            reasons = (f"scene changed: {text}", prediction.reason)
+            prediction = replace(prediction, reason="; ".join(filter(None, reasons)))
+        elif before:
+            log.warning("%sthe scene looks right again since part %d", name, stream.parts)
+        return prediction, figures
 
     def add(self, product: str, figures: Sequence[float]) -> None:
-        """Take a part's figures, as `judged` gave them; of a part that was scored before, say."""
-        if (stream := self._streams.get(product)) is None or not figures:
-            return
-        before, name = stream.changed, f"{product}: " if product else ""
-        stream.add(figures)
-        if stream.changed and not before:
-            log.warning(
-                "%sscene changed at part %d: %s. Look at lamp, exposure, lens, camera and product. "
-                "Parts are for review until they look right again; where they are to look like "
-                "this from now on, the model can learn it: anomaly update",
-                name,
-                stream.parts,
-                stream.text(None),
-            )
-        elif before and not stream.changed:
-            self.changed.pop(product, None)
-            log.warning("%sthe scene looks right again since part %d", name, stream.parts)
+        """Take a part's figures, as `judged` gave them, now or in an earlier run."""
+        self.changed.pop(product, None)
+        if figures and (text := self._streams[product].add(figures)):
+            self.changed[product] = text
 
 
 class _Stream:
-    """The parts of one product, and the sums that watch them."""
+    """The parts of one product, and the sums that watch their figures, each to either side."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.parts = scene, 0
-        count = len(_LEAST)
-        sides = [(i, sign) for i in range(count) for sign in (1, -1)] + [(count, 1)]
+        self.extent = (0, 0)  # width and height of the latest image
+        levels = [*scene.levels.tolist(), 0.5]
+        sides = [(i, side) for i in range(len(levels)) for side in (1, -1)]
         limit = limit_of(_PROMISED, _FALSE_ALARMS / len(sides), _AFTER)
-        self._charts = {
-            (i, sign): Watched(Level("", value, _PROMISED, limit, _AFTER), ends=True)
-            for i, sign in sides
-            for value in [0.5 if i == count else float(scene.levels[i])]
+        self._sums = {
+            (i, side): Watched(Level("", levels[i], _PROMISED, limit, _AFTER), ends=True)
+            for i, side in sides
         }
         self._latest: deque[Sequence[float]] = deque(maxlen=2 * _LATEST)
 
-    def add(self, figures: Sequence[float]) -> None:
-        for (i, sign), watched in self._charts.items():
-            watched.add(sign * figures[i], self.parts)
+    def add(self, figures: Sequence[float]) -> str:
+        """Take a part's figures; what has changed, empty where nothing has."""
         self._latest.append(figures)
+        for (figure, side), watched in self._sums.items():
+            watched.add(side * figures[figure], self.parts)
         self.parts += 1
-
-    @property
-    def changed(self) -> bool:
-        return any(watched.alarm is not None for watched in self._charts.values())
-
-    def text(self, extent: tuple[float, float] | None) -> str:
-        """What has changed, and for how many parts; empty while nothing has.
-
-        Args:
-            extent: width and height of what is looked at, in original pixels, if they are known.
-        """
-        active = [key for key, watched in self._charts.items() if watched.alarm is not None]
+        active = {key: watched for key, watched in self._sums.items() if watched.alarm is not None}
         if not active:
             return ""
-        parts = self.parts - min(self._charts[key].since for key in active)
-        what = ", ".join(_described(key[0], self._median(*key), extent) for key in active)
-        return f"{what} (the last {parts} parts)"
+        parts = self.parts - min(watched.since for watched in active.values())
+        if len(active) > 1:
+            active.pop((_UNLIKE, 1), None)  # the others say why
+        what = [self._described(*key, watched.level.value) for key, watched in active.items()]
+        return f"{', '.join(what)} (the last {parts} parts)"
 
-    def _median(self, figure: int, sign: int) -> float:
-        """Of the latest parts beyond the level: some may look right again already."""
-        level = self._charts[figure, sign].level.value
-        beyond = [part[figure] for part in self._latest if sign * part[figure] > level]
-        return float(np.median(beyond[-_LATEST:]))
-
-
-def _described(figure: int, value: float, extent: tuple[float, float] | None) -> str:
-    if figure == len(_LEAST):
-        return "parts are unlike the training images as a whole"
-    if figure < len(_NAMES):
-        side = "above" if value > 0 else "below"
-        share = abs(100 * math.expm1(value))
-        return f"{_NAMES[figure]} is {share:.0f} % {side} the training images'"
-    axis = figure - len(_NAMES)
-    where = (("left", "right"), ("up", "down"))[axis][value > 0]
-    pixels = f" ({abs(value) * extent[axis]:.0f} px)" if extent else ""
-    return f"the picture is shifted {where} by {abs(100 * value):.1f} %{pixels}"
-
-
-def _extent(view: AnyView) -> tuple[float, float]:
-    """Width and height of what the network sees of an image, in its own pixels."""
-    rows, columns = (
-        float(axis[-1].to_source(np.array(axis[-1].size)) - axis[0].to_source(np.array(0)))
-        for axis in view.axes
-    )
-    return columns, rows
+    def _described(self, figure: int, side: int, level: float) -> str:
+        if figure == _UNLIKE:
+            return "parts are unlike the training images as a whole"
+        # Some of the latest parts may look right again already.
+        beyond = [side * part[figure] for part in self._latest if side * part[figure] > level]
+        value = float(np.median(beyond[-_LATEST:]))
+        if figure < len(_NAMES):
+            share = abs(100 * math.expm1(side * value))
+            where = "above" if side > 0 else "below"
+            return f"{_NAMES[figure]} is {share:.0f} % {where} the training images'"
+        axis = figure - len(_NAMES)
+        where = (("left", "right"), ("up", "down"))[axis][side > 0]
+        pixels = value * self.extent[axis]
+        return f"the picture is shifted {where} by {pixels:.0f} px ({100 * value:.1f} %)"

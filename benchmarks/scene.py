@@ -1,0 +1,161 @@
+"""When "scene changed" is said: lamps, cameras and lenses that change, and defects in a row.
+
+    python -m benchmarks.scene --data FOLDER… [--network NAME] [--weights FILE]
+
+Every other training image of a set (MVTec AD's layout) is learned. 50 of the others and the good
+ones of the test split, at most 512 pixels long, are changed and seen once; streams of parts are
+drawn from their figures, with replacement and a little noise in light, colour and sharpness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+import anomaly
+from anomaly.imaging.pose import Motion, Pose
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scene import SceneWatch
+from benchmarks.inputs import machine
+from benchmarks.moved import Picture, read
+
+Figures: TypeAlias = NDArray[np.float64]
+
+REPEATS, STREAMS, PARTS = 100, 20, 2000
+BEFORE = 100  # usual parts before a change
+WAIT = 50  # parts that a change is waited for
+BURST = 20  # defects in a row
+HELD = 50  # training images that weren't learned, at most
+DIMMING = 200  # parts over which a lamp loses 30 %
+NOISE = np.array([0.02, 0.01, 0.03, 0, 0, 0])
+LIGHTS = (0.7, 0.775, 0.85, 0.925, 1.0)
+
+
+def light(gain: float) -> Callable[[Picture], Picture]:
+    return lambda pixels: np.clip(pixels * gain + 0.5, 0, 255).astype(np.uint8)
+
+
+def shift(share: float, axis: int) -> Callable[[Picture], Picture]:
+    """A camera that moves by a share of the width, along the width or across."""
+    return lambda p: Pose(
+        Motion(0.0, *(-share * p.shape[1] * (axis == i) for i in (0, 1))), p.shape[:2]
+    ).part(p, slice(0, p.shape[0]), slice(0, p.shape[1]))
+
+
+def blur(share: float) -> Callable[[Picture], Picture]:
+    """A lens out of focus: a Gaussian whose σ is a share of the width."""
+    return lambda p: np.asarray(cv2.GaussianBlur(p, (0, 0), share * p.shape[1]), np.uint8)
+
+
+CHANGES = {
+    **{f"light {gain - 1:+.0%}": light(gain) for gain in (0.7, 0.85, 1.15, 1.3)},
+    "camera 3 % aside": shift(0.03, 0),
+    "camera 6 % aside": shift(0.06, 0),
+    "camera 3 % down": shift(0.03, 1),
+    "camera 6 % down": shift(0.06, 1),
+    "defocus, σ 0.4 %": blur(0.004),
+    "defocus, σ 0.8 %": blur(0.008),
+}
+
+
+def figures(detector: anomaly.AnomalyDetector, images: list[Picture]) -> Figures:
+    """What the watch makes of each image."""
+    watch = SceneWatch(detector.model.models)
+    found = {r.index: r for r in detector.model.results(images) if isinstance(r, Prediction)}
+    return np.array([watch.judged(found[i])[1] for i in range(len(images))], np.float64)
+
+
+def drawn(rng: np.random.Generator, pool: Figures, count: int) -> Figures:
+    some = pool[rng.integers(len(pool), size=count)]
+    return np.asarray(some + rng.normal(size=(count, 6)) * NOISE)
+
+
+def first(watch: SceneWatch, parts: Figures) -> int | None:
+    """After how many parts the scene is called changed."""
+    for number, part in enumerate(parts, 1):
+        watch.add("", part.tolist())
+        if watch.changed:
+            return number
+    return None
+
+
+def change_cells(
+    rng: np.random.Generator, models: Mapping[str, Model], usual: Figures, changed: Figures
+) -> str:
+    """After how many parts a change is said, and after how many its end."""
+    delays, backs = np.zeros(REPEATS), np.zeros(REPEATS)
+    for i in range(REPEATS):
+        watch = SceneWatch(models)
+        first(watch, drawn(rng, usual, BEFORE))
+        delays[i] = first(watch, drawn(rng, changed, WAIT)) or WAIT + 1
+        while watch.changed:
+            backs[i] += 1
+            watch.add("", drawn(rng, usual, 1)[0].tolist())
+    within = f"{np.mean(delays <= 10):.0%} within 10"
+    if np.median(delays) > WAIT:
+        return f"not seen: {within}, {np.mean(delays <= WAIT):.0%} within {WAIT} | "
+    return f"{np.median(delays):.0f}; {within} | {np.median(backs):.0f}"
+
+
+def dimming(rng: np.random.Generator, models: Mapping[str, Model], dims: Figures) -> str:
+    """At which part a lamp that dims is noticed: the figures of images by light, (L, N, 6)."""
+    gains = 1 - 0.3 * np.arange(DIMMING) / DIMMING
+    nearest = np.abs(gains[:, None] - LIGHTS).argmin(1)
+    numbers = []
+    for _ in range(REPEATS):
+        parts = dims[nearest, rng.integers(dims.shape[1], size=DIMMING)]
+        parts = parts + rng.normal(size=parts.shape) * NOISE
+        numbers.append(first(SceneWatch(models), parts) or DIMMING + 1)
+    part = int(np.median(numbers))
+    return f"{part}, at {gains[part - 1] - 1:.0%}" if part <= DIMMING else "not seen"
+
+
+def rows(root: Path, settings: dict[str, object]) -> Iterator[str]:
+    data, rng = anomaly.open_dataset("mvtec", root.parent, root.name), np.random.default_rng(0)
+    detector = anomaly.fit(read(data.train[::2]), settings, calibrate=False)
+    models = detector.model.models
+    good = read([*data.train[1::2][:HELD], *(s for s in data.test if not s.is_defect)])
+    usual = figures(detector, good)
+    streams = (drawn(rng, usual, PARTS) for _ in range(STREAMS))
+    false = sum(first(SceneWatch(models), stream) is not None for stream in streams)
+    yield f"none, {STREAMS} streams of {PARTS} | {false} of {STREAMS} |"
+    for change, make in CHANGES.items():
+        changed = figures(detector, [make(pixels) for pixels in good])
+        yield f"{change} | {change_cells(rng, models, usual, changed)}"
+    dims = np.stack([figures(detector, [light(gain)(p) for p in good]) for gain in LIGHTS])
+    yield f"light -30 % over {DIMMING} parts | {dimming(rng, models, dims)} |"
+    defects = [sample for sample in data.test if sample.is_defect]
+    every, kinds = figures(detector, read(defects)), [sample.defect_type for sample in defects]
+    for kind in ("all kinds", *sorted(set(kinds))):
+        pool = every[[kind in ("all kinds", other) for other in kinds]]
+        bursts = (drawn(rng, pool, BURST) for _ in range(REPEATS))
+        called = sum(first(SceneWatch(models), burst) is not None for burst in bursts)
+        yield f"{BURST} defects: {kind} | {called} of {REPEATS} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="MVTec AD layout")
+    parser.add_argument("--network", default="timm/tf_efficientnet_lite2", help="backbone.name")
+    parser.add_argument("--weights", default="imagenet", help="as backbone.weights")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    print(machine())
+    print("| set | change | called changed after parts, or how often | over after parts |")
+    print("|---|---|---|---|")
+    network = {"name": args.network, "weights": args.weights}
+    for folder in args.data:
+        for row in rows(folder, {"backbone": network, "model": {"coreset_ratio": 0.02}}):
+            print(f"| {folder.name} | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
