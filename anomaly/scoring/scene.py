@@ -132,7 +132,7 @@ class Scene:
 
     def figures(self, picture: Picture) -> tuple[float, ...]:
         """By how much a picture differs from training pictures, signed, as `_LEAST` says."""
-        return tuple(map(float, self._figures(_Look(picture))))
+        return tuple(round(float(value), 6) for value in self._figures(_Look(picture)))
 
     def _figures(self, look: _Look) -> NDArray[np.float64]:
         apart = look.ranked - self._ranked
