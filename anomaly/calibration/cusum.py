@@ -1,9 +1,8 @@
 """Cumulative sums that notice when more parts than promised lie above a level (binomial CUSUM).
 
 Page 1954; Reynolds & Stoumbos 1999, "A CUSUM chart for monitoring a proportion when inspecting
-continuously". Whether a part lies above a level is a coin's throw, and the sum's way a Markov chain
-whose chance to reach a limit within so many parts is computed: the chance of a false alarm doesn't
-depend on the distribution of the values. A smaller share than promised only makes it smaller.
+continuously". Each part is a coin's throw and the sum's way a Markov chain, whose chance to reach a
+limit is computed whatever the values' distribution. A smaller share only makes it smaller.
 """
 
 from __future__ import annotations

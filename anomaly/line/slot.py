@@ -266,10 +266,10 @@ class ModelSlot:
 
         Returns:
             `alarm`; `lines`, what was seen of each level; `flagged`, where more or fewer parts than
-            promised are flagged, empty elsewhere; `scene`, what has changed of it, empty else.
+            promised are flagged, empty elsewhere.
         """
         if not (self.now and self.now.drift and self.now.review):
-            return {"alarm": False, "lines": [], "flagged": "", "scene": self.scene}
+            return {"alarm": False, "lines": [], "flagged": ""}
         drift, review = self.now.drift.look(self.record, self.since), self.now.review
         lines = [
             flagged_line(watched.above, drift.parts, review.false_rejects, str(self.folder))
@@ -277,4 +277,4 @@ class ModelSlot:
             if watched.level.value == review.value
         ]
         said = {"alarm": drift.alarm is not None, "lines": drift.lines()}
-        return said | {"flagged": "".join(lines), "scene": self.scene}
+        return said | {"flagged": "".join(lines)}

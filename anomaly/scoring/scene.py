@@ -178,8 +178,7 @@ class SceneWatch:
     """
 
     def __init__(self, models: Mapping[str, Model]) -> None:
-        scenes = {product: model.scene for product, model in models.items()}
-        self._streams = {p: _Stream(scene) for p, scene in scenes.items() if scene is not None}
+        self._streams = {p: _Stream(m.scene) for p, m in models.items() if m.scene is not None}
         self.changed: dict[str, str] = {}
 
     def judged(self, prediction: Prediction) -> tuple[Prediction, tuple[float, ...]]:
@@ -245,8 +244,8 @@ class _Stream:
         value = float(np.median(beyond[-_LATEST:]))
         if figure < len(_NAMES):
             share = abs(100 * math.expm1(side * value))
-            where = "above" if side > 0 else "below"
-            return f"{_NAMES[figure]} is {share:.0f} % {where} the training images'"
+            where = "higher" if side > 0 else "lower"
+            return f"{_NAMES[figure]} is {share:.0f} % {where} than in the training images"
         axis = figure - len(_NAMES)
         where = (("left", "right"), ("up", "down"))[axis][side > 0]
         pixels = value * self.extent[axis]

@@ -49,10 +49,10 @@ def _shifted(pictures: np.ndarray) -> np.ndarray:
 
 
 CHANGES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
-    "dark": (lambda p: p * np.float16([0.8, 0.8, 0.8, 0.8]), "brightness is (19|20|21) % below"),
-    "light": (lambda p: p * np.float16([1.15, 1.15, 1.15, 1.15]), "brightness is 1[456] % above"),
-    "warm": (lambda p: p * np.float16([1.1, 1, 0.9, 1]), "red against blue is 2[123] % above"),
-    "blurred": (lambda p: p * np.float16([1, 1, 1, 0.5]), "sharpness is (49|50|51) % below"),
+    "dark": (lambda p: p * np.float16([0.8, 0.8, 0.8, 0.8]), "brightness is (19|20|21) % lower"),
+    "light": (lambda p: p * np.float16([1.15, 1.15, 1.15, 1.15]), "brightness is 1[456] % higher"),
+    "warm": (lambda p: p * np.float16([1.1, 1, 0.9, 1]), "red against blue is 2[123] % higher"),
+    "blurred": (lambda p: p * np.float16([1, 1, 1, 0.5]), "sharpness is (49|50|51) % lower"),
     "moved": (_shifted, r"shifted right by \w+ px \((9|9\.\d) %\), .* shifted up"),
 }
 
