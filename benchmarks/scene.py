@@ -16,6 +16,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 import anomaly
@@ -26,6 +27,7 @@ from benchmarks.inputs import machine
 from benchmarks.moved import Picture, read
 
 Figures = NDArray[np.float64]
+Models = Mapping[str, Model]
 
 REPEATS, STREAMS, PARTS = 100, 20, 2000
 BEFORE, WAIT = 100, 50  # usual parts before a change; parts that it is waited for
@@ -39,15 +41,12 @@ def light(gain: float) -> Callable[[Picture], Picture]:
     return lambda pixels: np.clip(pixels * gain + 0.5, 0, 255).astype(np.uint8)
 
 
-def shift(share: float, axis: int) -> Callable[[Picture], Picture]:
+def shift(by: float, axis: int) -> Callable[[Picture], Picture]:
     """A camera that moves by a share of the width: 1 aside, 0 down."""
-    return lambda p: np.take(
-        p, np.arange(p.shape[axis]) - round(share * p.shape[1]), axis, mode="clip"
-    )
+    return lambda p: p.take(np.arange(p.shape[axis]) - round(by * p.shape[1]), axis, mode="clip")
 
 
 def blur(share: float) -> Callable[[Picture], Picture]:
-    """A lens out of focus: a Gaussian whose σ is a share of the width."""
     return lambda p: np.asarray(cv2.GaussianBlur(p, (0, 0), share * p.shape[1]), np.uint8)
 
 
@@ -66,7 +65,7 @@ def figures(detector: anomaly.AnomalyDetector, images: list[Picture]) -> Figures
     return np.array([watch.judged(found[i])[1] for i in range(len(images))], np.float64)
 
 
-def drawn(rng: np.random.Generator, pool: Figures, count: int) -> Figures:
+def drawn(rng: Generator, pool: Figures, count: int) -> Figures:
     some = pool[rng.integers(len(pool), size=count)]
     return np.asarray(some + rng.normal(size=(count, 6)) * NOISE)
 
@@ -80,9 +79,7 @@ def first(watch: SceneWatch, parts: Figures) -> int | None:
     return None
 
 
-def change_cells(
-    rng: np.random.Generator, models: Mapping[str, Model], usual: Figures, changed: Figures
-) -> str:
+def change_cells(rng: Generator, models: Models, usual: Figures, changed: Figures) -> str:
     """After how many parts a change is said, and after how many its end."""
     delays, backs = np.zeros(REPEATS), np.zeros(REPEATS)
     for i in range(REPEATS):
@@ -98,7 +95,7 @@ def change_cells(
     return f"{np.median(delays):.0f}; {within} | {np.median(backs):.0f}"
 
 
-def dimming(rng: np.random.Generator, models: Mapping[str, Model], dims: Figures) -> str:
+def dimming(rng: Generator, models: Models, dims: Figures) -> str:
     """At which part a lamp that dims is noticed: the figures of images by light, (L, N, 6)."""
     gains = 1 - 0.3 * np.arange(DIMMING) / DIMMING
     nearest = np.abs(gains[:, None] - LIGHTS).argmin(1)
