@@ -24,6 +24,7 @@ from anomaly.scoring.image_score import image_scores, inside_of, network_map, wi
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
 from anomaly.scoring.prediction import Patches, Prediction
 from anomaly.scoring.predictor import Predictor
+from anomaly.scoring.scene import LEAST_PICTURES, Scene
 
 if TYPE_CHECKING:
     import torch
@@ -253,6 +254,14 @@ class Model(Predictor):
             product=recognised[0],
             reason="; ".join(filter(None, reasons)),
         )
+
+    @cached_property
+    def scene(self) -> Scene | None:
+        """How its training images look, in a row; None where too few of them are known."""
+        known, turned = self.training_statistics, self.config.model.turned_copies != "none"
+        if known is None or len(known.pictures) < LEAST_PICTURES:
+            return None
+        return Scene(known.pictures, turned=turned)
 
     def review_reason(self, statistics: ImageStatistics) -> str:
         """Why a person has to look at an image, whatever its score; empty where none does."""
