@@ -40,6 +40,8 @@ COMMANDS = {
     "export": "write a trained model for ONNX Runtime or OpenVINO",
     "selfcheck": "score known parts before a shift and name scores that have changed",
     "serve": "answer over HTTP, record every answer, and show a page to the line",
+    "station": "take a picture of each part on a line and tell the machine the verdict in time",
+    "camera": "list cameras, or take a picture and say how sharp and how bright it is",
     "deploy": "put a new version of a model in the place of the old one, or the old one back",
     "register": "log a model in MLflow, as the next version of a registered one",
     "feedback": "record what parts of a line really were, or list these records",
@@ -53,6 +55,7 @@ COMMANDS = {
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback"),
+    "station": ("station", "camera"),
     "cluster": ("manifest", "merge-results"),
     "export": ("export", "features", "register"),
     "sample_data": ("demo", "sample-data"),
@@ -124,7 +127,8 @@ def _report_error(error: Exception, command: str) -> int:
             log.error("%s", error)
             return error.exit_code
         case ModuleNotFoundError():
-            scores = command in ("deploy", "infer", "evaluate", "register", "selfcheck", "serve")
+            scores = command in ("camera", "deploy", "infer", "evaluate", "register", "selfcheck")
+            scores |= command in ("serve", "station")
             what = command + (" with a model that isn't exported" if scores else "")
             log.error("%s", needs_training(what, error))
         case BrokenPipeError():

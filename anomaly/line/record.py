@@ -4,6 +4,7 @@
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
     feedback   what people say; a trigger refuses changes
+    triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
@@ -43,7 +44,7 @@ _LOOK_SECONDS = 0.2  # that a look at the record waits for whoever is writing
 _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
-_RECEIVER = "INSERT OR IGNORE INTO outboxes VALUES (?, ?, 0)"
+_RECEIVER = "INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM {}"
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
@@ -110,7 +111,7 @@ class Record:
         self._db: sqlite3.Connection | None = None
         self._places: tuple[object, ...] = ()
         self._gone = False
-        self._receivers: list[str] = []
+        self._receivers: dict[str, str] = {}  # the table of rows that each takes
         self.last = 0
         self._held: int | None = None  # bytes of pictures; None until they are counted
         self._needed = 0  # bytes that were to be written last
@@ -177,8 +178,8 @@ class Record:
                 db.execute("DELETE FROM sqlite_sequence WHERE name = 'parts'")
                 db.execute("INSERT INTO sqlite_sequence VALUES ('parts', ?)", (self.last,))
             self.last, self._held = max(self.last, newest), None
-            for receiver in self._receivers:
-                db.execute(_RECEIVER, (receiver, self.last))
+            for receiver, table in self._receivers.items():
+                db.execute(_RECEIVER.format(table), (receiver,))
         except BaseException:
             db.close()
             raise
@@ -208,11 +209,11 @@ class Record:
         there = next(one for one in self.file.absolute().parents if one.is_dir())
         return shutil.disk_usage(there).free
 
-    def send_to(self, receiver: str) -> None:
+    def send_to(self, receiver: str, table: str = "parts") -> None:
         """Remember which rows a receiver has: none of those that are there when it is new."""
         with self.changing() as db:
-            db.execute(_RECEIVER, (receiver, self.last))
-            self._receivers.append(receiver)
+            db.execute(_RECEIVER.format(table), (receiver,))
+            self._receivers[receiver] = table
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
         """Write answers down; they are kept when this returns.

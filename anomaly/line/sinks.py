@@ -252,8 +252,8 @@ def _reason(error: Exception) -> str:
 log = logging.getLogger(__name__)
 
 _UNSENT = """
-SELECT id, model, line FROM parts
-WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT ?
+SELECT id, model, line FROM {}
+WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) AND line != '' ORDER BY id LIMIT ?
 """
 _AT_ONCE = 100  # rows that are looked up together
 _TRIES = 5  # for a row that the receiver won't take
@@ -269,10 +269,11 @@ class Outbox:
         record: where the rows are; those from now on are sent, or from where the last process of
             this record has stopped.
         sink: the receiver.
+        table: of the rows, `parts` or `triggers`.
     """
 
-    def __init__(self, record: Record, sink: Sink) -> None:
-        self._record, self._sink = record, sink
+    def __init__(self, record: Record, sink: Sink, table: str = "parts") -> None:
+        self._record, self._sink, self._table = record, sink, table
         self._due: deque[tuple[int, str, str]] = deque()
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver has last taken a row
@@ -286,7 +287,7 @@ class Outbox:
         return self._sink.shown
 
     def __enter__(self) -> Outbox:
-        self._record.send_to(self._sink.name)
+        self._record.send_to(self._sink.name, self._table)
         self._thread.start()
         return self
 
@@ -334,7 +335,9 @@ class Outbox:
             Seconds to wait before the next one.
         """
         if not self._due:
-            self._due.extend(self._record.read(_UNSENT, (self._sink.name, _AT_ONCE)))
+            self._due.extend(
+                self._record.read(_UNSENT.format(self._table), (self._sink.name, _AT_ONCE))
+            )
         if not self._due:
             return _LOOK_SECONDS
         number, model, line = self._due[0]

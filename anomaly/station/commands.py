@@ -1,0 +1,210 @@
+"""`anomaly station` and `anomaly camera`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from anomaly.cli.common_options import Command, add_device, device_and_threads
+from anomaly.cli.stopping import Stopping
+from anomaly.errors import AnomalyError, ConfigError, ModelError
+from anomaly.files.outputs import locked_file
+from anomaly.files.tables import csv_text
+from anomaly.files.writing import GrowingFile, write
+from anomaly.imaging.read import Image, read_image
+from anomaly.scoring.image_statistics import measure
+from anomaly.station.cameras import open_camera, present
+from anomaly.station.settings import StationSettings, load_settings
+from anomaly.storage.folder import find_model
+
+log = logging.getLogger(__name__)
+
+_COLUMNS = ("id", "time", "state", "verdict", "sent", "score", "milliseconds", "reason", "model")
+_LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
+_NO_THRESHOLDS = "it has no thresholds, so no verdicts; find some with anomaly calibrate"
+
+
+class CsvFile:
+    """A receiver (`anomaly.line.sinks.Sink`) that adds each part as a line to a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.shown = self.name = str(file)
+        there = file.stat().st_size if file.exists() else 0
+        self._file = GrowingFile(file, there)
+        last = file.read_text("utf-8").rpartition("\n")[0].rpartition("\n")[2].partition(",")[0]
+        self._last = int(last) if last.isdecimal() else 0
+        if not there:
+            self._file.append(csv_text([_COLUMNS]).encode())
+
+    def send(self, message: bytes, key: str) -> None:
+        """Add a part, unless it was added before the last process ended."""
+        row = json.loads(message)
+        if row["id"] > self._last:
+            self._file.append(csv_text([[row[name] for name in _COLUMNS]]).encode())
+            self._last = row["id"]
+
+    def close(self) -> None:
+        """Everything is in the file already."""
+
+
+def _add_station(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the station's YAML file"
+    )
+    add_device(parser)
+
+
+def _station(options: argparse.Namespace) -> int:
+    """Inspect parts until a signal comes."""
+    if importlib.util.find_spec("pymodbus") is None:
+        raise AnomalyError(
+            "station needs pymodbus, which isn't installed: pip install 'anomaly[station]'"
+        )
+    from anomaly.line.record import Keeping, Record, Recorder
+    from anomaly.line.registry import ModelRegistry
+    from anomaly.line.sinks import Outbox
+    from anomaly.station.station import Station
+    from anomaly.station.triggers import triggers
+
+    settings = load_settings(options.config)
+    names, folders = _models(settings)
+    with locked_file(settings.record), Stopping() as stop, ExitStack() as opened:
+        sinks = _sinks(settings)
+        record = Record(settings.record, Keeping(settings.keep_good, settings.keep_pictures))
+        opened.callback(record.close)
+        recorder = Recorder(record, lambda number, answer: None)
+        device, threads = device_and_threads(options, list(folders.values()))
+        registry = ModelRegistry(folders, recorder, device=device, workers=threads)
+        slots = {camera: registry.models[name] for camera, name in names.items()}
+        outboxes = [Outbox(record, sink, "triggers") for sink in sinks]
+        station = Station(settings, record, slots, outboxes)
+        work = triggers(station)
+        station.check()
+        for outbox in outboxes:
+            opened.enter_context(outbox)
+        opened.enter_context(recorder)
+        opened.enter_context(registry)
+        while any(slot.state == "loading" for slot in slots.values()) and stop.signal is None:
+            time.sleep(0.05)
+        for slot in slots.values():
+            if trouble := slot.unusable or (slot.now and not slot.now.marks and _NO_THRESHOLDS):
+                raise ModelError(f"{slot.folder}: {trouble}")
+        station.warm_up()
+        opened.callback(station.close)
+        station.start(work)
+        print(f"ready: every part is written to {settings.record}; Ctrl-C ends it", flush=True)
+        while stop.signal is None and not station.closing.wait(0.1):
+            pass
+    log.info("stopped; %s", station.status()["parts"])
+    return int(station.failed)
+
+
+def _models(settings: StationSettings) -> tuple[dict[str, str], dict[str, Path]]:
+    """The name of each camera's model, and the folder of each model by its name."""
+    names: dict[str, str] = {}
+    folders: dict[str, Path] = {}
+    for camera, one in settings.cameras.items():
+        given = one.model or settings.model
+        assert given is not None
+        names[camera] = given.absolute().name
+        folder = folders.setdefault(names[camera], find_model(given))
+        if folder != find_model(given):
+            raise ConfigError(f"two models are called {names[camera]}; rename the folder of one")
+    return names, folders
+
+
+def _sinks(settings: StationSettings) -> list[Any]:
+    from anomaly.line.sinks import Mqtt, Webhook
+
+    given: tuple[tuple[Any, Any], ...] = (
+        (Webhook, settings.webhook),
+        (Mqtt, settings.mqtt),
+        (CsvFile, settings.csv),
+    )
+    try:
+        return [kind(value) for kind, value in given if value is not None]
+    except AnomalyError as error:
+        raise ConfigError(str(error).removeprefix("--")) from None
+
+
+def _add_camera(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("source", nargs="?", metavar="CAMERA", help="take a picture with this one")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"write it there ({', '.join(_LOSSLESS)})"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="compare it with the images that this model has learned"
+    )
+    add_device(parser)
+
+
+def _camera(options: argparse.Namespace) -> int:
+    """List cameras, or take a picture and say how it is exposed and focused."""
+    output = options.output
+    if output is not None and output.suffix.lower() not in _LOSSLESS:
+        raise AnomalyError(f"--output {output} must end in {', '.join(_LOSSLESS)}: without loss")
+    if options.source is None:
+        for source, text in (cameras := present()).items():
+            print(f"{source}  {text}")
+        print(*[] if cameras else ["no USB or GenICam camera answers"], end="" if cameras else "\n")
+        return 0
+    camera = open_camera(options.source)
+    try:
+        frame = camera.grab()
+    finally:
+        camera.close()
+    image = read_image(frame.data)
+    if output is not None:
+        pixels = cv2.imencode(output.suffix.lower(), image.pixels[..., ::-1])[1]
+        write(output, pixels.tobytes())
+    print("\n".join(_figures(image)))
+    if options.model is not None:
+        print("\n".join(_compared(image, options)))
+    return 0
+
+
+def _figures(image: Image) -> list[str]:
+    values = image.pixels.astype(np.float32) / np.float32(image.full_scale)
+    clipped, black = float((values >= 1).any(2).mean()), float((values <= 0).all(2).mean())
+    sharpness = measure(values, np.zeros(1), 0.0, 0).figures()["sharpness"]
+    height, width = image.size
+    return [
+        f"{width} × {height}, {image.mode}",
+        f"exposure   mean {values.mean():.1%} of full scale, {clipped:.2%} of the pixels clipped, "
+        f"{black:.2%} black",
+        f"sharpness  {sharpness:.3g}; turn the lens until it is highest",
+    ]
+
+
+def _compared(image: Image, options: argparse.Namespace) -> list[str]:
+    from anomaly.scoring.prediction import Prediction
+    from anomaly.storage.load import load_model
+
+    device, _ = device_and_threads(options)
+    model = load_model(options.model, device)
+    (result,) = model.score_all([image], workers=1)
+    seen = model.training_statistics.seen if model.training_statistics else {}
+    if not isinstance(result, Prediction):
+        return [f"the model can't score it: {result.reason}"]
+    lines = [f"as the network sees it, and the training images of {options.model}:"]
+    for name, value in result.statistics.figures().items():
+        low, high = seen.get(name, (np.nan, np.nan))
+        lines.append(f"{name:<11}{value:.3g}  ({low:.3g} to {high:.3g})")
+    return [*lines, f"{result.verdict or 'no verdict'}, score {result.score:.5g}  {result.reason}"]
+
+
+COMMANDS = {
+    "station": Command(_add_station, _station),
+    "camera": Command(_add_camera, _camera),
+}
