@@ -7,6 +7,7 @@ bindings: the system's belong to its own Python, which is rarely that of an envi
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
@@ -16,20 +17,17 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.station.cameras import PICTURE_SECONDS, Camera, CameraError, Frame, as_file
+from anomaly.station.cameras import PICTURE_SECONDS, Camera, CameraError, Picture, as_file
 
 _NAMES = ("libaravis-0.8.so.0", "libaravis-0.8.dylib", "libaravis-0.8-0.dll")
 _BUFFERS = 4
-# The codes of pixel formats (GenICam's PFNC) by how their values become BGR.
-_FORMATS: dict[int | None, tuple[int, ...]] = {
-    None: (0x01080001, 0x01100003, 0x01100005, 0x01100025, 0x01100007),  # Mono8, 10, 12, 14, 16
-    cv2.COLOR_BayerGRBG2BGR: (0x01080008, 0x0110000C, 0x01100010),  # of 8, 10 and 12 bits
-    cv2.COLOR_BayerRGGB2BGR: (0x01080009, 0x0110000D, 0x01100011),
-    cv2.COLOR_BayerGBRG2BGR: (0x0108000A, 0x0110000E, 0x01100012),
-    cv2.COLOR_BayerBGGR2BGR: (0x0108000B, 0x0110000F, 0x01100013),
-    cv2.COLOR_RGB2BGR: (0x02180014,),
+_BAYER = (cv2.COLOR_BayerGRBG2BGR, cv2.COLOR_BayerRGGB2BGR, cv2.COLOR_BayerGBRG2BGR)
+# How values become BGR, by the codes of pixel formats (GenICam's PFNC).
+_COLOURS: dict[int, int | None] = {
+    **dict.fromkeys((0x01080001, 0x01100003, 0x01100005, 0x01100007)),  # Mono8, 10, 12, 16
+    **dict(zip(range(0x01080008, 0x0108000C), (*_BAYER, cv2.COLOR_BayerBGGR2BGR), strict=True)),
+    0x02180014: cv2.COLOR_RGB2BGR,
 }
-_COLOURS = {code: colour for colour, codes in _FORMATS.items() for code in codes}
 
 
 class _GError(ctypes.Structure):
@@ -57,14 +55,14 @@ def present() -> dict[str, str]:
     if _library() is None:
         return {}
     _call("arv_update_device_list", None)  # takes a second
-    words = [
-        [
+    found = {}
+    for place in range(_call("arv_get_n_devices", c_uint)):
+        words = [
             (_call(f"arv_get_device_{what}", c_char_p, c_uint(place)) or b"").decode()
             for what in ("id", "vendor", "model", "address")
         ]
-        for place in range(_call("arv_get_n_devices", c_uint))
-    ]
-    return {f"genicam:{name}": " ".join(about) for name, *about in words}
+        found[f"genicam:{words[0]}"] = " ".join(words[1:])
+    return found
 
 
 class Genicam(Camera):
@@ -73,21 +71,19 @@ class Genicam(Camera):
     Args:
         name: its id, or its address.
         features: values that it is given first.
-
-    Raises:
-        CameraError: it isn't there, is in use, or doesn't know a feature.
     """
 
     def __init__(self, name: str, features: Mapping[str, Any]) -> None:
-        self._name = f"genicam:{name}"
+        self._name, self._stream = f"genicam:{name}", None
         if _library() is None:
             raise CameraError(f"{self._name} needs Aravis: apt-get install libaravis-0.8-0")
-        self._stream = self._camera = None
-        try:
-            self._camera = c_void_p(self._try("arv_camera_new", c_void_p, name.encode()))
-        except CameraError as error:
-            there = ", ".join(present()) or "none"
-            raise CameraError(f"{error}; GenICam cameras that answer: {there}") from None
+        there = present()  # the library only opens what it has listed
+        if self._name not in there and not name.replace(".", "").isdecimal():
+            raise CameraError(
+                f"{self._name} doesn't answer; there are {', '.join(there) or 'none'}"
+            )
+        self._camera = c_void_p(self._try("arv_camera_new", c_void_p, name.encode()))
+        self._device = c_void_p(_call("arv_camera_get_device", c_void_p, self._camera))
         try:
             self._start(features)
         except BaseException:
@@ -95,20 +91,19 @@ class Genicam(Camera):
             raise
 
     def _start(self, features: Mapping[str, Any]) -> None:
-        device = c_void_p(_call("arv_camera_get_device", c_void_p, self._camera))
         for key, value in features.items():
-            text = f"{key}={int(value) if isinstance(value, bool) else value}"
-            self._try("arv_device_set_features_from_string", c_int, device, text.encode())
+            text = f"{key}={value}".encode()
+            self._try("arv_device_set_features_from_string", c_int, self._device, text)
         self._try("arv_camera_set_trigger", None, self._camera, b"Software")
         self._try("arv_camera_set_acquisition_mode", None, self._camera, c_int(0))  # continuous
-        size = self._try("arv_camera_get_payload", c_uint, self._camera)
+        size = c_size_t(self._try("arv_camera_get_payload", c_uint, self._camera))
         stream = self._try("arv_camera_create_stream", c_void_p, self._camera, None, None)
         self._stream = c_void_p(stream)
         for _ in range(_BUFFERS):
-            self._give_back(_call("arv_buffer_new_allocate", c_void_p, c_size_t(size)))
+            self._give_back(_call("arv_buffer_new_allocate", c_void_p, size))
         self._try("arv_camera_start_acquisition", None, self._camera)
 
-    def grab(self) -> Frame:
+    def grab(self) -> Picture:
         """A picture that is taken now."""
         while late := _call("arv_stream_try_pop_buffer", c_void_p, self._stream):
             self._give_back(late)
@@ -118,19 +113,19 @@ class Genicam(Camera):
         if not buffer:
             raise CameraError(f"{self._name} has sent no picture within {PICTURE_SECONDS:g} s")
         try:
-            return Frame(as_file(self._pixels(c_void_p(buffer))))
+            return as_file(self._pixels(c_void_p(buffer))), ""
         finally:
             self._give_back(buffer)
 
     def check(self) -> None:
-        """Raise a CameraError where it doesn't answer."""
-        self._try("arv_camera_get_payload", c_uint, self._camera)
+        """A CameraError where it doesn't answer: it is asked for the first register of all."""
+        value = byref(c_uint())
+        self._try("arv_device_read_register", c_int, self._device, c_uint64(0), value)
 
     def close(self) -> None:
         """Let others use it."""
         for thing in filter(None, (self._stream, self._camera)):
             _call("g_object_unref", None, thing)
-        self._stream = self._camera = None
 
     def _give_back(self, buffer: int) -> None:
         _call("arv_stream_push_buffer", None, self._stream, c_void_p(buffer))
@@ -141,28 +136,25 @@ class Genicam(Camera):
         value = _call(name, result, *arguments, byref(error))
         if error:
             message = (error.contents.message or b"").decode(errors="replace")
-            _call("g_error_free", None, error)
             raise CameraError(f"{self._name}: {message}")
         return value
 
     def _pixels(self, buffer: c_void_p) -> NDArray[Any]:
         """(H, W) or (H, W, 3) BGR, a copy."""
         if status := _call("arv_buffer_get_status", c_int, buffer):
-            raise CameraError(
-                f"{self._name}: a picture lacks packets (status {status}); check cable and network"
-            )
-        code = _call("arv_buffer_get_image_pixel_format", c_uint, buffer)
+            raise CameraError(f"{self._name}: lost packets (status {status}); check its network")
+        code, width, height = (
+            _call(f"arv_buffer_get_image_{what}", c_int, buffer)
+            for what in ("pixel_format", "width", "height")
+        )
         if code not in _COLOURS:
             raise CameraError(
-                f"{self._name}: pixel format {code:#010x} isn't read; set PixelFormat in features "
-                "to Mono8, Mono12, BayerRG8 or RGB8"
+                f"{self._name}: pixel format {code:#x}; set features.PixelFormat: Mono8"
             )
-        sides = ("height", "width")
-        size = [_call(f"arv_buffer_get_image_{side}", c_int, buffer) for side in sides]
-        size += [3] if _COLOURS[code] == cv2.COLOR_RGB2BGR else []
-        there = c_size_t()
+        there, colour = c_size_t(), _COLOURS[code]
         place = _call("arv_buffer_get_data", c_void_p, buffer, byref(there))
-        kind = np.uint16 if code >> 16 == 0x0110 else np.uint8
         data = ctypes.string_at(place, there.value)
-        values = np.frombuffer(data, kind, int(np.prod(size))).reshape(size)
-        return values if _COLOURS[code] is None else cv2.cvtColor(values, _COLOURS[code])
+        kind = np.uint16 if code >> 16 == 0x0110 else np.uint8
+        shape = (height, width, 3) if colour == cv2.COLOR_RGB2BGR else (height, width)
+        values = np.frombuffer(data, kind, math.prod(shape)).reshape(shape)
+        return values if colour is None else cv2.cvtColor(values, colour)

@@ -139,25 +139,23 @@ class Station:
         self._threads: list[threading.Thread] = []
 
     def check(self) -> None:
-        """Connect the PLC and open the cameras, in this thread.
+        """Connect the PLC and take a picture with each camera, in this thread.
 
         Raises:
             AnomalyError: one of them isn't there.
         """
         if self.plc is not None:
             self.plc.connect()
-        for camera in self.cameras.values():
-            camera.open()
+        self._first = {name: camera.first() for name, camera in self.cameras.items()}
 
     def warm_up(self) -> None:
-        """Have a picture of each camera judged, so that the first part isn't late.
+        """Have the first pictures judged, so that the first part isn't late.
 
         Raises:
-            AnomalyError: none comes, or it can't be written down.
+            AnomalyError: they can't be written down.
         """
-        for name, camera in self.cameras.items():
-            data = camera.open().grab().data
-            self._slots[name].submit(data, f"start/{name}", PictureRequest()).result()
+        for name, frame in self._first.items():
+            self._slots[name].submit(frame.data, f"start/{name}", PictureRequest()).result()
 
     def start(self, work: list[Callable[[], None]]) -> None:
         """Settle what an earlier process has left, then start all threads, those of triggers last.

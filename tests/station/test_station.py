@@ -46,7 +46,9 @@ def fake_camera(folder: Path, product: Path) -> Iterator[tuple[str, Callable[[],
     running: list[subprocess.Popen[bytes]] = []
 
     def plug() -> None:
-        running.append(subprocess.Popen([FAKE_CAMERA, "-i", "127.0.0.1", "-s", "TEST"]))
+        quiet = subprocess.DEVNULL
+        command = [FAKE_CAMERA, "-i", "127.0.0.1", "-s", "TEST"]
+        running.append(subprocess.Popen(command, stdout=quiet, stderr=quiet))
 
     def unplug() -> None:
         running[-1].kill()
@@ -54,8 +56,10 @@ def fake_camera(folder: Path, product: Path) -> Iterator[tuple[str, Callable[[],
 
     plug()
     time.sleep(1)
-    yield "genicam:Aravis-Fake-TEST", unplug, plug
-    unplug()
+    try:
+        yield "genicam:Aravis-Fake-TEST", unplug, plug
+    finally:
+        unplug()
 
 
 @pytest.mark.slow
