@@ -74,7 +74,7 @@ class Genicam(Camera):
     """
 
     def __init__(self, name: str, features: Mapping[str, Any]) -> None:
-        self._name, self._stream = f"genicam:{name}", None
+        self._name, self._stream = f"genicam:{name}", c_void_p()
         if _library() is None:
             raise CameraError(f"{self._name} needs Aravis: apt-get install libaravis-0.8-0")
         there = present()  # the library only opens what it has listed

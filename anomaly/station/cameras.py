@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -57,6 +58,8 @@ def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camer
     Raises:
         CameraError: it isn't there; says what is.
     """
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here
+    cv2.setLogLevel(0)
     kind, _, name = source.partition(":")
     if kind == "genicam":
         from anomaly.station.aravis import Genicam  # which builds on this module
@@ -86,8 +89,8 @@ def present() -> dict[str, str]:
 
 def as_file(pixels: NDArray[Any]) -> bytes:
     """Pixels (H, W) or (H, W, 3) BGR as an image file, uncompressed: that takes a millisecond."""
-    kind = ".bmp" if pixels.dtype == np.uint8 else ".tiff"
-    return cv2.imencode(kind, pixels, [cv2.IMWRITE_TIFF_COMPRESSION, 1])[1].tobytes()
+    plain = [] if pixels.dtype == np.uint8 else [cv2.IMWRITE_TIFF_COMPRESSION, 1]
+    return cv2.imencode(".tiff" if plain else ".bmp", pixels, plain)[1].tobytes()
 
 
 class Stream(Camera):

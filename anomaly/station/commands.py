@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from anomaly.cli.common_options import Command, add_device, device_and_threads
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, ConfigError, ModelError
 from anomaly.files.outputs import locked_file
-from anomaly.files.tables import csv_text
+from anomaly.files.tables import csv_text, text_table
 from anomaly.files.writing import GrowingFile, write
 from anomaly.imaging.read import Image, read_image
 from anomaly.scoring.image_statistics import measure
-from anomaly.station.cameras import open_camera, present
+from anomaly.station.cameras import CameraThread, open_camera, present
 from anomaly.station.settings import StationSettings, load_settings
 from anomaly.storage.folder import find_model
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _COLUMNS = ("id", "time", "state", "verdict", "sent", "score", "milliseconds", "reason", "model")
 _LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
+_NO_CAMERAS = "no USB camera is there, and no GenICam camera answers (these need libaravis-0.8-0)"
 _NO_THRESHOLDS = "it has no thresholds, so no verdicts; find some with anomaly calibrate"
 
 
@@ -38,11 +40,10 @@ class CsvFile:
 
     def __init__(self, file: Path) -> None:
         self.shown = self.name = str(file)
-        there = file.stat().st_size if file.exists() else 0
-        self._file = GrowingFile(file, there)
-        last = file.read_text("utf-8").rpartition("\n")[0].rpartition("\n")[2].partition(",")[0]
-        self._last = int(last) if last.isdecimal() else 0
-        if not there:
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        self._file = GrowingFile(file, file.stat().st_size if lines else 0)
+        self._last = int(lines[-1].partition(",")[0]) if len(lines) > 1 else 0
+        if not lines:
             self._file.append(csv_text([_COLUMNS]).encode())
 
     def send(self, message: bytes, key: str) -> None:
@@ -50,7 +51,6 @@ class CsvFile:
         row = json.loads(message)
         if row["id"] > self._last:
             self._file.append(csv_text([[row[name] for name in _COLUMNS]]).encode())
-            self._last = row["id"]
 
     def close(self) -> None:
         """Everything is in the file already."""
@@ -82,30 +82,30 @@ def _station(options: argparse.Namespace) -> int:
         sinks = _sinks(settings)
         record = Record(settings.record, Keeping(settings.keep_good, settings.keep_pictures))
         opened.callback(record.close)
-        recorder = Recorder(record, lambda number, answer: None)
         device, threads = device_and_threads(options, list(folders.values()))
+        recorder = Recorder(record, lambda number, answer: None)
         registry = ModelRegistry(folders, recorder, device=device, workers=threads)
         slots = {camera: registry.models[name] for camera, name in names.items()}
         outboxes = [Outbox(record, sink, "triggers") for sink in sinks]
         station = Station(settings, record, slots, outboxes)
         work = triggers(station)
         station.check()
-        for outbox in outboxes:
-            opened.enter_context(outbox)
         opened.enter_context(recorder)
         opened.enter_context(registry)
-        while any(slot.state == "loading" for slot in slots.values()) and stop.signal is None:
+        while any(slot.state == "loading" for slot in slots.values()):
             time.sleep(0.05)
         for slot in slots.values():
             if trouble := slot.unusable or (slot.now and not slot.now.marks and _NO_THRESHOLDS):
                 raise ModelError(f"{slot.folder}: {trouble}")
-        station.warm_up()
+        for outbox in outboxes:
+            opened.enter_context(outbox)
         opened.callback(station.close)
         station.start(work)
         print(f"ready: every part is written to {settings.record}; Ctrl-C ends it", flush=True)
         while stop.signal is None and not station.closing.wait(0.1):
             pass
-    log.info("stopped; %s", station.status()["parts"])
+    counts = [f"{count} {state}" for state, count in station.parts.items()]
+    log.info("stopped; parts: %s", ", ".join(counts) or "none")
     return int(station.failed)
 
 
@@ -151,23 +151,18 @@ def _add_camera(parser: argparse.ArgumentParser) -> None:
 
 def _camera(options: argparse.Namespace) -> int:
     """List cameras, or take a picture and say how it is exposed and focused."""
-    output = options.output
+    output: Path | None = options.output
     if output is not None and output.suffix.lower() not in _LOSSLESS:
         raise AnomalyError(f"--output {output} must end in {', '.join(_LOSSLESS)}: without loss")
     if options.source is None:
-        for source, text in (cameras := present()).items():
-            print(f"{source}  {text}")
-        print(*[] if cameras else ["no USB or GenICam camera answers"], end="" if cameras else "\n")
+        lines = [f"{source}  {text}" for source, text in present().items()]
+        print("\n".join(lines or [_NO_CAMERAS]))
         return 0
-    camera = open_camera(options.source)
-    try:
-        frame = camera.grab()
-    finally:
-        camera.close()
-    image = read_image(frame.data)
+    data = CameraThread("", partial(open_camera, options.source)).first()[0]
+    image = read_image(data)
     if output is not None:
-        pixels = cv2.imencode(output.suffix.lower(), image.pixels[..., ::-1])[1]
-        write(output, pixels.tobytes())
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        write(output, cv2.imencode(output.suffix, pixels)[1].tobytes())
     print("\n".join(_figures(image)))
     if options.model is not None:
         print("\n".join(_compared(image, options)))
@@ -180,10 +175,10 @@ def _figures(image: Image) -> list[str]:
     sharpness = measure(values, np.zeros(1), 0.0, 0).figures()["sharpness"]
     height, width = image.size
     return [
-        f"{width} × {height}, {image.mode}",
-        f"exposure   mean {values.mean():.1%} of full scale, {clipped:.2%} of the pixels clipped, "
-        f"{black:.2%} black",
-        f"sharpness  {sharpness:.3g}; turn the lens until it is highest",
+        f"{width} × {height}, {8 * image.pixels.itemsize} bits",
+        f"exposure: {values.mean():.1%} of full scale on average, {clipped:.2%} of the pixels "
+        f"clipped, {black:.2%} black",
+        f"sharpness: {sharpness:.3g}; turn the lens until it is highest",
     ]
 
 
@@ -191,17 +186,17 @@ def _compared(image: Image, options: argparse.Namespace) -> list[str]:
     from anomaly.scoring.prediction import Prediction
     from anomaly.storage.load import load_model
 
-    device, _ = device_and_threads(options)
-    model = load_model(options.model, device)
+    model = load_model(options.model, device_and_threads(options)[0])
     (result,) = model.score_all([image], workers=1)
-    seen = model.training_statistics.seen if model.training_statistics else {}
     if not isinstance(result, Prediction):
-        return [f"the model can't score it: {result.reason}"]
-    lines = [f"as the network sees it, and the training images of {options.model}:"]
+        raise AnomalyError(f"the model can't score this picture: {result.reason}")
+    seen = model.training_statistics.seen if model.training_statistics else {}
+    rows = [["", "this picture", "training images"]]
     for name, value in result.statistics.figures().items():
         low, high = seen.get(name, (np.nan, np.nan))
-        lines.append(f"{name:<11}{value:.3g}  ({low:.3g} to {high:.3g})")
-    return [*lines, f"{result.verdict or 'no verdict'}, score {result.score:.5g}  {result.reason}"]
+        rows.append([name, f"{value:.3g}", f"{low:.3g} to {high:.3g}"])
+    verdict = f"{result.verdict or 'no verdict'}, score {result.score:.4g}"
+    return ["", *text_table(rows), f"{verdict}: {result.reason}" if result.reason else verdict]
 
 
 COMMANDS = {

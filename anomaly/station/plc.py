@@ -103,7 +103,7 @@ class Plc:
         while True:
             try:
                 if not tried or self.last() != (code, number):
-                    tried = self._connected
+                    tried = tried or self._connected
                     place = self._settings.verdict_register
                     self._write(place, code, number >> 16 & 0xFFFF, number & 0xFFFF)
                 return ""

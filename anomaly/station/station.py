@@ -8,9 +8,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -22,80 +21,50 @@ from anomaly.line.engine import BusyError, PictureRequest, Scored
 from anomaly.line.record import Record
 from anomaly.line.sinks import Outbox
 from anomaly.line.slot import ModelSlot
-from anomaly.station.cameras import CameraError, CameraThread, Frame, open_camera
+from anomaly.station.cameras import CameraError, CameraThread, Picture, open_camera
 from anomaly.station.plc import CODES, Plc
 from anomaly.station.settings import StationSettings
 
 log = logging.getLogger(__name__)
 
+_FINAL = ("sent", "late", "lost")
 _GRACE = 0.2  # of the time for a part: so much after its deadline it is still told to the PLC
-_STUCK_SECONDS = 5.0  # without a turn of `_deliver`, after which the heartbeat stops
-_COUNTS = "SELECT COALESCE (MAX (id), 0), (SELECT counter FROM triggers WHERE counter IS NOT NULL ORDER BY id DESC LIMIT 1) FROM triggers"  # noqa: E501
+_STUCK_SECONDS = 5.0  # beyond the time for two parts, after which the heartbeat stops
+_COUNTER = "SELECT counter FROM triggers WHERE counter NOT NULL ORDER BY id DESC LIMIT 1"
+_LAST = f"SELECT COALESCE (MAX (id), 0), ({_COUNTER}) FROM triggers"
 _UNFINISHED = "SELECT id, time, counter, verdict FROM triggers WHERE line = '' ORDER BY id"
+_WRITE = "INSERT OR REPLACE INTO triggers VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 @dataclass(eq=False)
 class Part:
-    """One part.
-
-    Attributes:
-        number: given once, also over restarts.
-        cameras: how many pictures are taken of it.
-        deadline: when its verdict has to be there, by `time.perf_counter`.
-        counter: the PLC's count; None for other triggers.
-        state: where it is, in the record, too.
-        sent: the verdict code that the PLC has confirmed.
-        views: what was said of its pictures, by camera.
-        failures: why there is nothing to be said of others.
-    """
+    """One part; its fields up to `views` are in the record."""
 
     number: int
-    cameras: int = 0
-    deadline: float = 0.0
-    counter: int | None = None
+    deadline: float = 0.0  # by `time.perf_counter`
+    counter: int | None = None  # the PLC's
+    when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     begun: float = field(default_factory=time.perf_counter)
-    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     state: str = "triggered"
     verdict: str = ""
-    sent: int | None = None
+    sent: int | None = None  # the code that the PLC has confirmed
     reason: str = ""
     score: float | None = None
     milliseconds: float = 0.0
-    views: dict[str, Row] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    views: dict[str, Row | str] = field(default_factory=dict)  # by camera; or why there is none
     complete: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, camera: str, view: Row | str) -> None:
-        """Take what was said of a picture, or why nothing was."""
-        with self.lock:
-            if isinstance(view, str):
-                self.failures.append(f"{camera}: {view}")
-            else:
-                self.views[camera] = view
-            if len(self.views) + len(self.failures) >= self.cameras:
-                self.complete.set()
-
-    def judge(self) -> None:
-        """The verdict of all pictures; one that is rejected is enough for that."""
-        with self.lock:
-            rows = list(self.views.values())
-            judged = judge_parts(rows, dict.fromkeys((row.path for row in rows), ""))
-            if judged and (judged[0].verdict == "reject" or len(rows) == self.cameras):
-                self.verdict, self.score = judged[0].verdict, judged[0].image_score
-                self.reason = judged[0].reason
-            else:
-                self.reason = "; ".join(self.failures) or "no verdict in time"
 
     def summary(self) -> dict[str, Any]:
         """What receivers are sent."""
-        names = ("time", "counter", "state", "verdict", "sent", "reason", "score", "milliseconds")
+        names = ("counter", "state", "verdict", "sent", "reason", "score", "milliseconds")
+        rows = [(camera, row) for camera, row in self.views.items() if isinstance(row, Row)]
         views = [
             {"camera": camera, "path": row.path, "verdict": row.verdict, "score": row.image_score}
-            for camera, row in self.views.items()
+            for camera, row in rows
         ]
-        return {"part": self.number, **{n: getattr(self, n) for n in names}, "views": views}
+        values = {name: getattr(self, name) for name in names}
+        return {"id": self.number, "time": self.when, **values, "views": views}
 
 
 class Station:
@@ -106,11 +75,6 @@ class Station:
         record: of all parts.
         slots: the model of each camera.
         outboxes: of the receivers.
-
-    Attributes:
-        counter: the PLC's count of the last part that is recorded.
-        closing: set to stop.
-        failed: whether a thread has ended by a mistake.
     """
 
     def __init__(
@@ -118,10 +82,10 @@ class Station:
         settings: StationSettings,
         record: Record,
         slots: Mapping[str, ModelSlot],
-        outboxes: list[Outbox],
+        outboxes: Sequence[Outbox] = (),
     ) -> None:
         self.settings, self._record, self._slots = settings, record, slots
-        self._outboxes = outboxes
+        self._outboxes, self._turn = outboxes, time.monotonic()
         self.plc: Plc | None = None
         if settings.plc is not None:
             self.plc = Plc(settings.plc, lambda: not self.trouble(), self._is_alive)
@@ -129,17 +93,14 @@ class Station:
             name: CameraThread(name, partial(open_camera, camera.source, camera.features))
             for name, camera in settings.cameras.items()
         }
-        self._number, self.counter = record.read(_COUNTS, ())[0]
-        self._models = ", ".join(dict.fromkeys(slot.name for slot in slots.values()))
         self._line: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._turn = time.monotonic()
-        self.counts: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self.parts: Counter[str] = Counter()  # by state, since the start
         self.closing, self.failed = threading.Event(), False
         self._threads: list[threading.Thread] = []
 
     def check(self) -> None:
-        """Connect the PLC and take a picture with each camera, in this thread.
+        """Connect the PLC, take a picture with each camera, and have a look at the record.
 
         Raises:
             AnomalyError: one of them isn't there.
@@ -147,72 +108,53 @@ class Station:
         if self.plc is not None:
             self.plc.connect()
         self._first = {name: camera.first() for name, camera in self.cameras.items()}
+        self._number, self.counter = self._record.read(_LAST, ())[0]
 
-    def warm_up(self) -> None:
-        """Have the first pictures judged, so that the first part isn't late.
-
-        Raises:
-            AnomalyError: they can't be written down.
-        """
-        for name, frame in self._first.items():
-            self._slots[name].submit(frame.data, f"start/{name}", PictureRequest()).result()
-
-    def start(self, work: list[Callable[[], None]]) -> None:
-        """Settle what an earlier process has left, then start all threads, those of triggers last.
+    def start(self, triggers: Sequence[Callable[[], None]]) -> None:
+        """Begin; a part on its way when the last process ended is finished first.
 
         Args:
-            work: what threads that trigger parts do.
+            triggers: what threads that trigger parts do.
         """
+        for name, (data, _) in self._first.items():  # so that the first part isn't late
+            self._slots[name].submit(data, f"start/{name}", PictureRequest()).result()
         self._settle()
-        self._start(self._deliver, *(camera.work for camera in self.cameras.values()))
-        if self.plc is not None:
-            self._start(partial(self.plc.work, self.closing))
-        for trigger in work:
-            self._start(trigger, last=False)
+        work = [self._deliver, *(camera.work for camera in self.cameras.values())]
+        work += [] if self.plc is None else [partial(self.plc.work, self.closing)]
+        for call in (*work, *triggers):
+            self._threads.append(threading.Thread(target=self._guard, args=(call,), daemon=True))
+            self._threads[-1].start()
+        del self._threads[len(work) :]  # those of triggers may wait for a line of text
 
-    def _start(self, *work: Callable[[], None], last: bool = True) -> None:
-        for call in work:
-            thread = threading.Thread(target=self._guard, args=(call,), daemon=True)
-            thread.start()
-            self._threads += [thread] * last
+    def _settle(self) -> None:
+        code, number = self.plc.last() if self.plc else (0, 0)
+        for last, when, counter, verdict in self._record.read(_UNFINISHED, ()):
+            part = Part(last, counter=counter, when=when, verdict=verdict)
+            said = self.plc is not None and number == last
+            part.sent = code if said else None
+            part.reason = "the station ended before its verdict was confirmed"
+            self._write(part, "sent" if said and CODES.get(verdict) == code else "lost")
+        self._number = max(self._number, number)
 
     def _guard(self, call: Callable[[], None]) -> None:
-        """A mistake in one thread ends the station: its supervisor starts it anew."""
+        """A mistake in one thread ends the station; who supervises it starts it again."""
         try:
             call()
         except Exception:
-            log.exception("the station stops: one of its threads has failed")
+            log.exception("the station stops, as one of its threads has failed")
             self.failed = True
             self.closing.set()
 
     def close(self) -> None:
-        """Take no more parts, finish those on their way, stop all threads."""
+        """Take no more parts, and finish those on their way."""
         self.closing.set()
         self._line.put(None)
         for camera in self.cameras.values():
-            camera.end()
+            camera.wanted.put(None)
         for thread in self._threads:
             thread.join()
-
-    def finish(self) -> None:
-        """Close once the last part is done."""
-        while sum(self.counts.values()) < self._number - self._settled:
-            time.sleep(0.01)
-        self.closing.set()
-
-    def _settle(self) -> None:
-        """Say of parts that were on their way when the last process ended what became of them."""
-        number, code = self.plc.last() if self.plc else (0, 0)
-        for part_number, when, counter, verdict in self._record.read(_UNFINISHED, ()):
-            part = Part(part_number, counter=counter, time=when, verdict=verdict, state="lost")
-            part.reason = "the station ended before its verdict was sent"
-            if self.plc and number == part.number:
-                part.sent = code
-                part.state = "sent" if CODES.get(verdict) == code else "lost"
-                part.reason = ""
-            self._write(part, final=True)
-            log.warning("part %d of the last run: %s", part.number, part.state)
-        self._number = self._settled = max(self._number, number)
+        if self.plc is not None:
+            self.plc.close()
 
     def trigger(self, begun: float | None = None, counter: int | None = None) -> Part:
         """Take a part: it is in the record before its picture is taken.
@@ -225,94 +167,105 @@ class Station:
         with self._lock:
             self._number += 1
             deadline = (now if begun is None else begun) + self.settings.part_seconds
-            part = Part(self._number, len(self.cameras), deadline, counter)
-            trouble = self._write(part)
+            part = Part(self._number, deadline, counter)
+            trouble = self._write(part, "triggered")
             self._line.put(part)
-        if now > deadline:
-            trouble = trouble or "it came while nobody looked"
+        trouble = "it came while nobody looked" if now > deadline else trouble
         for name, camera in self.cameras.items():
             if trouble:
-                part.add(name, trouble)
+                self._view(part, name, trouble)
             else:
-                camera.take(deadline, partial(self._taken, part, name))
+                camera.wanted.put((deadline, partial(self._taken, part, name)))
         return part
 
-    def _taken(self, part: Part, camera: str, frame: Frame | CameraError) -> None:
-        if isinstance(frame, CameraError):
-            part.add(camera, str(frame))
-            return
-        name = "/".join(filter(None, (str(part.number), camera, frame.file)))
+    def _taken(self, part: Part, camera: str, picture: Picture | CameraError) -> None:
         try:
-            scored = self._slots[camera].submit(frame.data, name, PictureRequest())
-        except BusyError as error:
-            part.add(camera, str(error))
-            return
-        with part.lock:
-            if part.state == "triggered":
-                part.state = "taken"
-                self._write(part)
-        scored.add_done_callback(partial(self._scored, part, camera))
+            if isinstance(picture, CameraError):
+                raise picture
+            name = f"{part.number}/{camera}/{picture[1]}".removesuffix("/")
+            scored = self._slots[camera].submit(picture[0], name, PictureRequest())
+        except (CameraError, BusyError) as error:
+            self._view(part, camera, str(error))
+        else:
+            self._write(part, "taken")
+            scored.add_done_callback(partial(self._scored, part, camera))
 
     def _scored(self, part: Part, camera: str, scored: Future[Scored]) -> None:
         error = scored.exception()
-        part.add(camera, scored.result().answer.row if error is None else str(error))
+        self._view(part, camera, scored.result().answer.row if error is None else str(error))
+
+    def _view(self, part: Part, camera: str, view: Row | str) -> None:
+        with self._lock:
+            part.views[camera] = view
+            if len(part.views) == len(self.cameras):
+                part.complete.set()
 
     def _deliver(self) -> None:
         """Finish parts in their order, each at its deadline at the latest."""
-        while True:
+        while (part := self._line.get()) is not None:
             self._turn = time.monotonic()
-            with suppress(queue.Empty):
-                if (part := self._line.get(timeout=0.5)) is None:
-                    return
-                part.complete.wait(max(0.0, part.deadline - time.perf_counter()))
-                self._finish(part)
+            part.complete.wait(max(0.0, part.deadline - time.perf_counter()))
+            state = self._said(part)
+            part.milliseconds = round(1000 * (time.perf_counter() - part.begun), 1)
+            self._write(part, state)
+            self.parts[state] += 1
+            if state != "sent":
+                log.warning("part %d is %s: %s", part.number, state, part.reason)
+            for outbox in self._outboxes:
+                outbox.wake()
+            part.done.set()
 
-    def _finish(self, part: Part) -> None:
+    def _said(self, part: Part) -> str:
+        """Judge a part and tell the PLC; returns its state."""
         state = "lost" if part.complete.is_set() else "late"
-        part.judge()
-        verdict = part.verdict
-        if verdict:
+        self._judge(part)
+        verdict = part.verdict or self.settings.without_verdict
+        if part.verdict:
             state = "sent"
-            with part.lock:
-                part.state = "judged"
-                self._write(part)
-        elif self.settings.without_verdict == "reject":
-            verdict = "reject"
-        last = part.deadline + _GRACE * self.settings.part_seconds
-        if time.perf_counter() > last:
-            state = "late" if state == "sent" else state
-        elif verdict and self.plc is not None:
-            unsent = self.plc.say(part.number, CODES[verdict], part.deadline)
-            part.sent = None if unsent else CODES[verdict]
-            if unsent:
-                state, part.reason = ("lost" if state == "sent" else state), unsent
-        if state == "sent" and time.perf_counter() > part.deadline:
-            state = "late"
-        part.state = state
-        part.milliseconds = round(1000 * (time.perf_counter() - part.begun), 1)
-        self._write(part, final=True)
-        self.counts[state] += 1
-        if state != "sent":
-            log.warning("part %d is %s: %s", part.number, state, part.reason)
-        for outbox in self._outboxes:
-            outbox.wake()
-        part.done.set()
+            self._write(part, "judged")
+        if time.perf_counter() > part.deadline + _GRACE * self.settings.part_seconds:
+            return "lost" if state == "lost" else "late"
+        if self.plc is not None and verdict in CODES:
+            if unsent := self.plc.say(CODES[verdict], part.number, part.deadline):
+                part.reason = unsent
+                return "lost"
+            part.sent = CODES[verdict]
+        in_time = state != "sent" or time.perf_counter() <= part.deadline
+        return state if in_time else "late"
 
-    def _write(self, part: Part, *, final: bool = False) -> str:
-        """Write a part's row; returns why it can't be, empty once it is."""
-        line = json.dumps(part.summary()) if final else ""
-        row = (part.number, part.time, part.counter, part.state, part.verdict, part.sent)
-        try:
-            with self._record.changing() as db:
-                insert = "INSERT OR REPLACE INTO triggers VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-                db.execute(insert, (*row, self._models, line))
-        except OutputError as error:
-            log.error("part %d isn't recorded: %s", part.number, error)
-            return str(error)
+    def _judge(self, part: Part) -> None:
+        """The verdict of all pictures; one that is rejected is enough for that."""
+        with self._lock:
+            views = dict(part.views)
+        rows = [view for view in views.values() if isinstance(view, Row)]
+        judged = judge_parts(rows, {row.path: "" for row in rows})
+        if judged and (judged[0].verdict == "reject" or len(rows) == len(self.cameras)):
+            part.verdict, part.reason = judged[0].verdict, judged[0].reason
+            part.score = judged[0].image_score
+        else:
+            reasons = [f"{name}: {view}" for name, view in views.items() if isinstance(view, str)]
+            part.reason = "; ".join(reasons) or "no verdict in time"
+
+    def _write(self, part: Part, state: str) -> str:
+        """Move a part on, in the record too; returns why that can't be written, else nothing."""
+        with self._lock:
+            if part.state in _FINAL:  # a picture that came too late
+                return ""
+            part.state = state
+            line = json.dumps(part.summary()) if state in _FINAL else ""
+            models = ", ".join({slot.name: None for slot in self._slots.values()})
+            row = (part.number, part.when, part.counter, state, part.verdict, part.sent, models)
+            try:
+                with self._record.changing() as db:
+                    db.execute(_WRITE, (*row, line))
+            except OutputError as error:
+                log.error("part %d isn't recorded: %s", part.number, error)
+                return str(error)
         return ""
 
     def _is_alive(self) -> bool:
-        return time.monotonic() - self._turn < _STUCK_SECONDS + 2 * self.settings.part_seconds
+        waits = time.monotonic() - self._turn > _STUCK_SECONDS + 2 * self.settings.part_seconds
+        return self._line.empty() or not waits
 
     def trouble(self) -> str:
         """Why parts have no verdicts now; empty while they have."""
@@ -324,5 +277,4 @@ class Station:
     def status(self) -> dict[str, Any]:
         """Whether it is ready, and what became of the parts since its start."""
         trouble = self.trouble()
-        parts = {state: self.counts[state] for state in ("sent", "late", "lost")}
-        return {"ready": not trouble, "trouble": trouble, "last": self._number, "parts": parts}
+        return {"ready": not trouble, "trouble": trouble, "parts": dict(self.parts)}

@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
 
 from anomaly.errors import AnomalyError
-from anomaly.station.cameras import CameraError, Frame
+from anomaly.station.cameras import CameraError, Picture
 from anomaly.station.plc import PlcError
 from anomaly.station.settings import host_and_port
+from anomaly.station.station import Station
 
-if TYPE_CHECKING:
-    from anomaly.station.station import Station
-
-TOKEN_VARIABLE = "ANOMALY_TOKEN"
 _LOOK_SECONDS = 0.003  # between two looks at the PLC
 _MOTION_SECONDS = 0.03  # between two looks at the camera
 _SHADES = 25  # of 255, by which a pixel has changed
 
 
 def triggers(station: Station) -> list[Callable[[], None]]:
-    """What each thread that triggers parts does until the station closes.
-
-    Raises:
-        AnomalyError: an address can't be listened at.
-    """
+    """What each thread that triggers parts does; an AnomalyError where an address is taken."""
     settings = station.settings.trigger
     work: list[Callable[[], None]] = []
     if settings.counter is not None or settings.coil is not None:
@@ -53,31 +43,29 @@ def triggers(station: Station) -> list[Callable[[], None]]:
 
 
 def by_plc(station: Station) -> None:
-    """Read the PLC's counter or coil; what came while nobody looked is lost."""
+    """Parts that the PLC's counter or coil tells; those that came while nobody looked are lost."""
     settings, plc = station.settings.trigger, station.plc
     assert plc is not None
-    before, looked = station.counter, float("-inf")
+    before, looked, count, parts = station.counter, float("-inf"), None, 0
     while not station.closing.wait(_LOOK_SECONDS):
         now = time.perf_counter()
         try:
-            if settings.counter is not None:
+            if settings.coil is not None:
+                parts = int(plc.take(settings.coil))
+            elif settings.counter is not None:
                 count = plc.counter(settings.counter)
-                parts = 0 if before is None else steps(before, count)
-            elif settings.coil is not None:
-                count, parts = None, int(plc.take(settings.coil))
+                parts = steps(before, count)
         except PlcError:
             continue
-        for left in reversed(range(parts)):
-            # It came after the last look, when exactly isn't known; of several only the last one
-            # is still there.
+        for left in reversed(range(parts)):  # of several, the last one alone is still there
             counter = None if count is None else (count - left) % 65536
-            station.trigger(looked if not left else float("-inf"), counter)
+            station.trigger(looked if left == 0 else float("-inf"), counter)
         before, looked = count, now
 
 
-def steps(before: int, now: int) -> int:
+def steps(before: int | None, now: int) -> int:
     """Parts from one state of a 16-bit counter to another; one that fell began anew from 0."""
-    ahead = (now - before) % 65536
+    ahead = 0 if before is None else (now - before) % 65536
     return ahead if ahead < 32768 else now
 
 
@@ -91,19 +79,20 @@ def by_clock(station: Station, seconds: float) -> None:
 
 def by_motion(station: Station, share: float) -> None:
     """A part when enough of the first camera's picture differs from the empty place."""
-    camera, seen, there = next(iter(station.cameras.values())), None, False
+    camera, empty, there = next(iter(station.cameras.values())), None, False
     while not station.closing.wait(_MOTION_SECONDS):
-        picture: Future[Frame | CameraError] = Future()
-        camera.take(float("inf"), picture.set_result)
-        if isinstance(frame := picture.result(), CameraError):
+        picture: Future[Picture | CameraError] = Future()
+        camera.wanted.put((float("inf"), picture.set_result))
+        if isinstance(taken := picture.result(), CameraError):
             continue
-        now = small(frame.data)
-        changed = 0.0 if seen is None else float(np.mean(np.abs(now - seen) > _SHADES))
+        now = small(taken[0])
+        empty = now if empty is None else empty
+        changed = float(np.mean(np.abs(now - empty) > _SHADES))
         if changed > share and not there:
             station.trigger()
-        there = changed > share if not there else changed > share / 2
+        there = changed > (share / 2 if there else share)
         if not there:  # the lamp may change slowly
-            seen = now if seen is None else 0.95 * seen + 0.05 * now
+            empty = 0.95 * empty + 0.05 * now
 
 
 def small(data: bytes) -> Any:
@@ -113,55 +102,41 @@ def small(data: bytes) -> Any:
 
 
 def by_lines(station: Station) -> None:
-    """A part for each line of the standard input; its end ends the station."""
+    """A part for each line of the standard input, answered in a line of JSON; its end is ours."""
     for _ in sys.stdin:
-        if station.closing.is_set():
-            return
-        station.trigger()
-    station.finish()
+        part = station.trigger()
+        part.done.wait()
+        print(json.dumps(part.summary()), flush=True)
+    station.closing.set()
 
 
 def listening(station: Station, address: str) -> ThreadingHTTPServer:
-    """The server for POST /trigger, answered once the part is done, and GET /status."""
-    host, port = host_and_port(address, "trigger.http")
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if not token and host != "localhost" and not ip_address(host).is_loopback:
-        raise AnomalyError(
-            f"trigger.http {address} lets other machines trigger: set ${TOKEN_VARIABLE}, too"
-        )
+    """The server for POST, a part, answered when it is done; and GET, the station's state."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(200, station.status()) if self.path == "/status" else self.send_error(404)
-
         def do_POST(self) -> None:
-            # No page in a browser may trigger: it says where it is from.
-            bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if self.headers.get("Origin") or not hmac.compare_digest(bearer, token):
+            if self.headers.get("Origin"):  # of a page in a browser
                 self.send_error(403)
-            elif self.path != "/trigger":
-                self.send_error(404)
-            else:
-                part = station.trigger()
-                part.done.wait()
-                self._answer(200, part.summary())
+                return
+            part = station.trigger()
+            part.done.wait()
+            self._answer(part.summary())
 
-        def _answer(self, status: int, values: dict[str, Any]) -> None:
-            body = json.dumps(values).encode()
-            self.send_response(status)
+        def do_GET(self) -> None:
+            self._answer(station.status())
+
+        def _answer(self, values: dict[str, Any]) -> None:
+            self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(json.dumps(values).encode())
 
         def log_message(self, *_: object) -> None:
-            pass
+            """Nothing: the record has each part."""
 
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        return ThreadingHTTPServer(host_and_port(address, "trigger.http"), Handler)
     except OSError as error:
         raise AnomalyError(
-            f"trigger.http {address} can't be listened at: {error.strerror}"
+            f"nobody can listen at trigger.http {address}: {error.strerror}"
         ) from None
-    server.daemon_threads = True
-    return server

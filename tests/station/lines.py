@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 class Line:
-    """A line below a folder: config, record, log of the PLC; processes that are started and killed."""
+    """A line below a folder: config, record, the PLC's log; processes to start and kill."""
 
     def __init__(self, folder: Path, model: Path, source: str, **settings: Any) -> None:
         self.folder, self.port = folder, free_port()
@@ -48,7 +48,9 @@ class Line:
     def start_plc(self, period: float, most: int) -> None:
         program = Path(__file__).with_name("plc_program.py")
         arguments = [str(self.port), str(self.log), str(period), str(most)]
-        self.processes["plc"] = subprocess.Popen([sys.executable, str(program), *arguments], text=True)
+        self.processes["plc"] = subprocess.Popen(
+            [sys.executable, str(program), *arguments], text=True
+        )
         self.until(lambda: "up" in self.said()[-1:])
 
     def start_station(self, **how: Any) -> subprocess.Popen[str]:
@@ -85,21 +87,30 @@ class Line:
     def parts(self) -> int:
         return sum(line.startswith("part") for line in self.said())
 
+    def has(self, parts: int) -> bool:
+        return self.parts() >= parts
+
     def until(self, is_so: Any, seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while not is_so():
-            assert time.monotonic() < end, (self.said()[-3:], (self.folder / "station.log").read_text())
+            assert time.monotonic() < end, (
+                self.said()[-3:],
+                (self.folder / "station.log").read_text(),
+            )
             time.sleep(0.02)
 
     def rows(self) -> list[dict[str, Any]]:
         """The record's parts, in order; what isn't finished has no line."""
         query = "SELECT id, counter, state, verdict, sent, line FROM triggers ORDER BY id"
         with closing(sqlite3.connect(self.record)) as db:
-            rows = [dict(zip(("id", "counter", "state", "verdict", "sent", "line"), row, strict=True)) for row in db.execute(query)]
+            rows = [
+                dict(zip(("id", "counter", "state", "verdict", "sent", "line"), row, strict=True))
+                for row in db.execute(query)
+            ]
         return [row | {"line": json.loads(row["line"] or "{}")} for row in rows]
 
     def agree(self) -> list[dict[str, Any]]:
-        """See that the record has every part that the PLC has counted, and its verdicts; the rows."""
+        """See that the record has all parts and verdicts that the PLC has counted; the rows."""
         rows, verdicts = self.rows(), defaultdict(set)
         for line in self.said():
             if line.startswith("verdict"):

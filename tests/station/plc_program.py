@@ -3,8 +3,8 @@
     python plc_program.py PORT LOG PERIOD MOST
 
 It adds a line to the log for each part (`part COUNT`), each write of a verdict (`verdict NUMBER
-CODE`) and each state of `ready` (`ready 0`). Started again, it goes on counting from its log. A part
-comes every PERIOD seconds, up to MOST; it is counted in register 10 and sets coil 0.
+CODE`) and each state of `ready` (`ready 0`). Started again, it goes on counting from its log. A
+part comes every PERIOD seconds, up to MOST; it is counted in register 10 and sets coil 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ async def main(port: int, log: Path, period: float, most: int) -> None:
 
     ready = -1
 
-    async def seen(function: int, _: int, address: int, __: int, ___: object, values: object) -> None:
+    async def seen(
+        function: int, _: int, address: int, __: int, ___: object, values: object
+    ) -> None:
         nonlocal ready
         if function == 16 and address == VERDICT:
             code, high, low = values
@@ -48,7 +50,7 @@ async def main(port: int, log: Path, period: float, most: int) -> None:
     note("up")
     while True:
         await asyncio.sleep(period)
-        if ready == 1 and count == 0 or 0 < count < most:
+        if (ready == 1 and count == 0) or 0 < count < most:
             count += 1
             note(f"part {count}")
             await server.async_setValues(1, 16, COUNTER, [count % 65536])

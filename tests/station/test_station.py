@@ -8,16 +8,19 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-from lines import Line, line
+from lines import line
 
 pytest.importorskip("pymodbus")
 FAKE_CAMERA = "arv-fake-gv-camera-0.8"
 
 
-def test_each_part_of_a_plc_has_its_verdict(tmp_path: Path, run_folder: Path, product: Path) -> None:
+def test_each_part_of_a_plc_has_its_verdict(
+    tmp_path: Path, run_folder: Path, product: Path
+) -> None:
     with line(tmp_path, run_folder, str(product / "test"), csv=str(tmp_path / "parts.csv")) as made:
         made.start_plc(0.5, 8)
         made.start_station()
@@ -33,14 +36,18 @@ def test_each_part_of_a_plc_has_its_verdict(tmp_path: Path, run_folder: Path, pr
 
 
 @contextmanager
-def folder_camera(folder: Path, product: Path) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
+def folder_camera(
+    folder: Path, product: Path
+) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
     there, away = folder / "camera", folder / "unplugged"
     shutil.copytree(product / "test", there)
     yield str(there), lambda: there.rename(away), lambda: away.rename(there)
 
 
 @contextmanager
-def fake_camera(folder: Path, product: Path) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
+def fake_camera(
+    folder: Path, product: Path
+) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
     if shutil.which(FAKE_CAMERA) is None:
         pytest.skip(f"no {FAKE_CAMERA}: apt-get install aravis-tools")
     running: list[subprocess.Popen[bytes]] = []
@@ -64,11 +71,16 @@ def fake_camera(folder: Path, product: Path) -> Iterator[tuple[str, Callable[[],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("camera", [folder_camera, fake_camera])
-def test_record_and_plc_agree_whatever_goes_away(tmp_path: Path, run_folder: Path, product: Path, camera: Callable) -> None:
+def test_record_and_plc_agree_whatever_goes_away(
+    tmp_path: Path, run_folder: Path, product: Path, camera: Callable
+) -> None:
     most, seed = 400, random.randrange(1000)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    with camera(tmp_path, product) as (source, unplug, plug), line(tmp_path, run_folder, source, part_seconds=0.4) as made:
+    with (
+        camera(tmp_path, product) as (source, unplug, plug),
+        line(tmp_path, run_folder, source, part_seconds=0.4) as made,
+    ):
 
         def station_dies() -> None:
             made.kill("station")
@@ -86,14 +98,13 @@ def test_record_and_plc_agree_whatever_goes_away(tmp_path: Path, run_folder: Pat
 
         made.start_plc(0.2, most)
         made.start_station()
-        made.until(lambda: made.parts() > 10)
+        made.until(partial(made.has, 10))
         events = [station_dies] * 3 + [plc_restarts] * 2 + [camera_goes] * 2
         rng.shuffle(events)
         for event in events:
             event()
-            before = made.parts()
-            made.until(lambda: made.parts() > before + 15 + rng.randrange(10))
-        made.until(lambda: made.parts() == most)
+            made.until(partial(made.has, made.parts() + rng.randrange(15, 25)))
+        made.until(partial(made.has, most))
         made.until(lambda: len(made.rows()) == most and made.rows()[-1]["line"])
         made.end_station()
         rows = made.agree()
