@@ -59,7 +59,7 @@ def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camer
         CameraError: it isn't there; says what is.
     """
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here
-    cv2.setLogLevel(0)
+    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     kind, _, name = source.partition(":")
     if kind == "genicam":
         from anomaly.station.aravis import Genicam  # which builds on this module

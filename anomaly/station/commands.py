@@ -161,7 +161,7 @@ def _camera(options: argparse.Namespace) -> int:
     data = CameraThread("", partial(open_camera, options.source)).first()[0]
     image = read_image(data)
     if output is not None:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        pixels: Any = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
         write(output, cv2.imencode(output.suffix, pixels)[1].tobytes())
     print("\n".join(_figures(image)))
     if options.model is not None:
