@@ -105,6 +105,8 @@ def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
         return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
+    if kind == "missing" and isinstance(location[-1], str):
+        return f"{key[:200]} is missing"
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
     keys = ", ".join(_known_keys(location, schema)) if kind == "model_type" else ""
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}

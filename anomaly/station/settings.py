@@ -12,6 +12,7 @@ from anomaly.config.load import explain, read_yaml
 from anomaly.errors import ConfigError
 
 Register = Annotated[int, Field(ge=0, le=65535)]
+_OURS = ("127.0.0.1", "localhost", "::1")
 Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=40)]
 
 
@@ -83,8 +84,10 @@ class StationSettings(_Section):
                     "plc.verdict_register takes three registers, plc.status_register two, "
                     "trigger.counter one, and some are the same; move one"
                 )
-        if trigger.http is not None:
-            host_and_port(trigger.http, "trigger.http")
+        if trigger.http and host_and_port(trigger.http, "trigger.http")[0] not in _OURS:
+            raise ValueError(
+                f"trigger.http is {trigger.http!r}: must be 127.0.0.1:PORT, this machine"
+            )
         return self
 
 

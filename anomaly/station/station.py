@@ -197,7 +197,8 @@ class Station:
     def _view(self, part: Part, camera: str, view: Row | str) -> None:
         with self._lock:
             part.views[camera] = view
-            if len(part.views) == len(self.cameras):
+            rejected = isinstance(view, Row) and view.verdict == "reject"
+            if rejected or len(part.views) == len(self.cameras):
                 part.complete.set()
 
     def _deliver(self) -> None:
@@ -236,7 +237,7 @@ class Station:
     def _judge(self, part: Part) -> None:
         """The verdict of all pictures; one that is rejected is enough for that."""
         with self._lock:
-            views = dict(part.views)
+            views = {name: part.views[name] for name in self.cameras if name in part.views}
         rows = [view for view in views.values() if isinstance(view, Row)]
         judged = judge_parts(rows, {row.path: "" for row in rows})
         if judged and (judged[0].verdict == "reject" or len(rows) == len(self.cameras)):

@@ -31,11 +31,10 @@ def free_port() -> int:
 class Line:
     """A line below a folder: config, record, the PLC's log; processes to start and kill."""
 
-    def __init__(self, folder: Path, model: Path, source: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, source: str, **settings: Any) -> None:
         self.folder, self.port = folder, free_port()
         self.record, self.log = folder / "line.sqlite", folder / "plc.log"
         values = {
-            "model": str(model),
             "cameras": {"top": {"source": source}},
             "trigger": {"counter": 10},
             "plc": {"address": f"127.0.0.1:{self.port}"},
@@ -131,9 +130,9 @@ class Line:
 
 
 @contextmanager
-def line(folder: Path, model: Path, source: str, **settings: Any) -> Iterator[Line]:
+def line(folder: Path, source: str, **settings: Any) -> Iterator[Line]:
     """A line whose processes end with the block."""
-    made = Line(folder, model, source, **settings)
+    made = Line(folder, source, **settings)
     try:
         yield made
     finally:

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
-from lines import line
+from conftest import Command
+from lines import Line, line
 
 pytest.importorskip("pymodbus")
 FAKE_CAMERA = "arv-fake-gv-camera-0.8"
@@ -21,7 +24,9 @@ FAKE_CAMERA = "arv-fake-gv-camera-0.8"
 def test_each_part_of_a_plc_has_its_verdict(
     tmp_path: Path, run_folder: Path, product: Path
 ) -> None:
-    with line(tmp_path, run_folder, str(product / "test"), csv=str(tmp_path / "parts.csv")) as made:
+    with line(
+        tmp_path, str(product / "test"), model=str(run_folder), csv=str(tmp_path / "parts.csv")
+    ) as made:
         made.start_plc(0.5, 8)
         made.start_station()
         made.until(lambda: made.said()[-1].startswith("verdict 8 "))
@@ -33,6 +38,53 @@ def test_each_part_of_a_plc_has_its_verdict(
     assert made.said()[-1] == "ready 0"
     lines = (tmp_path / "parts.csv").read_text().splitlines()
     assert [text.split(",")[3] for text in lines] == ["verdict", *judged]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"part_second": 1}, "line.yaml: unknown key 'part_second'; did you mean 'part_seconds'"),
+        ({"cameras": {"a": {"source": "x", "model_": 1}}}, "'cameras.a.model_'; did you mean 'mo"),
+        ({"cameras": {"a": {}}}, "line.yaml: cameras.a.source is missing"),
+        ({"part_seconds": 0}, "part_seconds is 0: must be above 0"),
+        (
+            {"trigger": {}},
+            "nothing in trigger says when a part is there; give one of counter, coil",
+        ),
+        ({"trigger": {"coil": 1, "counter": 9}}, "trigger.counter or trigger.coil, not both"),
+        ({"trigger": {"counter": 4}}, "and some are the same; move one"),
+        ({"trigger": {"http": "0.0.0.0:80"}}, "must be 127.0.0.1:PORT"),
+        ({"plc": {"address": "10.0.0.1"}}, "must be HOST:PORT, 192.168.0.10:502 say"),
+        ({"model": "nowhere"}, "no model at nowhere: there is nothing of that name"),
+        ({"webhook": "ftp://x"}, "webhook takes an address that begins with http://"),
+        ({}, "no PLC answers at 127.0.0.1:"),
+        ({"plc": None, "trigger": {"interval": 1}}, "there is no camera, folder or file"),
+    ],
+)
+def test_what_a_station_refuses(
+    tmp_path: Path, run_folder: Path, command: Command, settings: dict[str, object], said: str
+) -> None:
+    config = Line(tmp_path, "camera 1", **{"model": str(run_folder)} | settings).config
+    code, out, err = command("station", ["--config", config, "--device", "cpu"])
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_camera_compares_with_the_training_images(
+    tmp_path: Path, run_folder: Path, product: Path, command: Command
+) -> None:
+    dark = cv2.imread(str(product / "test" / "good" / "000.png")) // 4
+    dark[:48, :30] = 255  # an eighth of the picture
+    cv2.imwrite(str(tmp_path / "dark.png"), dark)
+    output = tmp_path / "taken.png"
+    code, out, _ = command("camera", [tmp_path, "--output", output, "--model", run_folder])
+    assert code == 0
+    assert out.startswith("120 × 96, 8 bits\n")
+    assert "12.50% of the pixels clipped, 0.00% black" in out
+    assert "review, score" in out
+    assert "far outside the training images" in out
+    np.testing.assert_array_equal(cv2.imread(str(output)), dark)
 
 
 @contextmanager
@@ -79,7 +131,7 @@ def test_record_and_plc_agree_whatever_goes_away(
     rng = random.Random(seed)
     with (
         camera(tmp_path, product) as (source, unplug, plug),
-        line(tmp_path, run_folder, source, part_seconds=0.4) as made,
+        line(tmp_path, source, model=str(run_folder), part_seconds=0.4) as made,
     ):
 
         def station_dies() -> None:
