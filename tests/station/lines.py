@@ -44,9 +44,9 @@ class Line:
         self.config.write_text(yaml.safe_dump(values | settings))
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    def start_plc(self, period: float, most: int) -> None:
+    def start_plc(self, period: float) -> None:
         program = Path(__file__).with_name("plc_program.py")
-        arguments = [str(self.port), str(self.log), str(period), str(most)]
+        arguments = [str(self.port), str(self.log), str(period)]
         self.processes["plc"] = subprocess.Popen(
             [sys.executable, str(program), *arguments], text=True
         )
@@ -79,6 +79,11 @@ class Line:
         printed = station.communicate(timeout=60)[0]
         assert station.returncode == 0, (self.folder / "station.log").read_text()
         return printed
+
+    def end_parts(self) -> None:
+        """Have no more parts come, and wait until the last one is done."""
+        (self.folder / "end").touch()
+        self.until(lambda: self.parts() == len(self.rows()) and self.rows()[-1]["line"])
 
     def said(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
@@ -115,7 +120,7 @@ class Line:
             if line.startswith("verdict"):
                 _, number, code = line.split()
                 verdicts[int(number)].add(int(code))
-        assert [row["counter"] for row in rows] == [*range(1, self.parts() + 1)]
+        assert [row["counter"] or row["id"] for row in rows] == [*range(1, self.parts() + 1)]
         assert {row["state"] for row in rows} <= {"sent", "late", "lost"}
         for row in rows:
             reason = row["line"]["reason"]

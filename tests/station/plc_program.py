@@ -1,10 +1,11 @@
 """A PLC as a process: a pymodbus server, and a program that sees parts come and counts verdicts.
 
-    python plc_program.py PORT LOG PERIOD MOST
+    python plc_program.py PORT LOG PERIOD
 
 It adds a line to the log for each part (`part COUNT`), each write of a verdict (`verdict NUMBER
 CODE`) and each state of `ready` (`ready 0`). Started again, it goes on counting from its log. A
-part comes every PERIOD seconds, up to MOST; it is counted in register 10 and sets coil 0.
+part comes every PERIOD seconds from when the station is ready first, until there is a file `end`
+beside the log; it is counted in register 10 and sets coil 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pymodbus.simulator import DataType, SimData, SimDevice
 VERDICT, STATUS, COUNTER, COIL = 0, 3, 10, 0
 
 
-async def main(port: int, log: Path, period: float, most: int) -> None:
+async def main(port: int, log: Path, period: float) -> None:
     handle = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     written = log.read_text().splitlines()
     count = sum(line.startswith("part") for line in written)
@@ -50,7 +51,7 @@ async def main(port: int, log: Path, period: float, most: int) -> None:
     note("up")
     while True:
         await asyncio.sleep(period)
-        if (ready == 1 and count == 0) or 0 < count < most:
+        if (ready == 1 or count) and not log.with_name("end").exists():
             count += 1
             note(f"part {count}")
             await server.async_setValues(1, 16, COUNTER, [count % 65536])
@@ -58,4 +59,4 @@ async def main(port: int, log: Path, period: float, most: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])))
