@@ -7,10 +7,11 @@ import importlib.util
 import json
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -22,10 +23,17 @@ from anomaly.files.outputs import locked_file
 from anomaly.files.tables import csv_text, text_table
 from anomaly.files.writing import GrowingFile, write
 from anomaly.imaging.read import Image, read_image
+from anomaly.line.record import Keeping, Record, Recorder
+from anomaly.line.sinks import Mqtt, Outbox, Webhook
 from anomaly.scoring.image_statistics import measure
 from anomaly.station.cameras import CameraThread, open_camera, present
 from anomaly.station.settings import StationSettings, load_settings
 from anomaly.storage.folder import find_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from anomaly.station.station import Station
 
 log = logging.getLogger(__name__)
 
@@ -70,19 +78,44 @@ def _station(options: argparse.Namespace) -> int:
         raise AnomalyError(
             "station needs pymodbus, which isn't installed: pip install 'anomaly[station]'"
         )
-    from anomaly.line.record import Keeping, Record, Recorder
+    settings = load_settings(options.config)
+    names, folders = models(settings)
+    device, threads = device_and_threads(options, list(folders.values()))
+    with Stopping() as stop, running(settings, names, folders, device, threads) as station:
+        print(f"ready: every part is written to {settings.record}; Ctrl-C ends it", flush=True)
+        while stop.signal is None and not station.closing.wait(0.1):
+            pass
+    counts = [f"{count} {state}" for state, count in station.parts.items()]
+    log.info("stopped; parts: %s", ", ".join(counts) or "none")
+    return int(station.failed)
+
+
+@contextmanager
+def running(
+    settings: StationSettings,
+    names: Mapping[str, str],
+    folders: dict[str, Path],
+    device: torch.device,
+    threads: int,
+) -> Iterator[Station]:
+    """A station that takes parts, and has finished them when the block is left.
+
+    Args:
+        settings: of the station.
+        names: of the model of each camera, see `models`.
+        folders: of the models by name.
+        device: where the networks are.
+        threads: decoding processes.
+    """
+    # pymodbus is optional: `_station` has seen that it is there.
     from anomaly.line.registry import ModelRegistry
-    from anomaly.line.sinks import Outbox
     from anomaly.station.station import Station
     from anomaly.station.triggers import triggers
 
-    settings = load_settings(options.config)
-    names, folders = _models(settings)
-    with locked_file(settings.record), Stopping() as stop, ExitStack() as opened:
-        sinks = _sinks(settings)
+    sinks = _sinks(settings)
+    with locked_file(settings.record), ExitStack() as opened:
         record = Record(settings.record, Keeping(settings.keep_good, settings.keep_pictures))
         opened.callback(record.close)
-        device, threads = device_and_threads(options, list(folders.values()))
         recorder = Recorder(record, lambda number, answer: None)
         registry = ModelRegistry(folders, recorder, device=device, workers=threads)
         slots = {camera: registry.models[name] for camera, name in names.items()}
@@ -101,15 +134,10 @@ def _station(options: argparse.Namespace) -> int:
             opened.enter_context(outbox)
         opened.callback(station.close)
         station.start(work)
-        print(f"ready: every part is written to {settings.record}; Ctrl-C ends it", flush=True)
-        while stop.signal is None and not station.closing.wait(0.1):
-            pass
-    counts = [f"{count} {state}" for state, count in station.parts.items()]
-    log.info("stopped; parts: %s", ", ".join(counts) or "none")
-    return int(station.failed)
+        yield station
 
 
-def _models(settings: StationSettings) -> tuple[dict[str, str], dict[str, Path]]:
+def models(settings: StationSettings) -> tuple[dict[str, str], dict[str, Path]]:
     """The name of each camera's model, and the folder of each model by its name."""
     names: dict[str, str] = {}
     folders: dict[str, Path] = {}
@@ -124,8 +152,6 @@ def _models(settings: StationSettings) -> tuple[dict[str, str], dict[str, Path]]
 
 
 def _sinks(settings: StationSettings) -> list[Any]:
-    from anomaly.line.sinks import Mqtt, Webhook
-
     given: tuple[tuple[Any, Any], ...] = (
         (Webhook, settings.webhook),
         (Mqtt, settings.mqtt),

@@ -203,6 +203,7 @@ class Station:
 
     def _deliver(self) -> None:
         """Finish parts in their order, each at its deadline at the latest."""
+        reason = ""
         while (part := self._line.get()) is not None:
             self._turn = time.monotonic()
             part.complete.wait(max(0.0, part.deadline - time.perf_counter()))
@@ -210,8 +211,9 @@ class Station:
             part.milliseconds = round(1000 * (time.perf_counter() - part.begun), 1)
             self._write(part, state)
             self.parts[state] += 1
-            if state != "sent":
+            if state != "sent" and part.reason != reason:  # of many for one reason, the first
                 log.warning("part %d is %s: %s", part.number, state, part.reason)
+            reason = "" if state == "sent" else part.reason
             for outbox in self._outboxes:
                 outbox.wake()
             part.done.set()
