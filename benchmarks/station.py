@@ -24,8 +24,7 @@ import numpy as np
 from pymodbus.server import ModbusTcpServer
 from pymodbus.simulator import DataType, SimData, SimDevice
 
-from anomaly.cli.common_options import device_and_threads
-from anomaly.station.commands import models, running
+from anomaly.station.commands import running
 from anomaly.station.settings import StationSettings
 from benchmarks.inputs import machine
 
@@ -89,8 +88,7 @@ def main() -> None:
                 "record": Path(folder) / "line.sqlite",
             }
         )
-        device, threads = device_and_threads(options)
-        with running(settings, *models(settings), device, threads) as station:
+        with running(settings, options) as station:
             (slot,) = station._slots.values()
             submit = slot.submit
 
@@ -105,7 +103,7 @@ def main() -> None:
     process.join()
     whole = np.array([told[number] - came[number] for number in came])
     alone = np.array([engine[number] for number in came])
-    print(f"{machine()}; {len(came)} parts, one every {options.period:g} s, {threads} threads")
+    print(f"{machine()}; {len(came)} parts, one every {options.period:g} s")
     for name, seconds in (("whole", whole), ("engine", alone), ("overhead", whole - alone)):
         values = " ".join(f"{v:6.1f}" for v in np.percentile(1000 * seconds, (50, 90, 99, 100)))
         print(f"{name:<9} median, p90, p99, highest: {values} ms")

@@ -6,7 +6,7 @@ bindings: the system's belong to its own Python, which is rarely that of an envi
 
 from __future__ import annotations
 
-import ctypes
+import ctypes.util
 import math
 from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from anomaly.station.cameras import PICTURE_SECONDS, Camera, CameraError, Picture, as_file
 
-_NAMES = ("libaravis-0.8.so.0", "libaravis-0.8.dylib", "libaravis-0.8-0.dll")
 _BUFFERS = 4
+_WHAT = ("id", "vendor", "model", "address")
 _BAYER = (cv2.COLOR_BayerGRBG2BGR, cv2.COLOR_BayerRGGB2BGR, cv2.COLOR_BayerGBRG2BGR)
 # How values become BGR, by the codes of pixel formats (GenICam's PFNC).
 _COLOURS: dict[int, int | None] = {
@@ -36,12 +36,8 @@ class _GError(ctypes.Structure):
 
 @cache
 def _library() -> Any:
-    for name in _NAMES:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
+    name = ctypes.util.find_library("aravis-0.8")
+    return ctypes.CDLL(name) if name else None
 
 
 def _call(name: str, result: Any, *arguments: Any) -> Any:
@@ -55,14 +51,13 @@ def present() -> dict[str, str]:
     if _library() is None:
         return {}
     _call("arv_update_device_list", None)  # takes a second
-    found = {}
-    for place in range(_call("arv_get_n_devices", c_uint)):
-        words = [
-            (_call(f"arv_get_device_{what}", c_char_p, c_uint(place)) or b"").decode()
-            for what in ("id", "vendor", "model", "address")
-        ]
-        found[f"genicam:{words[0]}"] = " ".join(words[1:])
-    return found
+    devices = map(c_uint, range(_call("arv_get_n_devices", c_uint)))
+    words = [[_about(device, what) for what in _WHAT] for device in devices]
+    return {f"genicam:{name}": " ".join(about) for name, *about in words}
+
+
+def _about(device: c_uint, what: str) -> str:
+    return (_call(f"arv_get_device_{what}", c_char_p, device) or b"").decode()
 
 
 class Genicam(Camera):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,48 +19,23 @@ from anomaly.cli.common_options import Command, add_device, device_and_threads
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, ConfigError, ModelError
 from anomaly.files.outputs import locked_file
-from anomaly.files.tables import csv_text, text_table
-from anomaly.files.writing import GrowingFile, write
+from anomaly.files.writing import write
 from anomaly.imaging.read import Image, read_image
 from anomaly.line.record import Keeping, Record, Recorder
-from anomaly.line.sinks import Mqtt, Outbox, Webhook
+from anomaly.line.sinks import CsvFile, Mqtt, Outbox, Webhook
 from anomaly.scoring.image_statistics import measure
 from anomaly.station.cameras import CameraThread, open_camera, present
 from anomaly.station.settings import StationSettings, load_settings
 from anomaly.storage.folder import find_model
 
 if TYPE_CHECKING:
-    import torch
-
     from anomaly.station.station import Station
 
 log = logging.getLogger(__name__)
 
-_COLUMNS = ("id", "time", "state", "verdict", "sent", "score", "milliseconds", "reason", "model")
 _LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
 _NO_CAMERAS = "no USB camera is there, and no GenICam camera answers (these need libaravis-0.8-0)"
 _NO_THRESHOLDS = "it has no thresholds, so no verdicts; find some with anomaly calibrate"
-
-
-class CsvFile:
-    """A receiver (`anomaly.line.sinks.Sink`) that adds each part as a line to a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.shown = self.name = str(file)
-        lines = file.read_text("utf-8").splitlines() if file.exists() else []
-        self._file = GrowingFile(file, file.stat().st_size if lines else 0)
-        self._last = int(lines[-1].partition(",")[0]) if len(lines) > 1 else 0
-        if not lines:
-            self._file.append(csv_text([_COLUMNS]).encode())
-
-    def send(self, message: bytes, key: str) -> None:
-        """Add a part, unless it was added before the last process ended."""
-        row = json.loads(message)
-        if row["id"] > self._last:
-            self._file.append(csv_text([[row[name] for name in _COLUMNS]]).encode())
-
-    def close(self) -> None:
-        """Everything is in the file already."""
 
 
 def _add_station(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +53,7 @@ def _station(options: argparse.Namespace) -> int:
             "station needs pymodbus, which isn't installed: pip install 'anomaly[station]'"
         )
     settings = load_settings(options.config)
-    names, folders = models(settings)
-    device, threads = device_and_threads(options, list(folders.values()))
-    with Stopping() as stop, running(settings, names, folders, device, threads) as station:
+    with Stopping() as stop, running(settings, options) as station:
         print(f"ready: every part is written to {settings.record}; Ctrl-C ends it", flush=True)
         while stop.signal is None and not station.closing.wait(0.1):
             pass
@@ -91,34 +63,28 @@ def _station(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def running(
-    settings: StationSettings,
-    names: Mapping[str, str],
-    folders: dict[str, Path],
-    device: torch.device,
-    threads: int,
-) -> Iterator[Station]:
+def running(settings: StationSettings, options: argparse.Namespace) -> Iterator[Station]:
     """A station that takes parts, and has finished them when the block is left.
 
     Args:
         settings: of the station.
-        names: of the model of each camera, see `models`.
-        folders: of the models by name.
-        device: where the networks are.
-        threads: decoding processes.
+        options: `device` and `threads`.
     """
     # pymodbus is optional: `_station` has seen that it is there.
     from anomaly.line.registry import ModelRegistry
     from anomaly.station.station import Station
     from anomaly.station.triggers import triggers
 
+    given = {name: str(camera.model or settings.model) for name, camera in settings.cameras.items()}
+    folders = {name: find_model(name) for name in given.values()}
     sinks = _sinks(settings)
+    device, threads = device_and_threads(options, list(folders.values()))
     with locked_file(settings.record), ExitStack() as opened:
         record = Record(settings.record, Keeping(settings.keep_good, settings.keep_pictures))
         opened.callback(record.close)
         recorder = Recorder(record, lambda number, answer: None)
         registry = ModelRegistry(folders, recorder, device=device, workers=threads)
-        slots = {camera: registry.models[name] for camera, name in names.items()}
+        slots = {camera: registry.models[name] for camera, name in given.items()}
         outboxes = [Outbox(record, sink, "triggers") for sink in sinks]
         station = Station(settings, record, slots, outboxes)
         work = triggers(station)
@@ -129,26 +95,12 @@ def running(
             time.sleep(0.05)
         for slot in slots.values():
             if trouble := slot.unusable or (slot.now and not slot.now.marks and _NO_THRESHOLDS):
-                raise ModelError(f"{slot.folder}: {trouble}")
+                raise ModelError(f"{slot.name}: {trouble}")
         for outbox in outboxes:
             opened.enter_context(outbox)
         opened.callback(station.close)
         station.start(work)
         yield station
-
-
-def models(settings: StationSettings) -> tuple[dict[str, str], dict[str, Path]]:
-    """The name of each camera's model, and the folder of each model by its name."""
-    names: dict[str, str] = {}
-    folders: dict[str, Path] = {}
-    for camera, one in settings.cameras.items():
-        given = one.model or settings.model
-        assert given is not None
-        names[camera] = given.absolute().name
-        folder = folders.setdefault(names[camera], find_model(given))
-        if folder != find_model(given):
-            raise ConfigError(f"two models are called {names[camera]}; rename the folder of one")
-    return names, folders
 
 
 def _sinks(settings: StationSettings) -> list[Any]:
@@ -217,15 +169,15 @@ def _compared(image: Image, options: argparse.Namespace) -> list[str]:
     if not isinstance(result, Prediction):
         raise AnomalyError(f"the model can't score this picture: {result.reason}")
     seen = model.training_statistics.seen if model.training_statistics else {}
-    rows = [["", "this picture", "training images"]]
+    lines = [
+        f"{result.verdict or 'no verdict'}, score {result.score:.4g}; {result.reason}".strip("; ")
+    ]
     for name, value in result.statistics.figures().items():
         low, high = seen.get(name, (np.nan, np.nan))
-        rows.append([name, f"{value:.3g}", f"{low:.3g} to {high:.3g}"])
-    verdict = f"{result.verdict or 'no verdict'}, score {result.score:.4g}"
-    return ["", *text_table(rows), f"{verdict}: {result.reason}" if result.reason else verdict]
+        lines.append(
+            f"{name}: {value:.3g} as the model sees it, {low:.3g} to {high:.3g} in training"
+        )
+    return lines
 
 
-COMMANDS = {
-    "station": Command(_add_station, _station),
-    "camera": Command(_add_camera, _camera),
-}
+COMMANDS = {"station": Command(_add_station, _station), "camera": Command(_add_camera, _camera)}

@@ -104,8 +104,6 @@ def host_and_port(address: str, key: str) -> tuple[str, int]:
 
 def load_settings(file: Path) -> StationSettings:
     """Read a config; a ConfigError with a line for each mistake."""
-    if not file.is_file():
-        raise ConfigError(f"there is no config {file}; docs/station.md shows one to begin with")
     values = {"record": file.with_suffix(".sqlite"), **read_yaml(file)}
     try:
         return StationSettings.model_validate(values)

@@ -276,8 +276,3 @@ class Station:
         reasons += [f"camera {c.name}: {c.trouble}" for c in self.cameras.values() if c.trouble]
         reasons += [self._record.trouble(), "it is stopping" if self.closing.is_set() else ""]
         return "; ".join(filter(None, dict.fromkeys(reasons)))
-
-    def status(self) -> dict[str, Any]:
-        """Whether it is ready, and what became of the parts since its start."""
-        trouble = self.trouble()
-        return {"ready": not trouble, "trouble": trouble, "parts": dict(self.parts)}

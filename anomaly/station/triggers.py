@@ -27,33 +27,31 @@ _SHADES = 25  # of 255, by which a pixel has changed
 
 def triggers(station: Station) -> list[Callable[[], None]]:
     """What each thread that triggers parts does; an AnomalyError where an address is taken."""
-    settings = station.settings.trigger
-    work: list[Callable[[], None]] = []
-    if settings.counter is not None or settings.coil is not None:
-        work.append(partial(by_plc, station))
-    if settings.interval is not None:
-        work.append(partial(by_clock, station, settings.interval))
-    if settings.motion is not None:
-        work.append(partial(by_motion, station, settings.motion))
-    if settings.stdin:
-        work.append(partial(by_lines, station))
-    if settings.http is not None:
-        work.append(listening(station, settings.http).serve_forever)
-    return work
+    settings = station.settings.trigger.model_dump(exclude_defaults=True)
+    kinds: dict[str, Callable[[Station, Any], None]] = {
+        "counter": by_plc,
+        "coil": by_plc,
+        "interval": by_clock,
+        "motion": by_motion,
+        "stdin": by_lines,
+    }
+    server = listening(station, settings.pop("http")).serve_forever if "http" in settings else None
+    work = [partial(kinds[name], station, value) for name, value in settings.items()]
+    return [*work, *filter(None, [server])]
 
 
-def by_plc(station: Station) -> None:
+def by_plc(station: Station, address: int) -> None:
     """Parts that the PLC's counter or coil tells; those that came while nobody looked are lost."""
-    settings, plc = station.settings.trigger, station.plc
+    plc = station.plc
     assert plc is not None
     before, looked, count, parts = station.counter, float("-inf"), None, 0
     while not station.closing.wait(_LOOK_SECONDS):
         now = time.perf_counter()
         try:
-            if settings.coil is not None:
-                parts = int(plc.take(settings.coil))
-            elif settings.counter is not None:
-                count = plc.counter(settings.counter)
+            if station.settings.trigger.counter is None:
+                parts = int(plc.take(address))
+            else:
+                count = plc.counter(address)
                 parts = steps(before, count)
         except PlcError:
             continue
@@ -101,7 +99,7 @@ def small(data: bytes) -> Any:
     return cv2.resize(grey, (64, 48), interpolation=cv2.INTER_AREA).astype(np.float32)
 
 
-def by_lines(station: Station) -> None:
+def by_lines(station: Station, wanted: bool) -> None:
     """A part for each line of the standard input, answered in a line of JSON; its end is ours."""
     for _ in sys.stdin:
         part = station.trigger()
@@ -111,7 +109,7 @@ def by_lines(station: Station) -> None:
 
 
 def listening(station: Station, address: str) -> ThreadingHTTPServer:
-    """The server for POST, a part, answered when it is done; and GET, the station's state."""
+    """The server that takes each POST for a part, and answers when it is done."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -120,16 +118,10 @@ def listening(station: Station, address: str) -> ThreadingHTTPServer:
                 return
             part = station.trigger()
             part.done.wait()
-            self._answer(part.summary())
-
-        def do_GET(self) -> None:
-            self._answer(station.status())
-
-        def _answer(self, values: dict[str, Any]) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(values).encode())
+            self.wfile.write(json.dumps(part.summary()).encode())
 
         def log_message(self, *_: object) -> None:
             """Nothing: the record has each part."""

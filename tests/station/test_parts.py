@@ -26,9 +26,8 @@ from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
 from anomaly.line.record import Record
-from anomaly.line.sinks import Outbox
+from anomaly.line.sinks import CsvFile, Outbox
 from anomaly.station.cameras import CameraError, as_file
-from anomaly.station.commands import CsvFile
 from anomaly.station.settings import StationSettings
 from anomaly.station.station import Part, Station
 from anomaly.station.triggers import by_motion, listening, steps
@@ -171,7 +170,7 @@ def test_a_camera_that_is_away_loses_parts_and_comes_back(tmp_path: Path) -> Non
             part = station.trigger()
             assert done(part) == ("lost", "", 3)
             assert part.reason == "a: unplugged; b: unplugged"
-            assert "camera a: unplugged" in station.status()["trouble"]
+            assert "camera a: unplugged" in station.trouble()
         finally:
             Pictures.gone = False
         end = time.monotonic() + 10
@@ -311,8 +310,6 @@ def test_a_request_is_a_part_but_none_of_a_page(tmp_path: Path) -> None:
         page = urllib.request.Request(address, b"", {"Origin": "http://evil.example"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(page)
-        with urllib.request.urlopen(address) as answer:
-            assert json.load(answer)["parts"] == {"sent": 1}
         server.shutdown()
         server.server_close()
 
