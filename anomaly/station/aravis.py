@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.station.cameras import PICTURE_SECONDS, Camera, CameraError, Picture, as_file
+from anomaly.station.pictures import PICTURE_SECONDS, Camera, CameraError, Picture, as_file
 
 _BUFFERS = 4
 _WHAT = ("id", "vendor", "model", "address")
@@ -46,7 +46,7 @@ def _call(name: str, result: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def present() -> dict[str, str]:
+def genicam_cameras() -> dict[str, str]:
     """What each camera is that answers, by its source; empty without the library."""
     if _library() is None:
         return {}
@@ -72,7 +72,7 @@ class Genicam(Camera):
         self._name, self._stream = f"genicam:{name}", c_void_p()
         if _library() is None:
             raise CameraError(f"{self._name} needs Aravis: apt-get install libaravis-0.8-0")
-        there = present()  # the library only opens what it has listed
+        there = genicam_cameras()  # the library only opens what it has listed
         if self._name not in there and not name.replace(".", "").isdecimal():
             raise CameraError(
                 f"{self._name} doesn't answer; there are {', '.join(there) or 'none'}"

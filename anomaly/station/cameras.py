@@ -13,16 +13,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import cv2
-import numpy as np
-from numpy.typing import NDArray
 
-from anomaly.errors import AnomalyError, DataError
+from anomaly.errors import DataError
 from anomaly.files.writing import like
 from anomaly.imaging.listing import list_images
+from anomaly.station.aravis import Genicam, genicam_cameras
+from anomaly.station.pictures import PICTURE_SECONDS, Camera, CameraError, Picture, as_file
 
 log = logging.getLogger(__name__)
 
-PICTURE_SECONDS = 2.0  # that a picture may take
 _LIMITS = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, 5000, cv2.CAP_PROP_READ_TIMEOUT_MSEC, 5000]
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 10.0  # between tries to open it; each twice the last one
 _CHECK_SECONDS = 0.5  # between two looks at a camera that nobody wants a picture of
@@ -30,26 +29,7 @@ _BUSY_SECONDS = 4.0  # for which a camera may be taken whose last user was kille
 _KINDS = "give usb:0, genicam:ID, rtsp://HOST/PATH, a video file or a folder of images"
 
 
-class CameraError(AnomalyError):
-    """A camera gives no picture."""
-
-
-Picture = tuple[bytes, str]  # an image file, and its name, which is empty for a camera's
 Then = Callable[[Picture | CameraError], object]
-
-
-class Camera:
-    """Takes pictures; used by one thread."""
-
-    def grab(self) -> Picture:
-        """The next picture, begun after this was called; a CameraError where none comes."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """A CameraError where it is gone."""
-
-    def close(self) -> None:
-        """Let others use it."""
 
 
 def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camera:
@@ -62,8 +42,6 @@ def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camer
     cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     kind, _, name = source.partition(":")
     if kind == "genicam":
-        from anomaly.station.aravis import Genicam  # which builds on this module
-
         return Genicam(name, features or {})
     if features:
         raise CameraError("only a camera genicam:ID takes features")
@@ -80,17 +58,9 @@ def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camer
 
 def present() -> dict[str, str]:
     """What each camera is that this machine has or sees on its network, by its source."""
-    from anomaly.station import aravis  # which builds on this module
-
     names = sorted(Path("/sys/class/video4linux").glob("video*/name"))
     usb = {f"usb:{file.parent.name[5:]}": file.read_text("utf-8").strip() for file in names}
-    return usb | aravis.present()
-
-
-def as_file(pixels: NDArray[Any]) -> bytes:
-    """Pixels (H, W) or (H, W, 3) BGR as an image file, uncompressed: that takes a millisecond."""
-    plain = [] if pixels.dtype == np.uint8 else [cv2.IMWRITE_TIFF_COMPRESSION, 1]
-    return cv2.imencode(".tiff" if plain else ".bmp", pixels, plain)[1].tobytes()
+    return usb | genicam_cameras()
 
 
 class Stream(Camera):
