@@ -22,7 +22,7 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.runtime.parallel import get_threads
 
 Array: TypeAlias = NDArray[Any]
-# Images (B, 3, H, W) float32 -> the graph's outputs.
+# Images (B, 3, H, W) float32, or pixels (B, H, W, 3) uint8, -> the graph's outputs.
 Run: TypeAlias = Callable[[Array], list[Array]]
 
 # Engine by its name in `--to`: its own name, the module to import, and the ending of its graphs.
@@ -62,19 +62,19 @@ class Graph:
         """Run the graph.
 
         Args:
-            images: (B, 3, H, W) float32 RGB in [0, 1].
+            images: (B, 3, H, W) float32 RGB in [0, 1]; for a graph from pixels (B, H, W, 3) uint8.
             together: whether as many calls come at once as there are threads, each of which then
                 computes alone; else all threads share one call.
         """
-        images = np.ascontiguousarray(images, np.float32)
+        images = np.ascontiguousarray(images)
         run = self._for(self._threads if together else 1)
         try:
             return run(images)
         except Exception:  # each engine has its own family of errors
-            height, width = images.shape[2:]
+            shape = " × ".join(map(str, images.shape))
             raise ModelError(
                 f"{self.file} can't be computed by {ENGINES[self.engine][0]} {self.version} on "
-                f"this machine for a batch of {len(images)} × {height} × {width}; try smaller "
+                f"this machine for a batch of {shape}; try smaller "
                 "images or a smaller batch_size, or export the model for another engine"
             ) from None
 
@@ -162,7 +162,8 @@ def _onnx(file: Path, precision: str, threads: int, streams: int) -> Run:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     graph = file.read_bytes()  # a path that is no text isn't taken
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-    return lambda images: list(session.run(None, {"images": images}))
+    name = session.get_inputs()[0].name
+    return lambda images: list(session.run(None, {name: images}))
 
 
 def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
@@ -187,7 +188,7 @@ def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
             request = free.get_nowait()
         except Empty:
             request = compiled.create_infer_request()
-        results: Sequence[Array] = [*request.infer({"images": images}).to_tuple()]
+        results: Sequence[Array] = [*request.infer([images]).to_tuple()]
         copies = [np.array(values) for values in results]  # the request's own are used again
         free.put(request)
         return copies

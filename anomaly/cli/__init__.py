@@ -13,44 +13,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from anomaly.cli.help import COMMANDS, examples, overview
 from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal, plain_output
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
 from anomaly.version import __version__
 
 log = logging.getLogger(__name__)
-
-# Command to its line of the help text; modules are imported when they're asked for.
-COMMANDS = {
-    "start": "from a folder of images to a trained model and a page, in one go",
-    "demo": "try all of it on two generated products",
-    "region": "draw where to look in an image, for a config",
-    "check": "look at a data set before training: counts, sizes, faults",
-    "train": "learn what good looks like from a folder of good images",
-    "tune": "try settings and keep those that catch more of the known defects",
-    "calibrate": "choose a trained model's thresholds, without training it again",
-    "infer": "score images: verdicts in results.csv, heatmaps beside them",
-    "manifest": "list the images of a large job, for many machines to share",
-    "merge-results": "join the results of a large job's machines, and check that none is missing",
-    "evaluate": "measure trained models on their test splits",
-    "layers": "list a network's layers: shapes, strides, parameters, compute",
-    "features": "save what layers make of images, for classifiers of your own",
-    "explain": "show why an image was flagged, in pictures",
-    "missed": "say what would have caught a defect that got through, and keep it as a known one",
-    "export": "write a trained model for ONNX Runtime or OpenVINO",
-    "selfcheck": "score known parts before a shift and name scores that have changed",
-    "serve": "answer over HTTP, record every answer, and show a page to the line",
-    "station": "take a picture of each part on a line and tell the machine the verdict in time",
-    "camera": "list cameras, or take a picture and say how sharp and how bright it is",
-    "deploy": "put a new version of a model in the place of the old one, or the old one back",
-    "register": "log a model in MLflow, as the next version of a registered one",
-    "feedback": "record what parts of a line really were, or list these records",
-    "update": "let a model learn good parts that people have confirmed",
-    "merge": "join models of one setting: of two lines, or of two lots",
-    "drift": "say whether parts still look like the good images behind the thresholds",
-    "sample-data": "generate a small data set to try things on",
-    "completion": "print a shell script that completes commands and options",
-}
 
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
@@ -211,12 +180,22 @@ def _check_options(command: str, arguments: Sequence[str]) -> None:
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="anomaly", description="Visual inspection that learns what good looks like."
+        prog="anomaly",
+        usage="anomaly [-h] [--version] COMMAND …",
+        description="Visual inspection that learns what good looks like.",
+        epilog=overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"anomaly {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, text in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    commands = parser.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS)
+    for name, (text, *_) in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            prog=f"anomaly {name}",
+            description=text[0].upper() + text[1:] + ".",
+            epilog=examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         if name == command:
             _module(name).add_arguments(sub)
             add_logging(sub)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from anomaly.cli.common_options import Command, add_device, add_paths, device_an
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, first_of
+from anomaly.export.equality import Camera
 from anomaly.export.feature_files import FeatureWriter
 from anomaly.export.mlflow_model import register
 from anomaly.export.models import ExportOptions, check_export, export_model
@@ -34,8 +36,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="write a second graph, from images to patch scores, for programs other than this one",
+        help="write a second graph for other programs: to patch scores or, with --pixels, to the "
+        "verdict",
     )
+    parser.add_argument(
+        "--pixels",
+        type=_camera_size,
+        metavar="WxH",
+        help="with --whole: the graph takes a camera's images of this size as they are, RGB, 8 "
+        "bits, and gives verdict, score and map",
+    )
+    parser.add_argument("--bgr", action="store_true", help="with --pixels: blue comes first")
     parser.add_argument(
         "--golden",
         type=Path,
@@ -48,27 +59,46 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "bf16", "int8"),
         default="fp32",
-        help="compute in this number format (fp32); bf16 only with openvino, where the processor "
-        "has it; int8 makes another model, which learns again from the training images",
+        help="compute in this number format (fp32); another one than the model was trained in "
+        "makes another model, which learns again from the training images",
+    )
+    parser.add_argument(
+        "--keep-thresholds",
+        action="store_true",
+        help="don't learn again, though the model was trained in another number format",
     )
     parser.add_argument(
         "--data-root",
         type=Path,
-        help="with int8: the data sets' folder, where it has moved since training",
+        help="the data sets' folder, where it has moved since training",
     )
-    images = "with int8: folders with training images that aren't in the data set"
+    images = "folders with training images that aren't in the data set"
     add_paths(parser, "--training-images", images, "FOLDER")
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 
+def _camera_size(text: str) -> tuple[int, int]:
+    """(H0, W0) of a text like 1280x960."""
+    match = re.fullmatch(r"([1-9]\d{0,5})[x×]([1-9]\d{0,5})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't width x height in pixels, as 1280x960")
+    return int(match[2]), int(match[1])
+
+
 def _export(options: argparse.Namespace) -> int:
     """Export, or say why the export isn't equal."""
-    if (options.data_root or options.training_images) and options.precision != "int8":
-        raise ConfigError("--data-root and --training-images need --precision int8, which learns")
+    if options.pixels and not options.whole:
+        raise ConfigError("--pixels is what the whole graph takes; add --whole")
+    if options.bgr and not options.pixels:
+        raise ConfigError("--bgr says what --pixels are; add --pixels WxH")
+    if options.keep_thresholds and options.precision == "int8":
+        raise ConfigError("int8 has thresholds of its own; leave --keep-thresholds out")
     wanted = ExportOptions(
         options.to,
         precision=options.precision,
+        keep_thresholds=options.keep_thresholds,
         whole=options.whole,
+        camera=Camera(options.pixels, options.bgr) if options.pixels else None,
         golden=options.golden,
         data_root=options.data_root,
         further=options.training_images,
@@ -88,30 +118,30 @@ def _export(options: argparse.Namespace) -> int:
 
 def _print_export(values: dict[str, Any], folder: Path) -> None:
     """What export.json says, for people."""
-    equal, quantised = values["equality"], values.get("quantised")
+    equal, again = values["equality"], values.get("learned_again")
     by = f"{values['engine']} {values['engine_version']} in {values['precision']}"
     print(f"model {values['model_id']} for {by}: {folder}")
-    if quantised is None:
+    if again is None:
         count = len(equal["images"])
         images = "1 golden image has the same verdict"
         if count != 1:
             images = f"{count} golden images have the same verdicts"
         print(f"{images}, and scores within {equal['largest_difference']:.1g} of torch's")
         return
-    changed, correlation = quantised["verdicts_changed"], quantised["correlation"]
+    changed, correlation = again["verdicts_changed"], again["correlation"]
     print(
         f"it is another model than {values['source_model_id']}, whose training images it has "
         "learned again, and has thresholds of its own"
     )
     print(
-        f"on {quantised['golden_images']} golden images {len(changed)} verdicts differ; scores are "
-        f"{100 * quantised['shift']:+.1f} % apart in the median"
+        f"on {again['golden_images']} golden images {len(changed)} verdicts differ; scores are "
+        f"{100 * again['shift']:+.1f} % apart in the median"
         + ("" if correlation is None else f", correlation {correlation:.3f}")
     )
     if correlation is not None and correlation < _AGREES:
         log.warning(
             "the two see these images differently: evaluate both on images with defects before "
-            "the quantised one is used"
+            "the exported one is used"
         )
     for one in changed:
         before, after = one["scores"]
@@ -152,7 +182,12 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         help="over the positions of a map, or all tokens of a transformer: mean (default), max, or "
         "none to keep the whole map",
     )
-    parser.add_argument("--format", choices=("safetensors", "npy"), default="safetensors")
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "npy"),
+        default="safetensors",
+        help="of the files with the features (safetensors)",
+    )
     parser.add_argument(
         "--weights",
         help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
@@ -168,7 +203,9 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of --backbone: squash images to N×N instead, as vision transformers need",
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
+    )
     parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
     parser.add_argument("--overwrite", action="store_true", help="begin anew instead of going on")
     add_device(parser)

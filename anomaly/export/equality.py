@@ -19,10 +19,18 @@ from anomaly.errors import DataError, ModelError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape, tile_by_tile
+from anomaly.imaging.loading import (
+    NetworkInput,
+    UnusableImage,
+    by_shape,
+    size_of,
+    tile_by_tile,
+)
+from anomaly.imaging.read import read_image
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 
+VERDICTS = ("good", "review", "reject")  # as a graph from pixels counts them
 COUNT = 16  # golden images that are taken of the training images
 # How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a
 # percent is that rounding. ResNet-50 on bottle: 0.12 %. int8 is compared with the model that was
@@ -45,6 +53,19 @@ class Largest:
     share: float = 0.0
     name: str = ""
     images: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Camera:
+    """The images that a graph takes: 8 bits, three channels.
+
+    Attributes:
+        size: (H0, W0).
+        bgr: whether blue comes first, as OpenCV reads files.
+    """
+
+    size: tuple[int, int]
+    bgr: bool = False
 
 
 def golden_images(
@@ -205,6 +226,58 @@ def compare_patches(
                         "pass). Nothing was exported"
                     )
                 largest = max(largest, share)
+    return largest
+
+
+def compare_pixels(
+    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera, *, workers: int
+) -> float:
+    """See that a graph from pixels to the verdict says what a detector says of files.
+
+    Args:
+        reference: in fp32.
+        graph: of pixels.
+        paths: images; those of another size aren't compared.
+        camera: what the graph takes.
+        workers: decoding processes.
+
+    Returns:
+        The largest difference of an image score, or of a map's value, as a share of the score or
+        of the map's highest value; or of the review threshold where that is higher.
+
+    Raises:
+        ModelError: one is too large, or a verdict is another; the message says of which image.
+        DataError: no image has the camera's size and 8 bits.
+    """
+    largest, limit, count = 0.0, TOLERANCE["fp32"], 0
+    fitting = [path for path in paths if size_of(path) == camera.size]
+    for one in reference.score_all(fitting, workers=workers):
+        if not isinstance(one, Prediction):
+            continue
+        image = read_image(fitting[one.index])
+        if image.pixels.dtype != np.uint8:
+            continue
+        pixels = image.pixels[..., ::-1] if camera.bgr else image.pixels
+        codes, scores, _, maps, _ = graph(pixels[None])
+        scale = _scale(reference)
+        shares = [
+            abs(float(scores[0]) - one.score) / max(abs(one.score), scale),
+            float(np.nanmax(np.abs(maps[0] - one.anomaly_map)))
+            / max(float(np.nanmax(one.anomaly_map)), scale),
+        ]
+        verdict = VERDICTS[int(codes[0])]
+        if not max(shares) <= limit or verdict != one.verdict:
+            raise ModelError(
+                f"the graph from pixels doesn't say the same: {one.name} has score "
+                f"{scores[0]:.6g} ({verdict}) there and {_said(one)} with torch; its score and map "
+                f"are off by {max(shares):.2g} (up to {limit:g} is let pass). Nothing was exported"
+            )
+        largest, count = max(largest, *shares), count + 1
+    if not count:
+        raise DataError(
+            f"none of {len(paths)} golden images has 8 bits and {camera.size[1]}×{camera.size[0]} "
+            "pixels, as --pixels says; give --golden, a folder of images from that camera"
+        )
     return largest
 
 

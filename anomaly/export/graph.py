@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from anomaly.backbones.engine import ENGINES, installed
 from anomaly.backbones.optimise import folded
 from anomaly.backbones.registry import build, load_state
 from anomaly.errors import ModelError
+from anomaly.export.equality import Camera
+from anomaly.export.pixels import PixelsToVerdict
 from anomaly.hooks import HookSet, capture
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import graph_names
@@ -201,12 +204,58 @@ class _Whole(nn.Module):
         return scored
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is traced, with what, and how its file describes itself.
+
+    Attributes:
+        stem: of the file's name.
+        module: takes one tensor, gives several.
+        example: an input.
+        free: the example's axes whose length may be another one.
+        described: meaning and lengths of the axes by name: first of the input, then of the outputs.
+    """
+
+    stem: str
+    module: nn.Module
+    example: Tensor
+    free: dict[int, Any]
+    described: dict[str, tuple[str, list[int | str]]]
+
+
+def _plan(detector: Model, *, whole: bool, camera: Camera | None) -> _Plan:
+    if camera is not None:
+        module = PixelsToVerdict(detector, _Network(detector), camera)
+        example, free = module.example(), {0: torch.export.Dim("batch", min=1, max=_LARGEST)}
+        with torch.no_grad():
+            module(example)  # what is computed once isn't traced
+        return _Plan("whole", module, example, free, module.described())
+    images, free = _example(detector)
+    scored: nn.Module = _Whole(detector) if whole else _Network(detector)
+    with torch.inference_mode():
+        shapes = [list(made.shape) for made in scored(images)]
+    sizing = detector.loading.sizing
+    sides: Sequence[int | str] = ("height", "width")
+    grid: Sequence[int | str] = ("h", "w")
+    step = f"; height and width are multiples of {sizing.multiple}"
+    if sizing.only is not None:
+        sides, grid, step = sizing.only, shapes[0][1:3], ""
+    names = ["patch_scores", "nearest"] if whole else ["embeddings"]
+    described: dict[str, tuple[str, list[int | str]]] = {
+        "images": (_IMAGES + step, ["batch", 3, *sides])
+    }
+    for name, shape in zip(names, shapes, strict=False):  # without a bank nothing is the nearest
+        described[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
+    return _Plan("whole" if whole else "network", scored, images, free, described)
+
+
 def write_graph(
     detector: Model,
     folder: Path,
     engine: str,
     *,
     whole: bool = False,
+    camera: Camera | None = None,
     quantise: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
     """Write a detector's graph, as `network` or `whole`.
@@ -216,6 +265,8 @@ def write_graph(
         folder: where to; the engine decides on the files.
         engine: a key of `anomaly.backbones.engine.ENGINES`.
         whole: whether the graph goes on to patch scores.
+        camera: what the images are like that a whole graph takes as they are, and judges; None for
+            network inputs, and patch scores.
         quantise: rewrites the file, whose inputs and outputs stay as they are; None for fp32.
 
     Returns:
@@ -223,19 +274,14 @@ def write_graph(
 
     Raises:
         ModelError: the network or the method can't be traced.
+        DataError: the model doesn't take such images.
         OSError: no room.
     """
-    name = graph_names(engine, "whole" if whole else "network")[0]
-    names = ["embeddings"]
-    module: nn.Module = _Whole(detector) if whole else _Network(detector)
-    images, sizes = _example(detector)
-    with torch.inference_mode():
-        shapes = [list(made.shape) for made in module(images)]
-    if whole:
-        names = ["patch_scores", "nearest"][: len(shapes)]
-    file = folder / f"{Path(name).stem}.onnx"
-    _trace(module, images, sizes, names, file)
-    inputs, outputs = _tidied(file, names, shapes, detector)
+    plan = _plan(detector, whole=whole, camera=camera)
+    name = graph_names(engine, plan.stem)[0]
+    file = folder / f"{plan.stem}.onnx"
+    _trace(plan, file)
+    inputs, outputs = _tidied(file, plan.described)
     if quantise is not None:
         quantise(file)
     if ENGINES[engine][2] != ".onnx":
@@ -262,19 +308,18 @@ def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
     return images, {0: batch, 2: step * rows, 3: step * columns}
 
 
-def _trace(
-    module: nn.Module, images: Tensor, sizes: dict[int, Any], names: list[str], file: Path
-) -> None:
+def _trace(plan: _Plan, file: Path) -> None:
+    names = [*plan.described]
     try:
         with quiet(), torch.no_grad():
             traced = torch.export.export(
-                module.eval(), (images,), dynamic_shapes=(sizes,), strict=False
+                plan.module.eval(), (plan.example,), dynamic_shapes=(plan.free,), strict=False
             )
             program = torch.onnx.export(
                 resampled_by_products(traced),
-                (images,),
-                input_names=["images"],
-                output_names=names,
+                (plan.example,),
+                input_names=names[:1],
+                output_names=names[1:],
                 dynamo=True,
                 opset_version=OPSET,
                 verbose=False,
@@ -302,7 +347,7 @@ def quiet() -> Iterator[None]:
 
 
 def _tidied(
-    file: Path, names: list[str], shapes: list[list[int]], detector: Model
+    file: Path, described_as: dict[str, tuple[str, list[int | str]]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Take places and source lines of this machine out of a graph, and name its axes.
 
@@ -316,17 +361,6 @@ def _tidied(
         del part.metadata_props[:]
         part.doc_string = ""
     del model.graph.value_info[:]
-    sizing = detector.loading.sizing
-    sides: Sequence[int | str] = ("height", "width")
-    grid: Sequence[int | str] = ("h", "w")
-    step = f"; height and width are multiples of {sizing.multiple}"
-    if sizing.only is not None:
-        sides, grid, step = sizing.only, shapes[0][1:3], ""
-    described_as: dict[str, tuple[str, list[int | str]]] = {
-        "images": (_IMAGES + step, ["batch", 3, *sides])
-    }
-    for name, shape in zip(names, shapes, strict=True):
-        described_as[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
     described: list[dict[str, Any]] = []
     for value in (*model.graph.input, *model.graph.output):
         del value.metadata_props[:]
@@ -338,4 +372,5 @@ def _tidied(
         number = {"float": "float32"}.get(number, number)
         described.append({"name": value.name, "type": number, "shape": lengths, "meaning": meaning})
     onnx.save(model, file)
+    onnx.checker.check_model(file, full_check=True)  # and infers all shapes strictly
     return described[:1], described[1:]

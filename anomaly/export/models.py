@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.engine import Graph, check_precision, installed
+from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.export.equality import (
     TOLERANCE,
+    Camera,
     Largest,
     compare,
     compare_patches,
+    compare_pixels,
     differences,
     golden_images,
 )
+from anomaly.export.vectors import VECTORS, is_written, write_vectors
 from anomaly.files.writing import as_json, like, remove_drafts, write
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import exported_stages, open_network, write_export
@@ -53,18 +57,24 @@ class ExportOptions:
 
     Attributes:
         engine: a key of `anomaly.backbones.engine.ENGINES`.
-        precision: `fp32` or `bf16`, the number format to compute in; `int8` makes another model,
-            which learns again from the training images.
+        precision: `fp32`, `bf16` or `int8`, the number format to compute in; another one than the
+            model was trained in makes another model, which learns again from the training images.
         whole: whether to write a second graph, on to patch scores, for other programs.
+        camera: what the images are like that the second graph takes as they are, and judges; None
+            for network inputs.
+        keep_thresholds: whether a model that was trained in another number format keeps its
+            thresholds, which then promise less; else it learns again from the training images.
         golden: a folder of images to compare on; None for some of the training images.
-        data_root: with `int8`, where the data sets are, if they have moved since training.
-        further: with `int8`, folders with training images that aren't in the data set.
+        data_root: where the data sets are, if they have moved since training.
+        further: folders with training images that aren't in the data set.
         overwrite: replace an earlier export.
     """
 
     engine: str
     precision: str = "fp32"
     whole: bool = False
+    camera: Camera | None = None
+    keep_thresholds: bool = False
     golden: Path | None = None
     data_root: Path | None = None
     further: Sequence[Path] = ()
@@ -107,6 +117,12 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
             "--output"
         )
     check_run_folder(target.parent)
+    vectors = target.with_name(VECTORS)
+    if vectors.exists() and not (overwrite and is_written(vectors)):
+        raise OutputError(
+            f"{vectors} exists already; give another --output, or move it away"
+            + (", or add --overwrite" if is_written(vectors) else "")
+        )
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
             f"{target} is a trained model, which an export isn't written over; give another "
@@ -153,14 +169,24 @@ def export_model(
     """
     # They import torch: what can't be exported is refused before, in `check_export`.
     from anomaly.export.graph import OPSET, write_graph
-    from anomaly.export.quantised import quantised, training_images
+    from anomaly.export.pixels import check_pixels
+    from anomaly.export.quantised import learned_again, quantised
 
     folder = check_export(source, output, options)
     engine, precision = options.engine, options.precision
     remove_drafts(output)
-    parent, samples = load_model(folder, "cpu"), {}
-    if precision == "int8":
-        samples = training_images(parent, source, options.data_root, options.further)
+    parent, samples, camera = load_model(folder, "cpu"), {}, options.camera
+    if camera is not None:
+        check_pixels(parent)
+    trained_in = parent.manifest["made_with"]["precision"]
+    learns = precision == "int8" or (precision != trained_in and not options.keep_thresholds)
+    if learns:
+        samples = _training_images(parent, source, options, trained_in)
+    elif options.data_root or options.further:
+        raise DataError(
+            "--data-root and --training-images are for exports that learn again: in int8, or in "
+            f"another precision than the model's, {trained_in}; leave them out"
+        )
     paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
@@ -170,11 +196,18 @@ def export_model(
             )
             reference = own
         else:
-            own, entry, inputs = parent, write_graph(parent, draft, engine), 0
-            _copy_rest(folder, own, draft)
-            same = precision == own.extractor.precision
-            reference = own if same else load_model(folder, "cpu", precision)
-        whole = write_graph(own, draft, engine, whole=True) if options.whole else None
+            reference = parent
+            if precision != trained_in or precision != parent.extractor.precision:
+                reference = _in_precision(parent, precision)
+            own, entry, inputs = parent, write_graph(reference, draft, engine), 0
+            if learns:
+                own = learned_again(reference, samples, draft, precision, workers, progress)
+                reference = own
+            else:
+                _copy_rest(folder, own, draft)
+        whole = None
+        if options.whole:
+            whole = write_graph(own, draft, engine, whole=True, camera=camera)
         graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
         values: dict[str, Any] = {
             "source_model_id": parent.model_id,
@@ -201,18 +234,55 @@ def export_model(
         values["equality"] = _equality(largest, precision, len(paths))
         if whole:
             graph = Graph(draft / whole["file"], engine, precision, workers)
-            patches = compare_patches(reference, graph, paths, workers=workers)
-            values["equality"]["largest_patch_difference"] = patches
+            if camera is None:
+                share = compare_patches(reference, graph, paths, workers=workers)
+            else:
+                share = compare_pixels(reference, graph, paths, camera, workers=workers)
+            values["equality"]["largest_whole_difference"] = share
         if own is not parent:
             found = differences(parent, exported, paths, workers=workers)
-            values["quantised"] = {"calibrated_on": inputs, **found}
+            values["learned_again"] = {"calibrated_on": inputs, **found}
         values["model_id"] = model_id(draft)
+        with appearing(output / VECTORS) as vectors:
+            named = replace(exported, model_id=values["model_id"])
+            write_vectors(vectors, named, paths, camera)
         write_export(draft, values)
     is_new = own is not parent
     record = made_of([source], own, values["model_id"]) if is_new else training_record(source)
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values
+
+
+def _in_precision(parent: Model, precision: str) -> Model:
+    """The model with its network in another number format."""
+    made = {**parent.manifest["made_with"], "precision": precision}
+    return replace(
+        parent,
+        extractor=parent.extractor.to("cpu", precision),
+        config=parent.config.model_copy(update={"precision": precision}),
+        manifest={**parent.manifest, "made_with": made},
+    )
+
+
+def _training_images(
+    parent: Model, source: Path, options: ExportOptions, trained_in: str
+) -> dict[int, Sample]:
+    """The training images, which another number format needs.
+
+    Raises:
+        DataError: some aren't there any more.
+    """
+    from anomaly.export.quantised import training_images
+
+    try:
+        return training_images(parent, source, options.data_root, options.further)
+    except DataError as error:
+        choice = "" if options.precision == "int8" else ", or --keep-thresholds to keep them"
+        raise DataError(
+            f"the model was trained in {trained_in}; in {options.precision} scores are others, so "
+            f"it is learned again from its training images, thresholds too: {error}{choice}"
+        ) from None
 
 
 def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
@@ -225,7 +295,7 @@ def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
         "tolerance": TOLERANCE[precision],
         "largest_difference": largest.share,
         "largest_difference_at": largest.name,
-        "largest_patch_difference": None,
+        "largest_whole_difference": None,
         "verdicts_changed": 0,
     }
 

@@ -85,9 +85,8 @@ def training_images(
     if missing:
         changed = sum(why != "not found" for why in missing.values())
         raise DataError(
-            f"int8 is learned again from the training images, and {len(missing)} of {len(wanted)} "
-            f"aren't as they were: {changed} changed, {len(missing) - changed} not found "
-            f"({some([*missing])}). Give --data-root, "
+            f"{len(missing)} of {len(wanted)} training images aren't as they were: {changed} "
+            f"changed, {len(missing) - changed} not found ({some([*missing])}). Give --data-root, "
             "where the data sets are now, or --training-images with folders that hold them"
         )
     return samples
@@ -138,9 +137,8 @@ def quantised(
     graph = Graph(draft / entry["file"], engine, "int8", get_threads())
     _check_embeddings(parent, graph, _inputs(parent, samples, _COMPARED_ON, workers))
     network: Any = _Embedding(graph, own.layers, own.channels, own.strides, own.patch)
-    detector = _learned_again(replace(parent, extractor=network), samples, draft, workers, progress)
-    save_rest(detector, draft, parent.manifest["files"][BACKBONE])
-    return detector, entry, count
+    changed = replace(parent, extractor=network)
+    return learned_again(changed, samples, draft, "int8", workers, progress), entry, count
 
 
 class _Embedding(ExportedNetwork):
@@ -205,14 +203,27 @@ def _inputs(
             yield np.ascontiguousarray(batch[0].pixels.transpose(2, 0, 1)[None])
 
 
-def _learned_again(
+def learned_again(
     detector: Model,
     samples: Mapping[int, Sample],
     draft: Path,
+    precision: str,
     workers: int,
     progress: StageProgress,
 ) -> Model:
-    """The same model of another network: the same images, patches, settings and rates."""
+    """The same model of another network: the same images, patches, settings and rates.
+
+    Args:
+        detector: whose network is another one already, or computes in another number format.
+        samples: its training images by their numbers.
+        draft: a folder that holds the network's files; gets the rest of the model.
+        precision: the number format that the network computes in.
+        workers: decoding processes.
+        progress: called with (stage, done, total).
+
+    Raises:
+        DataError: a training image can't be used any more.
+    """
     network = detector.extractor
     fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)
     seen = partial(progress, "features")
@@ -232,8 +243,8 @@ def _learned_again(
             detector, scorer=scorer, training_statistics=detector.training_statistics and looks
         )
         thresholds = _thresholds(new, fitter, samples, patches, progress)
-    made = change({"quantised": "int8"}, detector.thresholds, thresholds, {})
-    return replace(
+    made = change({"learned again in": precision}, detector.thresholds, thresholds, {})
+    again = replace(
         new,
         thresholds=thresholds,
         manifest={**detector.manifest, "parents": [detector.model_id]},
@@ -241,6 +252,7 @@ def _learned_again(
         model_id="",
         folder=None,
     )
+    return replace(again, model_id=save_rest(again, draft, detector.manifest["files"][BACKBONE]))
 
 
 def _thresholds(

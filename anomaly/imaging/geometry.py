@@ -301,6 +301,13 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
     return np.ascontiguousarray(image[top : top + rows.size, left : left + columns.size])
 
 
+def resampling_matrix(axis: AxisView) -> NDArray[np.float32]:
+    """What `render` does along one axis of a whole image, as a matrix (size, source)."""
+    every = np.eye(axis.source, dtype=np.float32)
+    area = axis.resized <= axis.source
+    return _resize(every, axis.resized, axis.source, area=area)[axis.offset :][: axis.size]
+
+
 def _resize(
     image: NDArray[np.float32], height: int, width: int, *, area: bool
 ) -> NDArray[np.float32]:

@@ -31,7 +31,7 @@ from anomaly.imaging.region import Region
 from anomaly.runtime.parallel import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
-_LEAST_WEIGHT = 1e-4
+LEAST_WEIGHT = 1e-4
 # A defect reaches down to this share of the way from the image's usual value to the highest value
 # within so many patches; chosen by `benchmarks.regions`.
 _EXTENT = 0.6
@@ -209,7 +209,7 @@ def source_map(
             return summed
         weights = _both_ways(rows, (~missing).astype(np.float32), columns, start, stop)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(weights > _LEAST_WEIGHT, summed / weights, np.nan).astype(np.float32)
+        return np.where(weights > LEAST_WEIGHT, summed / weights, np.nan).astype(np.float32)
 
 
 @lru_cache(maxsize=64)
@@ -264,6 +264,16 @@ def _source_operator(patches: int, pieces: Axis, smoothing: float) -> tuple[_Ban
         columns = slice(there[0] * each, (there[-1] + 1) * each)
         bands.append(_Band(slice(start, stop), columns, np.hstack(parts)))
     return tuple(bands)
+
+
+def map_matrix(patches: int, axis: AxisView, smoothing: float) -> NDArray[np.float32]:
+    """One axis of an untiled image's anomaly map from one axis of the patch grid.
+
+    Returns:
+        (source, patches), rows sum to 1; NaN in rows that a crop hides.
+    """
+    (band,) = _source_operator(patches, (axis,), smoothing)
+    return band.block
 
 
 def _both_ways(

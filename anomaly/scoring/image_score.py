@@ -81,7 +81,7 @@ def _from_border(patches: int, size: int) -> NDArray[np.float64]:
     return np.minimum(centres, size - centres)
 
 
-def image_scores(scores: Array, maps: Array, how: str) -> Array:
+def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -> Array:
     """One score for each image.
 
     Args:
@@ -90,17 +90,20 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
             1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values;
             `map_top_relative` for the latter over the median of the patch scores.
+        top: how many values the highest 1 % are, where it is known; None to count them.
 
     Returns:
         (B,) float32.
     """
     if how == "map_top_relative":
-        best = image_scores(scores, maps, "map_top_percent")
+        best = image_scores(scores, maps, "map_top_percent", top)
         return best / _medians(scores).clip(float(np.finfo(np.float32).tiny))
     xp, values = module_of(scores), maps if how.startswith("map_") else scores
-    flat = values.reshape(len(values), -1)
+    flat = values.reshape(values.shape[0], -1)
     flat = xp.where(xp.isnan(flat), -math.inf, flat)
     if how.endswith("top_percent"):
+        if top is not None:
+            return _highest(flat, top).mean(1)
         counts = [max(1, round(n / 100)) for n in (flat > -math.inf).sum(1).tolist()]
         if len(set(counts)) == 1:  # as a rule; together they are one step for a GPU
             return _highest(flat, counts[0]).mean(1)
@@ -111,12 +114,13 @@ def image_scores(scores: Array, maps: Array, how: str) -> Array:
 
 def _medians(scores: Array) -> Array:
     """The median (B,) of patch scores (B, h, w), the lower of two; NaN doesn't count, 1 of none."""
-    xp, flat = module_of(scores), scores.reshape(len(scores), -1)
+    xp, flat = module_of(scores), scores.reshape(scores.shape[0], -1)
     counts = (~xp.isnan(flat)).sum(1)
     flat = xp.where(xp.isnan(flat), math.inf, flat)
     ordered = flat.sort(1).values if xp is not np else np.sort(flat, 1)
     middle = (counts - 1).clip(0) // 2
-    return xp.where(counts > 0, ordered[list(range(len(flat))), middle], 1.0)
+    rows, columns = xp.arange(flat.shape[0]), middle
+    return xp.where(counts > 0, ordered[rows, columns], 1.0)
 
 
 def _highest(values: Array, count: int) -> Array:

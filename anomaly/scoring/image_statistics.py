@@ -16,9 +16,9 @@ from anomaly.imaging.loading import NetworkInput
 
 Floats = NDArray[np.float64]
 
-_QUIET = 0.02  # contrast, below which a ratio to it means nothing
+QUIET = 0.02  # contrast, below which a ratio to it means nothing
 # Brightness that differs less, all over an image, is one value and the rounding of resizing it.
-_BLANK = 1e-4
+BLANK = 1e-4
 _GREY = 1 / 255  # mean difference between channels, below which an image has no colours
 
 
@@ -60,7 +60,7 @@ class ImageStatistics:
     @property
     def blank(self) -> str:
         """That all pixels have one value, for a person; empty where they don't."""
-        if self.brightest - self.darkest > _BLANK:
+        if self.brightest - self.darkest > BLANK:
             return ""
         return (
             f"all its pixels are {self.brightest:.3g} of full scale: a blank image "
@@ -77,7 +77,7 @@ class ImageStatistics:
         count = max(self.pixels, 1.0)
         mean = self.light / count
         contrast = max(self.light_squared / count - mean**2, 0.0) ** 0.5
-        sharpness = self.edges / count / max(contrast, _QUIET)
+        sharpness = self.edges / count / max(contrast, QUIET)
         return {"brightness": mean, "contrast": contrast, "sharpness": sharpness}
 
     def mean_embedding(self) -> Floats:
@@ -191,11 +191,11 @@ _LEAST_FACTOR = {"brightness": 1.3, "contrast": 2.0, "sharpness": 2.0}
 # An image of another product is more than so many times as far from the training images as the
 # farthest of these is from the others. Those of 8 data sets were 2.2 and more times as far, with
 # each of 3 networks, good images that weren't learned from at most 1.6 times.
-_FARTHER = 2.0
+FARTHER = 2.0
 # And it is more than so many standard deviations of the patches within an image away: where
 # training images are all alike, a defect or a later lot is soon twice as far. Other products were
 # 0.4 and more away, of the defects that were twice as far two broken bottles.
-_LEAST_DISTANCE = 0.25
+LEAST_DISTANCE = 0.25
 # Channels that hardly move in the training images mustn't count for everything: this share of the
 # mean variance is added to that of each, and what rounding does, in spreads.
 _SHRINKAGE, _ROUNDING = 0.1, 1e-3
@@ -324,7 +324,7 @@ class TrainingStatistics:
 
     def _outlying_embedding(self, image: ImageStatistics) -> str:
         away = float(self._standardised(image.mean_embedding() - self.mean, self.variance))
-        if away > _FARTHER * self.seen_distance and self.distance(image) > _LEAST_DISTANCE:
+        if away > FARTHER * self.seen_distance and self.distance(image) > LEAST_DISTANCE:
             return (
                 f"as a whole the image is {away:.2g} from the training images, and the farthest "
                 f"of these is {self.seen_distance:.2g} from the others (another product, or turned "
@@ -346,9 +346,12 @@ class TrainingStatistics:
             apart: differences.
             variance: (…, D) of the channels.
         """
+        return _root_mean_square(apart / self.deviations(variance))
+
+    def deviations(self, variance: Floats) -> Floats:
+        """Standard deviations (…, D) of variances, of which none is next to nothing."""
         least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
-        least = least + np.square(_ROUNDING * self.spread)
-        return _root_mean_square(apart / np.sqrt(variance + least))
+        return np.asarray(np.sqrt(variance + least + np.square(_ROUNDING * self.spread)))
 
     def _from_others(self, rows: Floats) -> Floats:
         """How far training images' mean embeddings (N, D) are from the others' without them."""

@@ -279,7 +279,12 @@ class Model(Predictor):
         return self.image_scores_of(self.scorer.score(embeddings), embeddings, layout, inside)
 
     def image_scores_of(
-        self, patches: PatchScores, embeddings: Array, layout: AnyView, inside: Array | None = None
+        self,
+        patches: PatchScores,
+        embeddings: Array,
+        layout: AnyView,
+        inside: Array | None = None,
+        top: int | None = None,
     ) -> tuple[PatchScores, Array]:
         """What `score_patches` gives, of patch scores that are known; these take the longest.
 
@@ -288,6 +293,7 @@ class Model(Predictor):
             embeddings: (B, h, w, D), those that were scored.
             layout: how the image was turned into the network's inputs that they come from.
             inside: (B, h, w) bool, the patches that count; None for all.
+            top: how many values the highest 1 % are; None to count them.
         """
         model, xp = self.config.model, module_of(embeddings)
         how = self.config.image_score_in_force
@@ -304,5 +310,5 @@ class Model(Predictor):
         else:
             maps = network_map(values, layout.size, model.smoothing, inside)
             counted = values if inside is None else xp.where(inside, values, math.nan)
-            scores = image_scores(counted, maps, how)
-        return shown, xp.where(broken.reshape(len(broken), -1).any(1), math.nan, scores)
+            scores = image_scores(counted, maps, how, top)
+        return shown, xp.where(broken.reshape(broken.shape[0], -1).any(1), math.nan, scores)

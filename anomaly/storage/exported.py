@@ -7,8 +7,8 @@
       …                      all files of the model folder but backbone.safetensors, unchanged
 
 The manifest is the model's, and so is its id: it is the same model, computed by another engine.
-In int8 it is another model, with a manifest and an id of its own: what it learned and its
-thresholds come from the embeddings of the quantised network.
+In int8, or in another number format than it was trained in, it is another model, with a manifest
+and an id of its own: what it learned and its thresholds come from that network's embeddings.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Changed(Part):
     scores: tuple[float, float]
 
 
-class _Quantised(Part):
+class _LearnedAgain(Part):
     calibrated_on: int
     golden_images: int
     verdicts_changed: tuple[_Changed, ...]
@@ -78,7 +78,7 @@ class _Equality(Part):
     tolerance: float
     largest_difference: float
     largest_difference_at: str
-    largest_patch_difference: float | None
+    largest_whole_difference: float | None
     verdicts_changed: Literal[0]
 
 
@@ -94,7 +94,7 @@ class _Export(Part):
     network: _Graph
     whole: _Graph | None
     equality: _Equality
-    quantised: _Quantised = _ABSENT
+    learned_again: _LearnedAgain = _ABSENT
     files: dict[str, Recorded]
 
 

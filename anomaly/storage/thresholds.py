@@ -160,7 +160,7 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     for line in reversed(read_history(folder).splitlines()):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
             entry = from_json(line)
-            if {"updated", "merged", "quantised"} & entry["asked"].keys():
+            if {"updated", "merged", "learned again in"} & entry["asked"].keys():
                 break
             ids.add(str(entry["model_before"]))
     return frozenset(ids - {""})

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -495,3 +496,18 @@ def test_an_option_that_takes_several_values_may_be_repeated(name: str) -> None:
             alone._add_action(action)
             values = vars(alone.parse_args(both))[action.dest]
             assert [str(value) for value in values] == ["1", "2"], action.option_strings
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_a_commands_help_are_commands(name: str) -> None:
+    for line in COMMANDS[name][1:]:
+        arguments = shlex.split(line.partition(" > ")[0])
+        assert arguments[0] == name
+        cli._parser(name).parse_args(arguments)  # exits where it can't
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_help(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    cli._module(name).add_arguments(parser)
+    assert [action.dest for action in parser._actions if not action.help] == []

@@ -67,7 +67,7 @@ def test_it_is_another_model_with_the_same_patches_in_its_bank(
     assert detector.manifest["parents"] == [parent.model_id]
     assert detector.manifest["training_images"] == parent.manifest["training_images"]
     assert said["precision"] == detector.extractor.precision == "int8"
-    assert said["quantised"]["calibrated_on"] == said["quantised"]["golden_images"] == 12
+    assert said["learned_again"]["calibrated_on"] == said["learned_again"]["golden_images"] == 12
     assert said["equality"]["largest_difference"] < 1e-5
 
     before, after = tensors(run_folder), tensors(int8)
@@ -91,7 +91,7 @@ def test_its_thresholds_are_found_anew_at_the_parents_rates(int8: Path, run_fold
     assert after.good.image != before.good.image
     assert after.calibration.review.target == before.calibration.review.target
     last = json.loads((int8 / "model" / "history.jsonl").read_text().splitlines()[-1])
-    assert last["asked"] == {"quantised": "int8"}
+    assert last["asked"] == {"learned again in": "int8"}
     assert last["model_before"] == load_model(run_folder, "cpu").model_id
     assert last["model_after"] == load_model(int8).model_id
 
@@ -225,7 +225,7 @@ def test_training_images_that_are_gone_or_changed(
     shutil.copy(good / "000.png", good / "001.png")
     code, _, err = command("export", arguments(run, "onnx", tmp_path / "e"))
     assert code == 2
-    assert "2 of 12 aren't as they were: 1 changed, 1 not found" in err
+    assert "2 of 12 training images aren't as they were: 1 changed, 1 not found" in err
     assert "train/good/003.png" in err
     assert "--training-images" in err
     assert not (tmp_path / "e").exists()
@@ -265,7 +265,7 @@ def test_what_int8_needs_and_lacks(
 ) -> None:
     output = tmp_path / "o"
     for more, said in ((["--whole"], "fp32 only"), (["--precision", "fp32", "--data-root", "."],
-                                                    "need --precision int8")):  # fmt: skip
+                                                    "exports that learn again")):  # fmt: skip
         code, _, err = command("export", arguments(run_folder, "onnx", output, *more))
         assert code == 2
         assert said in err

@@ -33,6 +33,7 @@ from anomaly.cli.common_options import device_and_threads
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
+from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
 from anomaly.files.writing import as_json, sha256_of
@@ -259,7 +260,7 @@ def test_what_was_compared_is_counted_and_what_was_left_behind_goes(
     assert "1 of 2 golden images can't be scored" in err
     said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
     assert said["equality"]["images"] == ["a.png"]
-    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json"}
+    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json", "vectors"}
 
 
 def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
@@ -580,3 +581,54 @@ def test_a_network_that_cannot_run_to_its_end_is_told_in_words(
     assert code == 2
     assert "tiny doesn't run to its end on images of 128×160; train with another" in said
     assert not (tmp_path / "x" / "model").exists()
+
+
+@pytest.fixture(scope="module")
+def bf16_run(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The PatchCore run as if it had been trained in bf16; on processors without it, too."""
+    folder = tmp_path_factory.mktemp("bf16") / "run"
+    shutil.copytree(run_folder, folder)
+    shutil.rmtree(folder / "model")
+    model = load_model(run_folder, "cpu", "fp32")
+    save(models._in_precision(model, "bf16"), folder / "model")
+    return folder
+
+
+def test_another_precision_than_trainings_learns_again(
+    bf16_run: Path, run_folder: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    images = sorted((product / "test").rglob("*.png"))
+    exported = export(bf16_run, "onnx", tmp_path / "e", "--golden", product / "test")
+    before, after = load_model(bf16_run, "cpu"), load_model(exported)
+    fp32 = load_model(run_folder, "cpu", "fp32")
+    assert after.model_id != before.model_id
+    assert after.thresholds is not None
+    assert fp32.thresholds is not None
+    assert after.thresholds.good.image == pytest.approx(fp32.thresholds.good.image, rel=1e-4)
+    assert after.thresholds.image == pytest.approx(fp32.thresholds.image, rel=1e-4)
+    said = json.loads((exported / "model" / "export.json").read_text())["learned_again"]
+    pairs = zip(predictions(before, images, 8), predictions(after, images, 8), strict=True)
+    flips = [
+        (one.path.name, one.verdict)
+        for one, two in pairs
+        if one.path and one.verdict != two.verdict
+    ]
+    assert [(one["image"], one["before"]) for one in said["verdicts_changed"]] == flips
+
+
+def test_without_training_images_somebody_has_to_choose(
+    bf16_run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(bf16_run, run)
+    record = json.loads((run / "train.json").read_text())
+    (run / "train.json").write_text(json.dumps(record | {"data_folder": str(tmp_path / "gone")}))
+    chosen = ["--model", run, "--to", "onnx", "--golden", product / "test", "--threads", 2]
+    code, _, err = command("export", [*chosen, "--output", tmp_path / "e"])
+    assert code == 2
+    assert "trained in bf16; in fp32 scores are others" in err
+    assert "or --keep-thresholds to keep them" in err
+    assert not (tmp_path / "e" / "model").exists()
+    code, out, _ = command("export", [*chosen, "--output", tmp_path / "e", "--keep-thresholds"])
+    assert code == 0
+    assert load_model(run, "cpu").model_id in out

@@ -1,0 +1,177 @@
+"""The commands by what people do with them, each with its line of help and two examples."""
+
+from __future__ import annotations
+
+# By group and command: its line of the help text, and two command lines that run as they are but
+# for the places in them.
+GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "start": {
+        "start": (
+            "from a folder of images to a trained model and a page, in one go",
+            "start photographs",
+            "start photographs --output runs/part --set image.area=512",
+        ),
+        "demo": ("try all of it on two generated products", "demo", "demo --device cpu"),
+        "check": (
+            "look at a data set before training: counts, sizes, faults",
+            "check --config part.yaml",
+            "check --config folder.yaml --set data.root=photographs",
+        ),
+        "region": (
+            "draw where to look in an image, for a config",
+            "region photographs/001.png",
+            "region photographs/001.png --output region.yaml --no-open",
+        ),
+        "sample-data": (
+            "generate a small data set to try things on",
+            "sample-data --output data/sample",
+            "sample-data --output data/other --seed 7",
+        ),
+    },
+    "train and judge": {
+        "train": (
+            "learn what good looks like from a folder of good images",
+            "train --config part.yaml",
+            "train --config folder.yaml --set data.root=photographs/good --output runs/part",
+        ),
+        "evaluate": (
+            "measure trained models on their test splits",
+            "evaluate --model runs/part --output figures/part",
+            "evaluate --compare figures/before figures/after --output figures/changed",
+        ),
+        "calibrate": (
+            "choose a trained model's thresholds, without training it again",
+            "calibrate --model runs/part --false-reject-rate 0.005",
+            "calibrate --model runs/part --production monday --at-most-defective 5%",
+        ),
+        "tune": (
+            "try settings and keep those that catch more of the known defects",
+            "tune --config part.yaml --output part_tuned.yaml",
+            "tune --config part.yaml --defects defects --budget 30m --output part_tuned.yaml",
+        ),
+        "missed": (
+            "say what would have caught a defect that got through, and keep it as a known one",
+            "missed --model runs/part complaint.png",
+            "missed --model runs/part complaint.png --mask complaint_mask.png --keep",
+        ),
+        "update": (
+            "let a model learn good parts that people have confirmed",
+            "update --model runs/part --good confirmed --output runs/part_2",
+            "update --model runs/part --feedback line.sqlite --output runs/part_2",
+        ),
+        "merge": (
+            "join models of one setting: of two lines, or of two lots",
+            "merge runs/line_1 runs/line_2 --output runs/both",
+            "merge runs/lot_* --output runs/part --overwrite",
+        ),
+    },
+    "run": {
+        "infer": (
+            "score images: verdicts in results.csv, heatmaps beside them",
+            "infer --model runs/part --input monday --output results/monday",
+            "infer --model runs/part --input camera --output results/camera --watch",
+        ),
+        "explain": (
+            "show why an image was flagged, in pictures",
+            "explain --model runs/part part.png --output why",
+            "explain --backbone resnet50 part.png --output maps",
+        ),
+        "export": (
+            "write a trained model for ONNX Runtime or OpenVINO",
+            "export --model runs/part --to onnx --output runs/part_onnx",
+            "export --model runs/part --to openvino --precision int8 --output runs/part_int8",
+        ),
+        "register": (
+            "log a model in MLflow, as the next version of a registered one",
+            "register --model runs/part",
+            "register --model runs/part --name bottle --store http://mlflow.example:5000",
+        ),
+    },
+    "the line": {
+        "serve": (
+            "answer over HTTP, record every answer, and show a page to the line",
+            "serve --models line --record line.sqlite",
+            "serve --models line --host 0.0.0.0 --token-file token --webhook http://plc.example",
+        ),
+        "station": (
+            "take a picture of each part on a line and tell the machine the verdict in time",
+            "station --config line.yaml",
+            "station --config line.yaml --device cpu --threads 2",
+        ),
+        "camera": (
+            "list cameras, or take a picture and say how sharp and how bright it is",
+            "camera",
+            "camera usb:0 --output first.png --model runs/part",
+        ),
+        "selfcheck": (
+            "score known parts before a shift and name scores that have changed",
+            "selfcheck --model line/part --golden golden --record",
+            "selfcheck --model line/part --golden golden",
+        ),
+        "deploy": (
+            "put a new version of a model in the place of the old one, or the old one back",
+            "deploy --model runs/part_2 --to line/part",
+            "deploy --back --to line/part",
+        ),
+        "feedback": (
+            "record what parts of a line really were, or list these records",
+            "feedback --record line.sqlite --parts 1041 --verdict defect --type scratch",
+            "feedback --record line.sqlite --verdict good --pictures confirmed",
+        ),
+        "drift": (
+            "say whether parts still look like the good images behind the thresholds",
+            "drift --model line/part --record line.sqlite",
+            "drift --model runs/part --rows results/monday/results.csv --output drift.html",
+        ),
+    },
+    "inside a network": {
+        "layers": (
+            "list a network's layers: shapes, strides, parameters, compute",
+            "layers --backbone resnet50",
+            "layers --model runs/part --depth 2",
+        ),
+        "features": (
+            "save what layers make of images, for classifiers of your own",
+            "features --backbone resnet50 --layers layer3 --input photographs --output features",
+            "features --model runs/part --input photographs --output features --pool mean",
+        ),
+    },
+    "many machines": {
+        "manifest": (
+            "list the images of a large job, for many machines to share",
+            "manifest --input archive --output job.json",
+            "manifest --list images.csv --output job.json --chunk 5000",
+        ),
+        "merge-results": (
+            "join the results of a large job's machines, and check that none is missing",
+            "merge-results job.json results --output results.csv",
+            "merge-results job.json s3://bucket/results --output results.csv --overwrite",
+        ),
+    },
+    "the shell": {
+        "completion": (
+            "print a shell script that completes commands and options",
+            "completion",
+            "completion > ~/.local/share/bash-completion/completions/anomaly",
+        ),
+    },
+}
+
+COMMANDS = {name: texts for group in GROUPS.values() for name, texts in group.items()}
+
+_WIDTH = max(map(len, COMMANDS))
+
+
+def overview() -> str:
+    """All commands by group, a line each."""
+    blocks = [
+        "\n".join([f"{title}:", *(f"  {name:{_WIDTH}}  {c[0]}" for name, c in commands.items())])
+        for title, commands in GROUPS.items()
+    ]
+    return "\n\n".join([*blocks, "anomaly COMMAND --help shows its options, and examples."])
+
+
+def examples(command: str) -> str:
+    """Two command lines, for the end of a command's help."""
+    _, *lines = COMMANDS[command]
+    return "\n".join(["examples:", *(f"  anomaly {line}" for line in lines)])
