@@ -24,11 +24,15 @@ log = logging.getLogger(__name__)
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),
+    "station": ("station", "camera"),
     "cluster": ("manifest", "merge-results"),
     "export": ("export", "features", "register"),
     "sample_data": ("demo", "sample-data"),
 }
-_SCORING = ("benchmark", "deploy", "infer", "evaluate", "register", "selfcheck", "serve")
+_SCORING = (
+    *("benchmark", "camera", "deploy", "infer", "evaluate"),
+    *("register", "selfcheck", "serve", "station"),
+)
 _HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def annex(name: str) -> Any:
-    """A module of an annex: of `line`, `cluster`, `export` or `sample_data`.
+    """A module of an annex: of `station`, `line`, `cluster`, `export` or `sample_data`.
 
     The core runs without them, so that it imports none at its top.
 
