@@ -279,7 +279,7 @@ class _Run:
             odd = bool(prediction.reason)
             self.thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
         figures = self.figures.pop(prediction.index, ())
-        return Finished(prediction.index, row, drawn.regions, figures)
+        return Finished(prediction.index, row, prediction.placed(drawn.regions), figures)
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds

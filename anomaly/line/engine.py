@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -268,6 +268,8 @@ class Engine:
         if (error := future.exception()) is not None:
             reason = f"drawing it failed: {why(error)}"
         elif isinstance(drawn := future.result(), PartPictures):
+            if drawn.regions is not None:
+                drawn = replace(drawn, regions=result.placed(drawn.regions))
             self._record(part, result, drawn)
             return
         else:

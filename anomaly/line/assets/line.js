@@ -118,6 +118,7 @@ function description(part) {
     const times = part.threshold ? ` = ${(part.image_score / part.threshold).toFixed(2)} × reject` : "";
     said.push(`score ${digits(part.image_score)}${times}`);
   }
+  if (part.decided_by) said.push(`decided by ${part.decided_by}`);
   return said.filter(Boolean).join(" · ");
 }
 
