@@ -43,6 +43,7 @@ OUTSIDE |= {
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
     "A whole line": "line.md",
+    "From camera to PLC": "station.md",
     "Deployment": "deployment.md",
     "Millions of images": "scale.md",
 }
@@ -55,6 +56,7 @@ MORE = {
     "image.tile": "own-data.md#where-to-look",
     "model.search": "how/patchcore.md#search",
     "model.projection": "how/padim.md",
+    "model.arrangement": "arrangement.md",
     "model.variance": "how/subspace.md",
     "calibration.reject_rate": "thresholds.md",
     "calibration.review_rate": "thresholds.md",
@@ -229,7 +231,7 @@ def rooms() -> str:
     for room, (x, y) in place.items():
         lines.append(f'<rect x="{x - 58:.0f}" y="{y - 17}" width="116" height="34" rx="6"/>'
                      f'<text x="{x:.0f}" y="{y + 5}">{room}</text>')  # fmt: skip
-    names = ["annexes", *(f"floor {n}" for n in range(len(floors) - 1, 0, -1))]
+    names = ["annexes", "", *(f"floor {n}" for n in range(len(floors) - 2, 0, -1))]
     lines += [f'<text class="floor" x="8" y="{35 + 78 * n}">{name}</text>'
               for n, name in enumerate(names)]  # fmt: skip
     size = f'viewBox="0 0 1010 {60 + 78 * (len(floors) - 1)}"'
