@@ -43,6 +43,7 @@ OUTSIDE |= {
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
     "A whole line": "line.md",
+    "From camera to PLC": "station.md",
     "Deployment": "deployment.md",
     "Millions of images": "scale.md",
 }
@@ -97,10 +98,15 @@ def settings_page() -> str:
             top.append(_row(name, field, said["Config"][name]))
         else:
             parts.append(_section(name, section, described, said))
-    shape = [_row(f"….{name}", field, said["ShapeConfig"][name]) for name, field in
-             described["$defs"]["ShapeConfig"]["properties"].items()]  # fmt: skip
-    about = "`image.region` and `image.ignore` take either a picture or polygons."
-    parts.append("\n".join(["## A region", "", about, "", *HEAD, *shape]) + "\n")
+    for kind, (title, key, about) in SHARED_SECTIONS.items():
+        rows = []
+        for name, field in described["$defs"][kind]["properties"].items():
+            if kind == "ZoneConfig" and name == "png":  # which zones refuse
+                continue
+            owners = [c.__name__ for c in getattr(schema, kind).__mro__]
+            text = next(said[owner][name] for owner in owners if name in said.get(owner, {}))
+            rows.append(_row(f"{key}.{name}", field, text))
+        parts.append("\n".join([f"## {title}", "", about, "", *HEAD, *rows]) + "\n")
     parts.insert(1, "\n".join(["## The whole", "", *HEAD, *top]) + "\n")
     return "\n".join(parts)
 
@@ -112,6 +118,17 @@ def troubleshooting_page() -> str:
     return with_messages(TROUBLESHOOTING.read_text("utf-8"), ROOT / "anomaly")
 
 
+# What several settings take, or a setting several times: its title, key, and what it is for.
+SHARED_SECTIONS = {
+    "ShapeConfig": (
+        "A region",
+        "…",
+        "`image.region` and `image.ignore` take either a picture or polygons.",
+    ),
+    "SmallestConfig": ("A smallest defect", "model.smallest_defect", "[More](rules.md)."),
+    "ZoneConfig": ("Zones", "zones.NAME", "Any number, by name. [More](rules.md)."),
+    "RuleConfig": ("Rules", "rules.…", "A list. [More](rules.md)."),
+}
 HEAD = ["| key | value | default | |", "|---|---|---|---|"]
 
 
@@ -128,7 +145,7 @@ def _reference(field: dict[str, Any], described: dict[str, Any]) -> str | None:
 
 
 def _row(key: str, field: dict[str, Any], about: str) -> str:
-    shown = "" if field.get("default") in (None, []) else _code(field["default"])
+    shown = "" if field.get("default") in (None, [], {}) else _code(field["default"])
     more = f" [More]({MORE[key]})." if key in MORE else ""
     return f"| `{key}` | {_values(field)} | {shown} | {' '.join(about.split())}{more} |"
 
@@ -141,8 +158,9 @@ def _values(field: dict[str, Any]) -> str:
     kind = kinds[0]
     if "enum" in kind:
         return ", ".join(_code(value) for value in kind["enum"])
-    if "$ref" in kind:
-        return "[a region](#a-region)"
+    for name, (title, *_) in SHARED_SECTIONS.items():
+        if f"/{name}'" in str(kind):
+            return f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
     words = {"integer": "whole number", "number": "number", "string": "text", "array": "list",
              "boolean": "`true`, `false`"}  # fmt: skip
     limits = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}",
@@ -213,7 +231,7 @@ def rooms() -> str:
     for room, (x, y) in place.items():
         lines.append(f'<rect x="{x - 58:.0f}" y="{y - 17}" width="116" height="34" rx="6"/>'
                      f'<text x="{x:.0f}" y="{y + 5}">{room}</text>')  # fmt: skip
-    names = ["annexes", *(f"floor {n}" for n in range(len(floors) - 1, 0, -1))]
+    names = ["annexes", "", *(f"floor {n}" for n in range(len(floors) - 2, 0, -1))]
     lines += [f'<text class="floor" x="8" y="{35 + 78 * n}">{name}</text>'
               for n, name in enumerate(names)]  # fmt: skip
     size = f'viewBox="0 0 1010 {60 + 78 * (len(floors) - 1)}"'

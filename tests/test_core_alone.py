@@ -1,4 +1,4 @@
-"""The core without its annexes: `line`, `cluster`, `export` and `sample_data` may be left out."""
+"""The core without its annexes, which may be left out."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ from conftest import REPOSITORY, TINY, train_arguments
 from anomaly import cli
 from anomaly.cli.common_options import annex
 
-_ANNEXES = ("line", "cluster", "export", "sample_data")
+_ANNEXES = ("station", "line", "cluster", "export", "sample_data")
 # Imports every module, then trains, scores and evaluates, and asks for a command of an annex.
 _PROGRAM = """
 import pkgutil, sys

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def annex(name: str) -> Any:
-    """A module of an annex: of `line`, `cluster`, `export` or `sample_data`.
+    """A module of an annex: of `station`, `line`, `cluster`, `export` or `sample_data`.
 
     The core runs without them, so that it imports none at its top.
 
@@ -111,12 +111,12 @@ def number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
 def duration(text: str) -> float:
     """Seconds of an option such as `10m`, for `argparse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h, say")
     return float(found[1]) * _SECONDS[found[2]]

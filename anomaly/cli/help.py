@@ -81,6 +81,11 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "export --model runs/part --to onnx --output runs/part_onnx",
             "export --model runs/part --to openvino --precision int8 --output runs/part_int8",
         ),
+        "benchmark": (
+            "measure milliseconds by stage on this machine, against a time budget",
+            "benchmark --model runs/part --budget 200ms",
+            "benchmark --model runs/part --images camera --engine onnx --engine openvino",
+        ),
         "register": (
             "log a model in MLflow, as the next version of a registered one",
             "register --model runs/part",
@@ -92,6 +97,16 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "answer over HTTP, record every answer, and show a page to the line",
             "serve --models line --record line.sqlite",
             "serve --models line --host 0.0.0.0 --token-file token --webhook http://plc.example",
+        ),
+        "station": (
+            "take a picture of each part on a line and tell the machine the verdict in time",
+            "station --config line.yaml",
+            "station --config line.yaml --device cpu --threads 2",
+        ),
+        "camera": (
+            "list cameras, or take a picture and say how sharp and how bright it is",
+            "camera",
+            "camera usb:0 --output first.png --model runs/part",
         ),
         "selfcheck": (
             "score known parts before a shift and name scores that have changed",
@@ -112,6 +127,11 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "say whether parts still look like the good images behind the thresholds",
             "drift --model line/part --record line.sqlite",
             "drift --model runs/part --rows results/monday/results.csv --output drift.html",
+        ),
+        "report": (
+            "write up a shift, a day or a month of a line: yield, judgements, drift, cost",
+            "report --record line.sqlite --from '2026-11-27 06:00' --output shift",
+            "report --record line.sqlite --from 2026-11-01 --to 2026-11-30 --output november",
         ),
     },
     "inside a network": {

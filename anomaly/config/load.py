@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from anomaly.config.schema import Config, readers
 from anomaly.errors import ConfigError, nearest, why
@@ -46,7 +46,7 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     except ValidationError as error:
         lines = []
         for mistake in error.errors():
-            message = _explain(dict(mistake))
+            message = explain(dict(mistake), Config)
             source = _source(mistake["loc"], message, sources) or where
             lines.append(f"{source}: {message}")
         raise ConfigError("\n  ".join(lines)) from None
@@ -87,6 +87,7 @@ _WANTED = {
     "too_long": "takes at most {max_length} entries",
     "missing": "needs another entry",
     "tuple_type": "must be a list, e.g. [a, b]",
+    "dict_type": "must hold names, each with settings of its own",
     "model_type": "must hold settings of its own: {keys}",
     "path_type": "must be a path",
 }
@@ -96,26 +97,35 @@ _SHORT = reprlib.Repr()  # of a value, however long or deep
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-def _explain(error: dict[str, Any]) -> str:
+def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
+    """What is wrong with a value and what it has to be, from a mistake that pydantic reports."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     if kind in ("extra_forbidden", "invalid_key"):
-        alike = nearest(str(location[-1])[:200], _known_keys(location[:-1]))
+        alike = nearest(str(location[-1])[:200], _known_keys(location[:-1], schema))
         return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
-        return str(error["ctx"]["error"])
+        return f"{key}: " * ("zones" in location) + str(error["ctx"]["error"])
+    if kind == "missing" and isinstance(location[-1], str):
+        return f"{key[:200]} is missing"
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
-    keys = ", ".join(_known_keys(location)) if kind == "model_type" else ""
+    keys = ", ".join(_known_keys(location, schema)) if kind == "model_type" else ""
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}
     return f"{key[:200]} is {_SHORT.repr(error['input'])}: {wanted.format(keys=keys, **limits)}"
 
 
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
-    section: Any = Config
+def _known_keys(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
+    section: Any = schema
     for part in location:
-        annotation = section.model_fields[part].annotation
-        section = next(a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields"))
+        if part in section.model_fields:  # else an entry of a list, or a name of somebody's own
+            section = _section_in(section.model_fields[part].annotation)
     return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> Any:
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def load_config(
@@ -150,7 +160,11 @@ def _warn_of_unused(config: Config, sources: Mapping[str, str]) -> None:
             log.warning(
                 "%s has no effect with model.kind=%s: it is for %s", source, kind, owners[0]
             )
-    if "model.image_score" in sources and config.image_score_in_force != config.model.image_score:
+    if "model.image_score" not in sources:
+        return
+    if config.model.smallest_defect is not None:
+        log.warning("%s has no effect beside model.smallest_defect", sources["model.image_score"])
+    elif config.image_score_in_force != config.model.image_score:
         log.warning(
             "%s has no effect with model.kind=%s, which takes %s",
             sources["model.image_score"],
@@ -190,7 +204,7 @@ def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...])
         raise ConfigError(
             f"{file}: its `base` leads back to itself; remove one of the `base` lines"
         )
-    values = _read_yaml(file)
+    values = read_yaml(file)
     base = values.pop("base", None)
     if base is None:
         return values
@@ -207,7 +221,12 @@ def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...])
     return _merge(_read_with_base(base_file, folders, (*seen, file.resolve())), values)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The settings in a YAML file.
+
+    Raises:
+        ConfigError: it can't be read, or isn't a YAML mapping.
+    """
     try:
         with file.open("rb") as stream:
             text = stream.read(_LONGEST + 1).decode()

@@ -4,6 +4,7 @@
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
     feedback   what people say; a trigger refuses changes
+    triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
@@ -43,7 +44,9 @@ _LOOK_SECONDS = 0.2  # that a look at the record waits for whoever is writing
 _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
-_RECEIVER = "INSERT OR IGNORE INTO outboxes VALUES (?, ?, 0)"
+_RECEIVER = """
+INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
+"""
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
@@ -109,8 +112,9 @@ class Record:
         self._lock = threading.RLock()
         self._db: sqlite3.Connection | None = None
         self._places: tuple[object, ...] = ()
+        self._head = -1  # a descriptor of the file
         self._gone = False
-        self._receivers: list[str] = []
+        self._receivers: dict[str, str] = {}  # the table of rows that each takes
         self.last = 0
         self._held: int | None = None  # bytes of pictures; None until they are counted
         self._needed = 0  # bytes that were to be written last
@@ -120,7 +124,7 @@ class Record:
 
     def _at_hand(self) -> sqlite3.Connection:
         """The connection to the file that has the record's name."""
-        places = _places(self.file)
+        places = _places(self.file, self._head)
         if self._db is not None:
             if places == self._places:
                 return self._db
@@ -137,14 +141,15 @@ class Record:
             # stayed would be taken for the next file's.
             with suppress(sqlite3.Error):
                 self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
-            self._db.close()
+            self.close()
             self._db = None
             for end, was, now in zip(_LOGS, self._places[1:], places[1:], strict=False):
                 if self._gone and was == now:
                     Path(f"{self.file}{end}").unlink(missing_ok=True)
         there = is_sqlite(self.file)
         self._db = db = self._open()
-        self._places = _places(self.file)
+        self._head = os.open(self.file, os.O_RDONLY)
+        self._places = _places(self.file, self._head)
         if self._gone:
             what = "removed; it is begun anew in the same place"
             what = "replaced; it goes on in the file that is there" if there else what
@@ -177,8 +182,8 @@ class Record:
                 db.execute("DELETE FROM sqlite_sequence WHERE name = 'parts'")
                 db.execute("INSERT INTO sqlite_sequence VALUES ('parts', ?)", (self.last,))
             self.last, self._held = max(self.last, newest), None
-            for receiver in self._receivers:
-                db.execute(_RECEIVER, (receiver, self.last))
+            for receiver, table in self._receivers.items():
+                db.execute(_RECEIVER.format(table), (receiver, self.last * (table == "parts")))
         except BaseException:
             db.close()
             raise
@@ -189,6 +194,9 @@ class Record:
         with self._lock:
             if self._db is not None:
                 self._db.close()
+            if self._head >= 0:
+                os.close(self._head)
+                self._head = -1
 
     def trouble(self) -> str:
         """Why nothing can be written down; empty while it can be. After trouble it is tried."""
@@ -208,11 +216,11 @@ class Record:
         there = next(one for one in self.file.absolute().parents if one.is_dir())
         return shutil.disk_usage(there).free
 
-    def send_to(self, receiver: str) -> None:
+    def send_to(self, receiver: str, table: str = "parts") -> None:
         """Remember which rows a receiver has: none of those that are there when it is new."""
         with self.changing() as db:
-            db.execute(_RECEIVER, (receiver, self.last))
-            self._receivers.append(receiver)
+            db.execute(_RECEIVER.format(table), (receiver, self.last * (table == "parts")))
+            self._receivers[receiver] = table
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
         """Write answers down; they are kept when this returns.
@@ -386,7 +394,7 @@ class Record:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
-            if _places(self.file) != self._places:
+            if _places(self.file, self._head) != self._places:
                 raise OutputError(f"{self.file} was removed or replaced while it was written to")
             if self._trouble:
                 log.warning("%s can be written again", self.file)
@@ -498,8 +506,12 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
         raise DataError(f"{file} can't be read as a record of serve") from None
 
 
-def _places(file: Path) -> tuple[object, ...]:
-    """Where the record's three files are on the disk, None for one that isn't there."""
+def _places(file: Path, head: int) -> tuple[object, ...]:
+    """Where the record's three files are on the disk, None for one that isn't there.
+
+    The file's first bytes are read through a descriptor that stays open: to close one would drop
+    SQLite's own locks of this process, and another that reads would take the logs away.
+    """
     places: list[object] = []
     for end in ("", *_LOGS):
         try:
@@ -507,7 +519,7 @@ def _places(file: Path) -> tuple[object, ...]:
             places.append((found.st_dev, found.st_ino))
         except OSError:
             places.append(None)
-    return (*places, is_sqlite(file))
+    return (*places, head < 0 or os.pread(head, len(_SQLITE), 0) == _SQLITE)
 
 
 def is_sqlite(file: Path) -> bool:

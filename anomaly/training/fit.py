@@ -25,7 +25,7 @@ from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import NetworkInput, size_of
+from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.looks import picture_of
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.reference import Reference
@@ -47,6 +47,7 @@ from anomaly.training.cross_fitting import (
     standing_out,
 )
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
+from anomaly.training.measurable import check_measurable, image_sizes
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +139,13 @@ def prepare(
         extractor.strides,
         precision,
     )
-    return TrainingSetup(
+    setup = TrainingSetup(
         config, extractor, normalise, fitter, region, aspect, reference, device, weights_sha256
     )
+    if config.zones or config.rules or config.model.smallest_defect:
+        sizes = image_sizes(samples, decoders)
+        check_measurable(config, sizes, loading.sizing, setup.embedder.grid, region)
+    return setup
 
 
 def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) -> Reference | None:
@@ -167,9 +172,7 @@ def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> fl
     """H/W of most training images, where the model needs one for all."""
     if not config.one_aspect:
         return None
-    headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
-    sizes = [size for size in headers if isinstance(size, tuple)]
-    sizes += [s.image.size for s in samples if s.image is not None]
+    sizes = image_sizes(samples, decoders)
     return median(height / width for height, width in sizes) if sizes else None
 
 

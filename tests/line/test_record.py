@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -309,6 +311,21 @@ def _other_words(file: Path) -> None:
 def _folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
+
+
+def test_another_program_that_reads_a_record_takes_nothing_away(tmp_path: Path) -> None:
+    record = Record(tmp_path / "line.sqlite")
+    reads = (
+        "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); "
+        "print(db.execute('SELECT COUNT (*) FROM parts').fetchone()[0]); db.close()"
+    )
+    for number in (1, 2, 3):
+        assert record.add([answer("good", number)]) == [number]
+        command = [sys.executable, "-c", reads, str(record.file)]
+        assert subprocess.run(command, capture_output=True, text=True).stdout == f"{number}\n"
+        assert Path(f"{record.file}-wal").exists()
+    assert (record.changes, record.trouble()) == (0, "")
+    record.close()
 
 
 @pytest.mark.parametrize("harm", [_words, _other_words, _folder])
