@@ -404,6 +404,13 @@ class ModelConfig(_Section):
     and subspace.
     """
 
+    arrangement: bool = False
+    """Also compare how much of what lies where with good images: for kits and assemblies.
+
+    Finds parts that are missing, surplus, swapped or wrong though each patch looks usual. All parts
+    have to lie in about the same places; at least 20 images. Not for images in tiles.
+    """
+
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: the share of the patches that the memory bank keeps."""
     coreset_size: PositiveInt | None = None
@@ -550,6 +557,10 @@ class Config(_Section):
     @model_validator(mode="after")
     def _method_takes_what_is_asked(self) -> Config:
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
+        if self.model.arrangement and tiled:
+            raise ValueError(
+                "model.arrangement compares whole images, image.tile cuts them; unset one of them"
+            )
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
             if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(

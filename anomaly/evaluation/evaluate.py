@@ -52,6 +52,7 @@ class Scored:
         image_sha256: of the file's bytes.
         decided_by: the rule or zone that decided the verdict, as in results.csv.
         by_rule: the verdict, where a rule decided it.
+        misarranged: which part holds too much or too little of what; see `Prediction`.
     """
 
     sample: Sample
@@ -60,6 +61,7 @@ class Scored:
     image_sha256: str = ""
     decided_by: str = ""
     by_rule: str = ""
+    misarranged: str = ""
 
     @classmethod
     def of(cls, sample: Sample, prediction: Prediction) -> Scored:
@@ -67,7 +69,7 @@ class Scored:
         decided = prediction.decided_by
         by_rule = prediction.verdict if decided.startswith("rule ") else ""
         of_image = prediction.score, prediction.reason, prediction.sha256
-        return cls(sample, *of_image, decided, by_rule)
+        return cls(sample, *of_image, decided, by_rule, prediction.misarranged)
 
     @property
     def outlier(self) -> bool:

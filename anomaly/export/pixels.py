@@ -45,8 +45,6 @@ def check_pixels(detector: Model) -> None:
         why = f"its image score, {config.image_score_in_force}, searches the memory bank again"
     elif detector.scored_zones or config.rules or config.model.smallest_defect:
         why = "regions decide its verdicts (zones, rules or model.smallest_defect)"
-    elif config.zones or config.rules or config.model.smallest_defect is not None:
-        why = "zones, rules and model.smallest_defect are decided outside of graphs"
     elif detector.thresholds is None:
         why = "it has no thresholds (anomaly calibrate finds some)"
     if why:

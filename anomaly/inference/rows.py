@@ -57,6 +57,8 @@ class Row:
             and where there is no score and nobody says which.
         decided_by: the rule or the zone that decided the verdict, `rule scratch` or `zone seal`
             say; empty where the image score did.
+        misarranged: which part of the image holds too much or too little of what, where that makes
+            the score (`model.arrangement`); else empty.
     """
 
     path: str
@@ -78,6 +80,7 @@ class Row:
     engine: str = "torch"
     product: str = ""
     decided_by: str = ""
+    misarranged: str = ""
 
     @property
     def flagged(self) -> bool:
@@ -127,6 +130,7 @@ def row_of(
         engine=model.reference_model.extractor.engine,
         product=product,
         decided_by="" if scored is None else scored.decided_by,
+        misarranged="" if scored is None else scored.misarranged,
     )
 
 

@@ -193,6 +193,7 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "odd": row.reason if row.outlier else "",
         "decided": row.decided_by,
         "verdict": row.by_rule,
+        "misarranged": row.misarranged,
         "size": tile.size,
         "source": tile.source,
         "photo": base64.b64encode(tile.photo).decode(),

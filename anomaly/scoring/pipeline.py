@@ -23,6 +23,7 @@ from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores
+from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import judge_of, loading_of, smallest_area
 from anomaly.scoring.image_score import (
     Piece,
@@ -36,7 +37,7 @@ from anomaly.scoring.image_score import (
     with_border_damped,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction, combined
+from anomaly.scoring.prediction import Patches, Prediction, combined, verdict
 from anomaly.scoring.predictor import Predictor
 from anomaly.scoring.rules import Judge, Zone
 from anomaly.scoring.scene import LEAST_PICTURES, Scene
@@ -97,6 +98,7 @@ class Model(Predictor):
         aspect: H/W that images have to have; None for any.
         reference: says where the part lies in each image; None where images are seen as they are.
         training_statistics: what its training images have in common; None where that isn't known.
+        arrangement: what good images hold where; None without `model.arrangement`.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
@@ -115,6 +117,7 @@ class Model(Predictor):
     aspect: float | None = None
     reference: Reference | None = None
     training_statistics: TrainingStatistics | None = None
+    arrangement: Arrangement | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
@@ -234,7 +237,15 @@ class Model(Predictor):
         batch, scores = self.score_patches(embedded.embeddings, embedded.pieces, embedded.inside)
         nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
         patches = list(map(Patches, as_numpy(batch.scores), nearest))
-        return patches, scores.tolist()
+        rows: list[list[float]] = scores.tolist()
+        if self.arrangement is None:
+            return patches, rows
+        names = list(self.manifest.get("training_images", ()))
+        judged, texts = self.arrangement.judged(
+            [row[0] for row in rows], embedded.embeddings, embedded.inside, names
+        )
+        patches = [replace(p, misarranged=text) for p, text in zip(patches, texts, strict=True)]
+        return patches, [[score, *row[1:]] for score, row in zip(judged, rows, strict=True)]
 
     def prediction(
         self,
@@ -276,6 +287,9 @@ class Model(Predictor):
             thresholds=self.thresholds,
             product=recognised[0],
             reason="; ".join(filter(None, reasons)),
+            misarranged=""
+            if verdict(score, self.thresholds, "") == "good"
+            else patches.misarranged,
         )
 
     @cached_property

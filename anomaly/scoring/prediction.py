@@ -28,10 +28,14 @@ _NOTEBOOK_PIXELS = 600_000
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
+    """Scores and nearest bank vectors of an image's patches, (h, w) each.
+
+    `misarranged` says which part holds too much or too little of what, see `Arrangement`.
+    """
 
     scores: NDArray[np.float32]
     nearest: NDArray[np.int64] | None
+    misarranged: str = ""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,6 +66,8 @@ class Prediction:
         zone: the zone that the score is of; empty where it is of the rest of the image.
         zone_weights: what patches (h, w) count on the map; None where all count alike.
         judge: the model's zones and rules.
+        misarranged: which part of the image holds too much or too little of what, where that makes
+            the score; else empty.
     """
 
     index: int
@@ -83,6 +89,7 @@ class Prediction:
     zone: str = ""
     zone_weights: NDArray[np.float32] | None = None
     judge: Judge = NO_RULES
+    misarranged: str = ""
 
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"

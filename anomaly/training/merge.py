@@ -49,6 +49,8 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
     for detector, name in zip(detectors, names, strict=True):
         if isinstance(detector.extractor, ExportedNetwork):
             raise ModelError(f"{name} is exported; merge the models that were exported, and export")
+        if detector.arrangement is not None:
+            raise ModelError(f"{name} has model.arrangement, which can't be merged; train again")
         _check_same(first, detector, f"{names[0]} and {name}")
     numbers, training = _numbered([detector.manifest for detector in detectors])
     scorer = fitter_of(first.config).merged([d.scorer for d in detectors], numbers)

@@ -108,6 +108,9 @@ def test_one_verdict_everywhere(
     )
     assert code == 0, said
     assert "zones and rules of this model count where anomaly runs the export" in said
+    camera = ["--to", "onnx", "--output", tmp_path / "graph", "--whole", "--pixels", "120x96"]
+    code, _, said = command("export", ["--model", run, *camera])
+    assert (code, "regions decide its verdicts" in said) == (2, True)
     exported = load_model(tmp_path / "export")
     for file in files:
         for predicted in (model.predict(file), exported.predict(file)):
