@@ -133,18 +133,14 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
             "--output"
         )
     check_run_folder(target.parent)
-    vectors = target.with_name(VECTORS)
-    if vectors.exists() and not (overwrite and is_written(vectors)):
-        raise OutputError(
-            f"{vectors} exists already; give another --output, or move it away"
-            + (", or add --overwrite" if is_written(vectors) else "")
-        )
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
             f"{target} is a trained model, which an export isn't written over; give another "
             "--output"
         )
     claim_model(target, overwrite=overwrite)
+    if (vectors := target.with_name(VECTORS)).exists() and not is_written(vectors):
+        raise OutputError(f"{vectors} is in the way; move it away, or give another --output")
 
 
 def _check_installed(engine: str, precision: str) -> None:

@@ -173,11 +173,10 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
     record.add_feedback("good", who="eva", sha256="f" * 64)  # of an image that was never scored
     record.close()
     with closing(sqlite3.connect(record.file)) as db, db:  # as a station writes it
-        db.execute("CREATE TABLE triggers (id INTEGER PRIMARY KEY, time TEXT, state TEXT)")
         at = _BEGIN.isoformat(timespec="milliseconds")
-        db.executemany(
-            "INSERT INTO triggers (time, state) VALUES (?, ?)", [(at, "lost"), (at, "ok")]
-        )
+        for number, state in enumerate(("lost", "sent")):
+            row = (number, at, None, state, "", None, "", "")
+            db.execute("INSERT INTO triggers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         zone = "UPDATE parts SET line = json_set (line, '$.decided_by', 'zone seal') WHERE id = 2"
         db.execute(zone)
     arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
