@@ -27,6 +27,7 @@ from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
 from anomaly.line.record import Record
 from anomaly.line.sinks import CsvFile, Outbox
+from anomaly.station.cameras import Stream, open_camera
 from anomaly.station.pictures import CameraError, as_file
 from anomaly.station.settings import StationSettings
 from anomaly.station.station import Part, Station
@@ -320,3 +321,37 @@ def test_a_cameras_pixels_are_kept(dtype: type, shape: tuple[int, ...]) -> None:
     bgr = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, 2)
     np.testing.assert_array_equal(image.pixels[..., ::-1], bgr)
     assert image.full_scale == np.iinfo(dtype).max
+
+
+def test_a_stream_gives_the_second_picture_to_come_until_it_ends() -> None:
+    come: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def read() -> tuple[bool, Any]:
+        number = come.get()
+        return number > 0, np.full((8, 8), number, np.uint8)
+
+    capture = SimpleNamespace(isOpened=lambda: True, read=read, release=lambda: None)
+    stream = Stream(capture, "usb:0")  # type: ignore[arg-type]
+    come.put(1)
+    while stream._frames < 1:
+        time.sleep(0.01)
+    threading.Timer(0.3, lambda: [come.put(number) for number in (2, 3)]).start()
+    assert read_image(stream.grab()[0]).pixels.max() == 3
+    come.put(0)
+    while not stream._ended:
+        time.sleep(0.01)
+    with pytest.raises(CameraError, match="usb:0 sends no pictures any more"):
+        stream.check()
+    with pytest.raises(CameraError, match="usb:0 has sent no picture within 2 s"):
+        stream.grab()
+
+
+def test_a_video_begins_anew_at_its_end(tmp_path: Path) -> None:
+    file = str(tmp_path / "belt.avi")
+    video = cv2.VideoWriter(file, cv2.VideoWriter.fourcc(*"MJPG"), 10, (64, 48))
+    for grey in (50, 200):
+        video.write(np.full((48, 64, 3), grey, np.uint8))
+    video.release()
+    camera = open_camera(file)
+    greys = [read_image(camera.grab()[0]).pixels.mean() for _ in range(5)]
+    np.testing.assert_allclose(greys, [50, 200, 50, 200, 50], atol=4)
