@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from anomaly.calibration.cusum import HORIZON
 from anomaly.calibration.model_thresholds import thresholds_from
 from anomaly.calibration.scores import GoodScores
-from anomaly.line.drift import HORIZON, Drift, levels_of
+from anomaly.line.drift import Drift, levels_of
 
 SIGMA = 0.2
 REPEATS = 100

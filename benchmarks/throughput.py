@@ -92,7 +92,7 @@ def stages(
 ) -> dict[str, Callable[[], object]]:
     """What is timed, by name; each includes what it needs of those before it."""
     resident = network_input(batch, model.normalise, device)
-    embedder, layout = model.embedder, batch[0].layout
+    embedder = model.embedder
     rows = embedder(batch)
     return {
         "network": lambda: model.extractor(resident),
@@ -101,9 +101,7 @@ def stages(
         "search alone": lambda: model.scorer.score(rows),
         "statistics alone": lambda: statistics_of(batch, rows, None),
         "from memory to patch scores": lambda: model.scorer.score(embedder(batch)),
-        "from memory to predictions' scores": lambda: model.patches_of(
-            model.embedded(batch), layout
-        ),
+        "from memory to predictions' scores": lambda: model.patches_of(model.embedded(batch)),
     }
 
 

@@ -56,6 +56,7 @@ MORE = {
     "image.tile": "own-data.md#where-to-look",
     "model.search": "how/patchcore.md#search",
     "model.projection": "how/padim.md",
+    "model.arrangement": "arrangement.md",
     "model.variance": "how/subspace.md",
     "calibration.reject_rate": "thresholds.md",
     "calibration.review_rate": "thresholds.md",
@@ -97,10 +98,15 @@ def settings_page() -> str:
             top.append(_row(name, field, said["Config"][name]))
         else:
             parts.append(_section(name, section, described, said))
-    shape = [_row(f"….{name}", field, said["ShapeConfig"][name]) for name, field in
-             described["$defs"]["ShapeConfig"]["properties"].items()]  # fmt: skip
-    about = "`image.region` and `image.ignore` take either a picture or polygons."
-    parts.append("\n".join(["## A region", "", about, "", *HEAD, *shape]) + "\n")
+    for kind, (title, key, about) in SHARED_SECTIONS.items():
+        rows = []
+        for name, field in described["$defs"][kind]["properties"].items():
+            if kind == "ZoneConfig" and name == "png":  # which zones refuse
+                continue
+            owners = [c.__name__ for c in getattr(schema, kind).__mro__]
+            text = next(said[owner][name] for owner in owners if name in said.get(owner, {}))
+            rows.append(_row(f"{key}.{name}", field, text))
+        parts.append("\n".join([f"## {title}", "", about, "", *HEAD, *rows]) + "\n")
     parts.insert(1, "\n".join(["## The whole", "", *HEAD, *top]) + "\n")
     return "\n".join(parts)
 
@@ -112,6 +118,17 @@ def troubleshooting_page() -> str:
     return with_messages(TROUBLESHOOTING.read_text("utf-8"), ROOT / "anomaly")
 
 
+# What several settings take, or a setting several times: its title, key, and what it is for.
+SHARED_SECTIONS = {
+    "ShapeConfig": (
+        "A region",
+        "…",
+        "`image.region` and `image.ignore` take either a picture or polygons.",
+    ),
+    "SmallestConfig": ("A smallest defect", "model.smallest_defect", "[More](rules.md)."),
+    "ZoneConfig": ("Zones", "zones.NAME", "Any number, by name. [More](rules.md)."),
+    "RuleConfig": ("Rules", "rules.…", "A list. [More](rules.md)."),
+}
 HEAD = ["| key | value | default | |", "|---|---|---|---|"]
 
 
@@ -128,7 +145,7 @@ def _reference(field: dict[str, Any], described: dict[str, Any]) -> str | None:
 
 
 def _row(key: str, field: dict[str, Any], about: str) -> str:
-    shown = "" if field.get("default") in (None, []) else _code(field["default"])
+    shown = "" if field.get("default") in (None, [], {}) else _code(field["default"])
     more = f" [More]({MORE[key]})." if key in MORE else ""
     return f"| `{key}` | {_values(field)} | {shown} | {' '.join(about.split())}{more} |"
 
@@ -141,8 +158,9 @@ def _values(field: dict[str, Any]) -> str:
     kind = kinds[0]
     if "enum" in kind:
         return ", ".join(_code(value) for value in kind["enum"])
-    if "$ref" in kind:
-        return "[a region](#a-region)"
+    for name, (title, *_) in SHARED_SECTIONS.items():
+        if f"/{name}'" in str(kind):
+            return f"[{title.lower()}](#{title.lower().replace(' ', '-')})"
     words = {"integer": "whole number", "number": "number", "string": "text", "array": "list",
              "boolean": "`true`, `false`"}  # fmt: skip
     limits = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -66,6 +67,38 @@ class Thresholds:
         """How many good images stand behind the thresholds."""
         return len(self.good.image)
 
+    @cached_property
+    def zones(self) -> Mapping[str, Threshold]:
+        """The reject threshold of each zone that has a rate of its own, in that zone's scores."""
+        return {
+            zone.name: threshold_for_false_reject_rate(zone.image, zone.reject_rate)
+            for zone in self.good.zones
+        }
+
+    def weight(self, zone: str) -> float:
+        """What a zone's scores are multiplied by, so that its threshold becomes the image's."""
+        own = self.zones[zone].value
+        return self.image / own if own > 0 and self.image > 0 else 1.0
+
+    def image_score(self, scores: Sequence[float]) -> tuple[float, str]:
+        """The image score, and the zone that it is of; empty for the rest of the image.
+
+        It is the highest of the rest's score and of the zones', weighted: it is above the reject
+        threshold where one of them is above its own.
+
+        Args:
+            scores: of the rest, and of the zones that have a rate of their own, in their order.
+        """
+        best, decisive = scores[0], ""
+        for (name, own), score in zip(self.zones.items(), scores[1:], strict=True):
+            weighted = score * self.weight(name)
+            # By rounding alone, no score crosses its threshold.
+            if (weighted > self.image) != (score > own.value):
+                weighted = math.nextafter(self.image, math.inf) if score > own.value else self.image
+            if weighted > best:
+                best, decisive = weighted, name
+        return best, decisive
+
     def verdict(self, score: float) -> str:
         """`good`, `review` or `reject`."""
         return self.calibration.verdict(score)
@@ -77,7 +110,8 @@ class Thresholds:
     def lines(self) -> list[str]:
         """What the thresholds are and how far to trust them, for people."""
         both = self.calibration
-        lines = [f"thresholds {self.label} on {self.good.source}"]
+        own = "; zones with a rate of their own apart" if self.zones else ""
+        lines = [f"thresholds {self.label} on {self.good.source}{own}"]
         if self.review == self.image:
             lines.append(
                 f"reject above {self.image:.5g}, nothing to review: {both.reject.statement}"
@@ -85,7 +119,24 @@ class Thresholds:
         else:
             lines.append(f"review above {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
-        return [*lines, *self.good.cautions, _ASSUMES]
+        return [*lines, *self._zone_lines(), *self.good.cautions, _ASSUMES]
+
+    def _zone_lines(self) -> list[str]:
+        """What zones with a rate of their own do to good parts, and all together, for people."""
+        if not self.zones:
+            return []
+        every = [self.image_score((row[1], *row[4]))[0] for row in self.good.rows()]
+        return [
+            *(
+                f"in zone {name}, reject above {own.value:.5g}: {own.statement}"
+                for name, own in self.zones.items()
+            ),
+            *(
+                f"{name} of zones and rest together: {threshold_at(value, every).statement}"
+                for name, value in {"review": self.review, "reject": self.image}.items()
+                if name == "reject" or self.review < self.image
+            ),
+        ]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
         """The good images that put the reject threshold where it is, the highest first.
@@ -152,7 +203,11 @@ class Thresholds:
             "review": _threshold_json(self.calibration.review),
             "reject": _threshold_json(self.calibration.reject),
             "pixel": self.pixel,
-        }
+        } | (
+            {"zones": {name: _threshold_json(own) for name, own in self.zones.items()}}
+            if self.zones
+            else {}
+        )
 
     @cached_property
     def _scale(self) -> ScoreScale:

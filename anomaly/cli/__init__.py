@@ -23,12 +23,16 @@ log = logging.getLogger(__name__)
 
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
-    "line": ("serve", "deploy", "drift", "feedback"),
+    "line": ("serve", "deploy", "drift", "feedback", "report"),
     "station": ("station", "camera"),
     "cluster": ("manifest", "merge-results"),
     "export": ("export", "features", "register"),
     "sample_data": ("demo", "sample-data"),
 }
+_SCORING = (
+    *("benchmark", "camera", "deploy", "infer", "evaluate"),
+    *("register", "selfcheck", "serve", "station"),
+)
 _HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 
 
@@ -96,8 +100,7 @@ def _report_error(error: Exception, command: str) -> int:
             log.error("%s", error)
             return error.exit_code
         case ModuleNotFoundError():
-            scores = command in ("camera", "deploy", "infer", "evaluate", "register", "selfcheck")
-            scores |= command in ("serve", "station")
+            scores = command in _SCORING
             what = command + (" with a model that isn't exported" if scores else "")
             log.error("%s", needs_training(what, error))
         case BrokenPipeError():

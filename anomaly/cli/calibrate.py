@@ -125,6 +125,11 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     device, threads = device_and_threads(options)
     model = load_model(options.model, device)
+    if model.scored_zones and (options.cost_escape is not None or options.production):
+        raise AnomalyError(
+            "zones with a reject_rate keep it, so that neither costs nor unsorted images choose "
+            "thresholds; give --false-reject-rate, or --good with good images"
+        )
     scored = _score_images(options, model, threads)
     good, defects = _good_scores(options, model, scored), scored.get("defects")
     before = model.thresholds
@@ -355,7 +360,7 @@ def _print_recall(
         ("rejected", thresholds.image, choice and choice.rejected),
         ("caught", thresholds.review, choice and choice.caught),
     ):
-        rate = told or recall_at(value, defects.scores, chosen=chosen)
+        rate = told or recall_at(value, defects.scores_by(thresholds), chosen=chosen)
         expected = "" if choice is None else f"; {100 * rate.expected:.1f} % to be expected of new"
         print(
             f"of {rate.images} defects {rate.count} {_MEANING[what]}: "

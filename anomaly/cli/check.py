@@ -18,7 +18,7 @@ from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, Severity, check
 from anomaly.errors import first_of
 from anomaly.runtime.parallel import cores
-from anomaly.scoring.build import region_of
+from anomaly.scoring.build import judge_of, region_of
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
@@ -72,6 +72,7 @@ def reading_of(config: Config) -> Reading:
         region,
         image.tile is not None,
         image.align != "none",
+        tuple(zone.region for zone in judge_of(config).zones),
     )
 
 

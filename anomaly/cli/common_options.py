@@ -111,12 +111,12 @@ def number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
 def duration(text: str) -> float:
     """Seconds of an option such as `10m`, for `argparse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h, say")
     return float(found[1]) * _SECONDS[found[2]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from anomaly.cli import COMMANDS, options_of
+from anomaly.cli import options_of
+from anomaly.cli.help import COMMANDS
 
 _SCRIPT = """\
 # In ~/.bashrc or ~/.zshrc:  eval "$(anomaly completion)"

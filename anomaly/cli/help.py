@@ -81,6 +81,11 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "export --model runs/part --to onnx --output runs/part_onnx",
             "export --model runs/part --to openvino --precision int8 --output runs/part_int8",
         ),
+        "benchmark": (
+            "measure milliseconds by stage on this machine, against a time budget",
+            "benchmark --model runs/part --budget 200ms",
+            "benchmark --model runs/part --images camera --engine onnx --engine openvino",
+        ),
         "register": (
             "log a model in MLflow, as the next version of a registered one",
             "register --model runs/part",
@@ -122,6 +127,11 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "say whether parts still look like the good images behind the thresholds",
             "drift --model line/part --record line.sqlite",
             "drift --model runs/part --rows results/monday/results.csv --output drift.html",
+        ),
+        "report": (
+            "write up a shift, a day or a month of a line: yield, judgements, drift, cost",
+            "report --record line.sqlite --from '2026-11-27 06:00' --output shift",
+            "report --record line.sqlite --from 2026-11-01 --to 2026-11-30 --output november",
         ),
     },
     "inside a network": {

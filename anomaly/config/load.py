@@ -87,6 +87,7 @@ _WANTED = {
     "too_long": "takes at most {max_length} entries",
     "missing": "needs another entry",
     "tuple_type": "must be a list, e.g. [a, b]",
+    "dict_type": "must hold names, each with settings of its own",
     "model_type": "must hold settings of its own: {keys}",
     "path_type": "must be a path",
 }
@@ -104,7 +105,7 @@ def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
         alike = nearest(str(location[-1])[:200], _known_keys(location[:-1], schema))
         return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
-        return str(error["ctx"]["error"])
+        return f"{key}: " * ("zones" in location) + str(error["ctx"]["error"])
     if kind == "missing" and isinstance(location[-1], str):
         return f"{key[:200]} is missing"
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
@@ -116,10 +117,15 @@ def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
 def _known_keys(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
     section: Any = schema
     for part in location:
-        if (field := section.model_fields.get(part)) is not None:  # else a name in a mapping
-            inner = (field.annotation, *get_args(field.annotation))
-            section = next((a for a in inner if hasattr(a, "model_fields")), section)
+        if part in section.model_fields:  # else an entry of a list, or a name of somebody's own
+            section = _section_in(section.model_fields[part].annotation)
     return list(section.model_fields)
+
+
+def _section_in(annotation: Any) -> Any:
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def load_config(
@@ -154,7 +160,11 @@ def _warn_of_unused(config: Config, sources: Mapping[str, str]) -> None:
             log.warning(
                 "%s has no effect with model.kind=%s: it is for %s", source, kind, owners[0]
             )
-    if "model.image_score" in sources and config.image_score_in_force != config.model.image_score:
+    if "model.image_score" not in sources:
+        return
+    if config.model.smallest_defect is not None:
+        log.warning("%s has no effect beside model.smallest_defect", sources["model.image_score"])
+    elif config.image_score_in_force != config.model.image_score:
         log.warning(
             "%s has no effect with model.kind=%s, which takes %s",
             sources["model.image_score"],

@@ -121,6 +121,7 @@ def by_product(config: Config) -> dict[str, Config]:
     return {name: config.model_copy(update={"name": name, "data": data[name]}) for name in products}
 
 
+SIZES = {"area": 2, "length": 1, "thickness": 1}  # of regions, each with its power of a length
 NAMED_DIGITS = 16  # of a file's sha256 that name it in a config
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]
@@ -177,6 +178,74 @@ class ShapeConfig(_Section):
                 "for original pixels add `unit: pixels`"
             )
         return self
+
+
+class ZoneConfig(ShapeConfig):
+    """A part of the image with a name, for rules, perhaps with a false-reject rate of its own."""
+
+    reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The share of good parts that may be rejected for this zone; with the rest unless set.
+
+    Kept with 95 % confidence, as `calibration.reject_rate` is for the rest of the image.
+    """
+
+    @model_validator(mode="after")
+    def _drawn(self) -> ZoneConfig:
+        if self.png is not None:
+            raise ValueError("a zone takes `polygons`, not `png`; `anomaly region` draws them")
+        return self
+
+
+class _Sized(_Section):
+    unit: Literal["pixels", "mm"] = "pixels"
+    """The photograph's pixels, or millimetres by `image.mm_per_pixel`."""
+
+    def in_pixels(self, size: float, mm_per_pixel: float | None, power: int = 1) -> float:
+        """A length, or with a power of 2 an area, in the photograph's pixels."""
+        return size / (mm_per_pixel or 1) ** power if self.unit == "mm" else size
+
+
+class SmallestConfig(_Sized):
+    """The smallest defect that counts for the image score."""
+
+    area: Annotated[float, Field(gt=0)]
+    """Its area, in pixels or in mm²."""
+
+
+class RuleConfig(_Sized):
+    """What marked regions of a kind mean.
+
+    A region is of the kind where it has all sizes at least, and lies in the zone.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=60)]
+    """Names the rule in results."""
+    verdict: Literal["good", "review", "reject"]
+    """Of the regions that it decides; an image has the worst verdict of its regions."""
+    zone: str | None = None
+    """Where the highest place of a region lies; anywhere unless set."""
+    area: Annotated[float, Field(gt=0)] | None = None
+    """The smallest area, in pixels or in mm²."""
+    length: Annotated[float, Field(gt=0)] | None = None
+    """The smallest length: of the narrowest box around a region, turned as it may be."""
+    thickness: Annotated[float, Field(gt=0)] | None = None
+    """The smallest thickness: that box's shorter side."""
+    count: PositiveInt = 1
+    """With fewer such regions, the rule decides none of them."""
+
+    def takes_all_of(self, other: RuleConfig, mm_per_pixel: float | None) -> bool:
+        """Whether each region of the other rule's kind is of this one's."""
+        if self.zone not in (None, other.zone) or self.count > other.count:
+            return False
+        for key, power in SIZES.items():
+            least, size = getattr(self, key), getattr(other, key)
+            if least is None:
+                continue
+            if size is None or self.in_pixels(least, mm_per_pixel, power) > other.in_pixels(
+                size, mm_per_pixel, power
+            ):
+                return False
+        return True
 
 
 class ImageConfig(_Section):
@@ -304,6 +373,11 @@ class ModelConfig(_Section):
     `top_percent` and `max` are those of the patch scores (`max` is the PatchCore reference's, set
     in its configs); `reweighted` is the PatchCore paper's, with `model.neighbours`.
     """
+    smallest_defect: SmallestConfig | None = None
+    """Defects that are smaller don't count, however high their scores; wins over `image_score`.
+
+    The image score is then the highest level at which a region of that area stands in the map.
+    """
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
     halo_damping: Annotated[float, Field(ge=0, le=4)] = 0.5
@@ -328,6 +402,13 @@ class ModelConfig(_Section):
 
     A part that lies otherwise is then no defect any more. It helps most with few images. PatchCore
     and subspace.
+    """
+
+    arrangement: bool = False
+    """Also compare how much of what lies where with good images: for kits and assemblies.
+
+    Finds parts that are missing, surplus, swapped or wrong though each patch looks usual. All parts
+    have to lie in about the same places; at least 20 images. Not for images in tiles.
     """
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -387,6 +468,9 @@ class CalibrationConfig(_Section):
         return self
 
 
+_Name = Annotated[str, Field(pattern=r"^\w[\w -]*$", max_length=60)]
+
+
 class Config(_Section):
     """All settings of one training."""
 
@@ -404,6 +488,10 @@ class Config(_Section):
     memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
     """MiB of patches held while the coreset is selected; with more, the selection is streamed."""
     calibration: CalibrationConfig = CalibrationConfig()
+    zones: dict[_Name, ZoneConfig] = {}
+    """Parts of the image by name, each with `polygons` and, where it has its own, `reject_rate`."""
+    rules: tuple[RuleConfig, ...] = ()
+    """What marked regions mean, by size and zone; of each region the first rule decides."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Images that go through the network at once: on a CPU 4 at most, 2 where exported."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -421,6 +509,8 @@ class Config(_Section):
     @property
     def image_score_in_force(self) -> str:
         """How image scores are made: the default where the config names another method's own."""
+        if self.model.smallest_defect is not None:
+            return "smallest_defect"
         wanted = self.model.image_score
         owners = [kind for kind, method in METHODS.items() if wanted in method.image_scores]
         others = owners and self.model.kind not in owners
@@ -432,8 +522,45 @@ class Config(_Section):
         return METHODS[self.model.kind].one_grid and self.image.resize is None
 
     @model_validator(mode="after")
+    def _sizes_have_a_scale(self) -> Config:
+        sized = {f"rule {rule.name!r}": rule.unit for rule in self.rules}
+        if self.model.smallest_defect is not None:
+            sized["model.smallest_defect"] = self.model.smallest_defect.unit
+            if self.image.tile is not None:
+                raise ValueError(
+                    "model.smallest_defect and image.tile exclude each other: a defect that lies "
+                    "on two tiles would be measured in parts; raise image.area instead"
+                )
+        if (names := [k for k, u in sized.items() if u == "mm"]) and not self.image.mm_per_pixel:
+            raise ValueError(f"{names[0]} is in mm; set image.mm_per_pixel")
+        return self
+
+    @model_validator(mode="after")
+    def _rules_can_decide(self) -> Config:
+        for place, rule in enumerate(self.rules):
+            if rule.zone is not None and rule.zone not in self.zones:
+                known = ", ".join(self.zones) or "none"
+                raise ValueError(
+                    f"rule {rule.name!r} names the zone {rule.zone!r}, which isn't in `zones` "
+                    f"(it has: {known}); correct the name, or add the zone"
+                )
+            for before in self.rules[:place]:
+                if before.name == rule.name:
+                    raise ValueError(f"two rules are called {rule.name!r}; name each differently")
+                if before.takes_all_of(rule, self.image.mm_per_pixel):
+                    raise ValueError(
+                        f"rule {rule.name!r} never decides: all its regions are decided by "
+                        f"{before.name!r}, which stands before it; put it first"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _method_takes_what_is_asked(self) -> Config:
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
+        if self.model.arrangement and tiled:
+            raise ValueError(
+                "model.arrangement compares whole images, image.tile cuts them; unset one of them"
+            )
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
             if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(

@@ -148,6 +148,7 @@ class Reading:
         region: what of each image counts; None for all of it.
         tiled: whether images are seen in tiles, so that a strip may have any length.
         aligned: whether each part's pose is found.
+        zones: what else has to fit each image.
     """
 
     bit_depth: int | None = None
@@ -156,6 +157,7 @@ class Reading:
     region: Region | None = None
     tiled: bool = False
     aligned: bool = False
+    zones: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
     except Exception as error:  # training goes on without it, too
         return _unusable(split, sample, to_unusable(0, sample.path, error))
     faults = (
-        *_region_faults(split, sample, image, reading.region),
+        *_region_faults(split, sample, image, reading),
         *_mask_faults(split, sample, image, reading.mask_above),
     )
     return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
@@ -254,15 +256,13 @@ def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedIma
     return _CheckedImage(split, sample, (_fault(refused.status, split, sample, refused.reason),))
 
 
-def _region_faults(
-    split: str, sample: Sample, image: Image, region: Region | None
-) -> Iterator[Fault]:
-    try:
-        if region is not None:
+def _region_faults(split: str, sample: Sample, image: Image, reading: Reading) -> Iterator[Fault]:
+    for region in filter(None, (reading.region, *reading.zones)):
+        try:
             region.inside(image.size, slice(0, 1))
-    except DataError as error:
-        detail = f"{sample.path} doesn't fit where to look: {error}"
-        yield _fault("region", split, sample, detail)
+        except DataError as error:
+            detail = f"{sample.path} doesn't fit {region.name}: {error}"
+            yield _fault("region", split, sample, detail)
 
 
 def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterator[Fault]:

@@ -50,12 +50,26 @@ class Scored:
         image_score: None where it couldn't be scored.
         reason: why it couldn't be scored, or why a person has to look whatever the score.
         image_sha256: of the file's bytes.
+        decided_by: the rule or zone that decided the verdict, as in results.csv.
+        by_rule: the verdict, where a rule decided it.
+        misarranged: which part holds too much or too little of what; see `Prediction`.
     """
 
     sample: Sample
     image_score: float | None
     reason: str = ""
     image_sha256: str = ""
+    decided_by: str = ""
+    by_rule: str = ""
+    misarranged: str = ""
+
+    @classmethod
+    def of(cls, sample: Sample, prediction: Prediction) -> Scored:
+        """What a prediction says of a test image."""
+        decided = prediction.decided_by
+        by_rule = prediction.verdict if decided.startswith("rule ") else ""
+        of_image = prediction.score, prediction.reason, prediction.sha256
+        return cls(sample, *of_image, decided, by_rule, prediction.misarranged)
 
     @property
     def outlier(self) -> bool:
@@ -71,7 +85,9 @@ class Scored:
             return ""
         if self.outlier:
             return "review"
-        return "" if thresholds is None else thresholds.verdict(self.image_score)
+        if thresholds is None:
+            return ""
+        return self.by_rule or thresholds.verdict(self.image_score)
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,7 @@ def score_test_split(
                 if mask is not None and sample.is_defect and not mask.any():
                     mask = None  # or it would count as a good image's
                     unmarked.append(str(sample.mask_path))
-                scored[result.index] = Scored(sample, result.score, result.reason, result.sha256)
+                scored[result.index] = Scored.of(sample, result)
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)

@@ -24,7 +24,7 @@ from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image, described
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import verdict
+from anomaly.scoring.prediction import combined, verdict
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, is_missed
 from anomaly.storage.thresholds import change
@@ -94,14 +94,15 @@ def verdict_changes(
                 features = cache.build(images, learned=False)
                 scores = [scores_of(detector, features, features.views) for detector in both]
             for i in sorted(scores[0]):
-                pair = scores[0][i][0], scores[1][i][0]
-                first, second = (
-                    verdict(
-                        score, detector.thresholds, detector.review_reason(features.statistics[i])
-                    )
-                    for detector, score in zip(both, pair, strict=True)
+                raw = [(of[i][0], *of[i][2:]) for of in scores]
+                old, new = (
+                    combined(s, model.thresholds)[0] for s, model in zip(raw, both, strict=True)
                 )
-                yield Compared(batch[i].name, first, second, pair)
+                first, second = (
+                    verdict(score, model.thresholds, model.review_reason(features.statistics[i]))
+                    for model, score in zip(both, (old, new), strict=True)
+                )
+                yield Compared(batch[i].name, first, second, (old, new))
             for refused in features.refused:
                 log.warning("skipped: %s", refused.reason)
             progress(start + len(batch), len(samples))

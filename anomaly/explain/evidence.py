@@ -19,8 +19,9 @@ from anomaly.imaging.loading import NetworkInput, turn_of, upright
 from anomaly.imaging.pose import Pose
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
-from anomaly.scoring.image_score import inside_of
+from anomaly.scoring.image_score import inside_of, pieces_of
 from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import combined
 
 _FLAWS = 4  # that are shown
 
@@ -170,8 +171,10 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
             maps = detector.extractor.maps_of(captured.pop(), images)
         embeddings = detector.embedder.align(maps)
         inside = inside_of([item], embeddings, detector.region)
-        image_scores: Tensor = detector.score_patches(embeddings, item.layout, inside)[1]
-        return image_scores
+        scores: Tensor = detector.score_patches(embeddings, pieces_of([item]), inside)[1]
+        _, zone = combined(scores[0].tolist(), detector.thresholds)
+        names = ["", *(zone.name for zone in detector.scored_zones)]
+        return scores[:, names.index(zone)]
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)

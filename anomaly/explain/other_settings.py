@@ -171,7 +171,7 @@ def _image_scores(model: Model) -> dict[str, Change]:
     """The model's own image score, those that `tune` tries, and the highest patch, by name."""
     config = model.config
     changes = [Change(SCORE), *image_scores(config)]
-    if config.image_score_in_force != "max":
+    if config.image_score_in_force not in ("max", "smallest_defect"):
         changes.append(Change(SCORE, {"model.image_score": "max"}))
     return {", ".join(f"{k}={value}" for k, value in c.values.items()): c for c in changes}
 

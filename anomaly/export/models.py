@@ -40,8 +40,9 @@ from anomaly.storage.folder import (
     file_entry,
     find_model,
     model_id,
+    read_manifest,
 )
-from anomaly.storage.load import load_model
+from anomaly.storage.load import config_in, load_model
 from anomaly.training.runs import made_of, training_record
 from anomaly.version import __version__
 
@@ -104,9 +105,24 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
     data_root = options.data_root
     if data_root is not None and not data_root.is_dir():
         raise DataError(f"--data-root {data_root} is no folder{like(data_root)}")
+    if options.whole and options.camera is None:
+        _warn_of_scores(folder)
     _check_installed(options.engine, precision)
     check_precision(options.engine, precision, f"--precision {precision} was asked for")
     return folder
+
+
+def _warn_of_scores(folder: Path) -> None:
+    """Say what a graph to patch scores leaves to whoever runs it without this program."""
+    config = config_in(folder, read_manifest(folder))
+    smallest = config.model.smallest_defect is not None
+    wanted = {"zones": bool(config.zones), "rules": bool(config.rules), "smallest_defect": smallest}
+    if names := [name for name, is_set in wanted.items() if is_set]:
+        log.warning(
+            "the whole graph ends with patch scores: %s of this model count where anomaly runs the "
+            "export, not in other programs",
+            " and ".join(names),
+        )
 
 
 def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
@@ -117,18 +133,14 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
             "--output"
         )
     check_run_folder(target.parent)
-    vectors = target.with_name(VECTORS)
-    if vectors.exists() and not (overwrite and is_written(vectors)):
-        raise OutputError(
-            f"{vectors} exists already; give another --output, or move it away"
-            + (", or add --overwrite" if is_written(vectors) else "")
-        )
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
             f"{target} is a trained model, which an export isn't written over; give another "
             "--output"
         )
     claim_model(target, overwrite=overwrite)
+    if (vectors := target.with_name(VECTORS)).exists() and not is_written(vectors):
+        raise OutputError(f"{vectors} is in the way; move it away, or give another --output")
 
 
 def _check_installed(engine: str, precision: str) -> None:
@@ -180,6 +192,11 @@ def export_model(
         check_pixels(parent)
     trained_in = parent.manifest["made_with"]["precision"]
     learns = precision == "int8" or (precision != trained_in and not options.keep_thresholds)
+    if parent.arrangement is not None and (options.whole or learns):
+        raise ModelError(
+            f"{folder} has model.arrangement: export it with --precision {trained_in} and without "
+            "--whole"
+        )
     if learns:
         samples = _training_images(parent, source, options, trained_in)
     elif options.data_root or options.further:

@@ -43,6 +43,8 @@ def check_pixels(detector: Model) -> None:
         why = "it finds the part's pose first (image.align)"
     elif config.image_score_in_force in METHODS[config.model.kind].image_scores:
         why = f"its image score, {config.image_score_in_force}, searches the memory bank again"
+    elif detector.scored_zones or config.rules or config.model.smallest_defect:
+        why = "regions decide its verdicts (zones, rules or model.smallest_defect)"
     elif detector.thresholds is None:
         why = "it has no thresholds (anomaly calibrate finds some)"
     if why:
@@ -134,9 +136,11 @@ class PixelsToVerdict(nn.Module):
         (embeddings,) = self.embed(images)
         scores, *nearest = self.score(embeddings)
         patches = PatchScores(scores, nearest[0] if nearest else None)
-        shown, values = self._detector.image_scores_of(
-            patches, embeddings, self._view, self._inside, self._top
+        pieces = [(self._view, (0, 0), 0)]
+        shown, scored = self._detector.image_scores_of(
+            patches, embeddings, pieces, self._inside, self._top
         )
+        values = scored[:, 0]
         reason = self._statistics(images, embeddings)
         limits = self._detector.thresholds
         assert limits is not None  # see `check_pixels`

@@ -105,6 +105,7 @@ def _one(model: Model, prediction: Prediction, folder: Path) -> dict[str, Any]:
         **steps,
         "score": prediction.score,
         "verdict": prediction.verdict,
+        "decided_by": prediction.decided_by,
         "reason": prediction.reason,
     }
 

@@ -22,11 +22,13 @@ class Finished:
         index: its place in the list of files.
         row: what is said of it.
         regions: what is marked in it, where that was asked for.
+        scene: its figures as `SceneWatch.judged` gave them, for a run that goes on.
     """
 
     index: int
     row: Row
     regions: tuple[MarkedRegion, ...] = ()
+    scene: tuple[float, ...] = ()
 
 
 class Record(Protocol):
@@ -130,7 +132,9 @@ class RunJournal(Journal):
         """Remember a batch."""
         for image in line["images"]:
             regions = tuple(MarkedRegion(**region) for region in image["regions"])
-            self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
+            self.done[image["index"]] = Finished(
+                image["index"], Row(**image["row"]), regions, tuple(image["scene"])
+            )
 
     def in_order(self) -> list[Finished]:
         """All that is finished, in order of the files."""

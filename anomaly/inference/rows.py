@@ -55,6 +55,10 @@ class Row:
         engine: what computed: `torch`, or the engine that the model was exported for.
         product: which of several products it was scored as; empty where a single model scored it,
             and where there is no score and nobody says which.
+        decided_by: the rule or the zone that decided the verdict, `rule scratch` or `zone seal`
+            say; empty where the image score did.
+        misarranged: which part of the image holds too much or too little of what, where that makes
+            the score (`model.arrangement`); else empty.
     """
 
     path: str
@@ -75,6 +79,15 @@ class Row:
     milliseconds: float | None = None
     engine: str = "torch"
     product: str = ""
+    decided_by: str = ""
+    misarranged: str = ""
+
+    @property
+    def flagged(self) -> bool:
+        """Whether the score flags it, outside the zones with a rate of their own."""
+        if self.decided_by.startswith("zone "):
+            return False
+        return bool(self.decided_by) or self.verdict != "good"
 
 
 def row_of(
@@ -116,6 +129,8 @@ def row_of(
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
         engine=model.reference_model.extractor.engine,
         product=product,
+        decided_by="" if scored is None else scored.decided_by,
+        misarranged="" if scored is None else scored.misarranged,
     )
 
 
@@ -141,6 +156,10 @@ class RegionRow:
         area_mm2: of what is marked, or None.
         width_uncertainty_mm: as `width_uncertainty`, or None.
         height_uncertainty_mm: as `height_uncertainty`, or None.
+        length: the longer side of the narrowest box around it, turned as it may be, in pixels.
+        thickness: that box's shorter side.
+        zone: the zones that its highest place lies in.
+        rule: the rule that decides it.
     """
 
     path: str
@@ -160,6 +179,10 @@ class RegionRow:
     area_mm2: float | None
     width_uncertainty_mm: float | None
     height_uncertainty_mm: float | None
+    length: float
+    thickness: float
+    zone: str
+    rule: str
 
 
 def region_rows(
@@ -327,7 +350,7 @@ def count_flagged(
         learned: sha256 of images that don't count either, by product.
     """
     return Counter(
-        (row.product, row.verdict != "good")
+        (row.product, row.flagged)
         for row in rows
         if row.verdict and not row.reason and row.image_sha256 not in learned.get(row.product, ())
     )

@@ -25,6 +25,7 @@ from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
 from anomaly.scoring.prediction import Prediction
 from anomaly.scoring.predictor import AnyModel
+from anomaly.scoring.scene import SceneWatch
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
@@ -58,6 +59,7 @@ def infer(
     progress: Progress = lambda done, total: None,
     thumbnails: Thumbnails | None = None,
     scored: Callable[[Prediction], None] = lambda prediction: None,
+    scene: SceneWatch | None = None,
 ) -> None:
     """Score the images that the record doesn't know yet.
 
@@ -75,11 +77,12 @@ def infer(
         progress: called with images done in this run, and how many there are to do.
         thumbnails: gets small heatmaps of the images that matter most.
         scored: called with each prediction.
+        scene: watches the images, whose order is that of the parts; None where it isn't.
 
     Raises:
         OutputError: results can't be written.
     """
-    _Run(model, inputs, record, decoders, stopped, thumbnails, scored).score(progress)
+    _Run(model, inputs, record, decoders, stopped, thumbnails, scored, scene).score(progress)
 
 
 def infer_files(
@@ -116,6 +119,9 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
+    scene = SceneWatch(model.models)
+    for image in journal.done.values():
+        scene.add(image.row.product, image.scene)
     decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
@@ -130,6 +136,7 @@ def infer_files(
                 progress=progress,
                 thumbnails=thumbnails,
                 scored=scored,
+                scene=scene,
             )
     except OutputError as error:
         failure = error
@@ -176,6 +183,7 @@ class _Run:
     stopped: Callable[[], bool]
     thumbnails: Thumbnails | None
     scored: Callable[[Prediction], None]
+    scene: SceneWatch | None
     # The index of each batch's last image, and how many images it has.
     batches: dict[int, int] = field(default_factory=dict)
     # In the batches' order: results whose pictures may still be on their way, if they have any,
@@ -183,6 +191,7 @@ class _Run:
     behind: deque[_Scored | UnusableImage] = field(default_factory=deque)
     finished: list[Finished] = field(default_factory=list)
     begun: dict[int, float] = field(default_factory=dict)
+    figures: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def score(self, progress: Progress) -> None:
         paths, detector = self.inputs.paths, self.model
@@ -219,6 +228,8 @@ class _Run:
             self.decoders.forget(result.index)
             self.behind.append(result)
         else:
+            if self.scene is not None:
+                result, self.figures[result.index] = self.scene.judged(result)
             self.scored(result)
             i, options = result.index, self._render_options(result)
             path, name = self.inputs.paths[i], self.inputs.pictures[i]
@@ -267,7 +278,8 @@ class _Run:
         if self.thumbnails and drawn.small:
             odd = bool(prediction.reason)
             self.thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
-        return Finished(prediction.index, row, drawn.regions)
+        figures = self.figures.pop(prediction.index, ())
+        return Finished(prediction.index, row, prediction.placed(drawn.regions), figures)
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds

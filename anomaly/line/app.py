@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,7 +24,9 @@ from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
 from anomaly.line.guard import credentials
+from anomaly.line.period import Period
 from anomaly.line.record import in_utc
+from anomaly.line.report import PAGE, report
 from anomaly.line.service import InspectionService
 from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__
@@ -36,6 +39,8 @@ _PAGE = {
     "/line.css": ("line.css", "text/css"),
     "/line.js": ("line.js", "text/javascript"),
 }
+
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
@@ -76,6 +81,7 @@ def make_app(service: InspectionService) -> FastAPI:
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
+    _report_route(app, service)
     _page_routes(app)
     return app
 
@@ -286,6 +292,20 @@ async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterat
     yield "retry: 1000\n\n"
     async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
+
+
+def _report_route(app: FastAPI, service: InspectionService) -> None:
+    @app.get("/report", include_in_schema=False)
+    def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
+        end = datetime.now()
+        period = Period(end - timedelta(hours=hours), end)
+        folders = [slot.folder for slot in service.registry.models.values()]
+        try:
+            text = report(service.record.file, period, folders, {})[PAGE]
+        except DataError as error:
+            raise HTTPException(404, str(error)) from None
+        policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style
+        return Response(text, media_type="text/html", headers=policy)
 
 
 def _page_routes(app: FastAPI) -> None:

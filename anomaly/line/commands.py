@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import Thresholds
+from anomaly.calibration.cusum import HORIZON
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import (
     Command,
@@ -21,8 +22,8 @@ from anomaly.cli.common_options import (
 from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of, write
-from anomaly.line import serve
-from anomaly.line.drift import HORIZON, Drift, drift_html, levels_of, read_scores
+from anomaly.line import report, serve
+from anomaly.line.drift import Drift, drift_html, levels_of, read_scores
 from anomaly.line.feedback import model_folder, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, passing_defects
@@ -262,5 +263,6 @@ COMMANDS = {
     "serve": Command(serve.add_arguments, serve.run),
     "deploy": Command(_add_deploy, _deploy),
     "drift": Command(_add_drift, _drift),
+    "report": Command(report.add_arguments, report.run),
     "feedback": Command(_add_feedback, _feedback),
 }

@@ -3,12 +3,7 @@
 Four levels divide the scores of the good calibration images: their median, their upper quartile,
 and the review and the reject threshold. Of new good parts no larger share should lie above a level
 than the calibration images support, and of all parts, no more than that and the defective ones. A
-cumulative sum of log-likelihood ratios (binomial CUSUM: Page 1954; Reynolds & Stoumbos 1999,
-"A CUSUM chart for monitoring a proportion when inspecting continuously") watches each level.
-
-The chance of a false alarm doesn't hang on the scores' distribution: whether a part lies above a
-level is a coin's throw, and the sum's way a Markov chain whose chance to reach a limit within so
-many parts is computed. A smaller share than the promised one only makes it smaller.
+cumulative sum watches each level (`anomaly.calibration.cusum`).
 """
 
 from __future__ import annotations
@@ -20,12 +15,12 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from anomaly.calibration.cusum import Level, Watched, limit_of
 from anomaly.calibration.model_thresholds import Thresholds
 from anomaly.calibration.production import DEFECT_SHARE
 from anomaly.calibration.rates import percent, rate_of
@@ -36,31 +31,7 @@ from anomaly.inference.rows import Row
 from anomaly.line.record import is_sqlite, open_to_read
 from anomaly.report.page import page, utc_now
 
-HORIZON = 2000  # parts that the false-alarm rate is stated for
 FALSE_ALARMS = 0.05
-_CELLS = 300  # of the Markov chain, at least
-_LEAST_JUMP = 10  # cells that a part above the level adds
-
-
-@dataclass(frozen=True)
-class Level:
-    """A score that only so many parts should lie above.
-
-    Attributes:
-        name: of the level, for people.
-        value: the score.
-        promised: the share of parts above it that nobody need be surprised at.
-        limit: the cumulative sum that raises the alarm.
-    """
-
-    name: str
-    value: float
-    promised: float
-    limit: float
-
-    def gain(self, above: bool) -> float:
-        """What a part adds to the sum: the logarithm of its likelihood ratio."""
-        return _gains(self.promised)[above]
 
 
 def levels_of(
@@ -96,82 +67,8 @@ def levels_of(
         share = rate_of(above, len(good), above / len(good), 1 - each).at_most
         promised = share + defects * (1 - share)
         if promised < 1:
-            levels.append(Level(name, value, promised, _limit(promised, each)))
+            levels.append(Level(name, value, promised, limit_of(promised, each)))
     return sorted(levels, key=lambda level: -level.value)
-
-
-def _gains(promised: float) -> tuple[float, float]:
-    """What a part below the level and one above it add: tuned to twice the odds."""
-    after = 2 * promised / (1 + promised)
-    return math.log((1 - after) / (1 - promised)), math.log(after / promised)
-
-
-@lru_cache(maxsize=64)
-def _limit(promised: float, chance: float) -> float:
-    """The sum that `HORIZON` parts of the promised share reach with so small a chance, at most."""
-    down, up = _gains(promised)
-    # The sum that starts anew at each part is a martingale, and there are as many as parts (Ville).
-    highest = math.log(HORIZON / chance)
-    # A cell of the chain is a fraction of `down`, one by which `up` is little more than a number of
-    # cells: that is rounded up, so that the stated chance is never too small.
-    least = math.ceil(max(-down * _CELLS / highest, -down * _LEAST_JUMP / up))
-    steps = min(range(least, 2 * least), key=lambda n: math.ceil(up * n / -down) / n)
-    cell = -down / steps
-    jump = math.ceil(up / cell)
-    low, high = 0, math.ceil(highest / cell)  # reached too often, and seldom enough
-    while high - low > max(1, high // 50):
-        middle = (low + high) // 2
-        if _reached(promised, middle, steps, jump) <= chance:
-            high = middle
-        else:
-            low = middle
-    return high * cell
-
-
-def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
-    """The chance that the chain reaches a cell within `HORIZON` parts."""
-    chances = np.zeros(cells)
-    chances[0] = 1.0
-    for _ in range(HORIZON):
-        after = np.zeros(cells)
-        after[0] = (1 - promised) * chances[: steps + 1].sum()
-        after[1 : cells - steps] = (1 - promised) * chances[steps + 1 :]
-        after[jump:] += promised * chances[: max(cells - jump, 0)]
-        chances = after
-    return float(1 - chances.sum())
-
-
-@dataclass
-class Watched:
-    """One level and what has come.
-
-    Attributes:
-        level: the level.
-        sum: the cumulative sum now.
-        above: parts above it so far.
-        alarm: the part that has raised the alarm, counted from 0; None while none has.
-        since: the part from which on there were more than promised, as the sum tells.
-        sums: the sum after each part; None where they aren't kept.
-    """
-
-    level: Level
-    sum: float = 0.0
-    above: int = 0
-    alarm: int | None = None
-    since: int = 0
-    sums: list[float] | None = None
-
-    def add(self, score: float, number: int) -> None:
-        """Take one more part."""
-        above = bool(score > self.level.value)
-        self.above += above
-        if self.sum == 0.0 and self.alarm is None:
-            self.since = number
-        self.sum = max(0.0, self.sum + self.level.gain(above))
-        if self.sums is not None:
-            self.sums.append(self.sum)
-        if self.alarm is None and self.sum >= self.level.limit:
-            self.alarm = number
 
 
 class Drift:

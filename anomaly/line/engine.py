@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scene import SceneWatch
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Engine:
         most_waiting: int = 64,
     ) -> None:
         self.name, self.model = name, model
+        self.scene = SceneWatch(model.models)
         self._recorder = recorder
         self._most, self._workers = most_waiting, workers
         # An image in tiles lies here whole until it is scored: few of them at once.
@@ -204,6 +206,8 @@ class Engine:
             left = {item.index for item in gathered}
             try:
                 for result in self._score(gathered):
+                    if isinstance(result, Prediction):
+                        result, _ = self.scene.judged(result)
                     self._draw(result)
                     left.discard(result.index)
             except Exception as error:  # a mistake of ours mustn't end the service
@@ -264,6 +268,8 @@ class Engine:
         if (error := future.exception()) is not None:
             reason = f"drawing it failed: {why(error)}"
         elif isinstance(drawn := future.result(), PartPictures):
+            if drawn.regions is not None:
+                drawn = replace(drawn, regions=result.placed(drawn.regions))
             self._record(part, result, drawn)
             return
         else:

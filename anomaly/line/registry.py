@@ -386,6 +386,12 @@ def _kept(run: Path, kind: str) -> list[Path]:
     return sorted(one for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else []
 
 
+def versions(model: Path) -> list[Path]:
+    """A run's model folder, and those of its versions that are out of use."""
+    kept = [old for kind in (_EARLIER, _WITHDRAWN) for old in _kept(model.parent, kind)]
+    return [model, *(old / "model" for old in kept if model.name == "model")]
+
+
 def _numbered(run: Path, kind: str) -> Path:
     """A new folder for the version in use, behind all others of its kind."""
     kept = _kept(run, kind)

@@ -165,9 +165,11 @@ class InspectionService:
 
         Returns:
             `ready`; `reason`, why it isn't; `models`, the state of each; `record`, what has become
-            of the record's file, empty where nothing has.
+            of the record's file, empty where nothing has; `scene`, what has changed of the scene,
+            by model, where something has.
         """
-        states = {slot.name: slot.state for slot in self.registry.models.values()}
+        models = self.registry.models.values()
+        states = {slot.name: slot.state for slot in models}
         said = {"failed": "has failed", "loading": "is still being loaded"}
         reasons = [f"{name} {said[state]}" for name, state in states.items() if state in said]
         reasons += ["the service is stopping"] * self.stopping
@@ -176,6 +178,7 @@ class InspectionService:
         if trouble := self.record.trouble():
             reasons.append(f"no answer can be given: {trouble.replace(place, name)}")
         told = {"models": states, "record": self.record.changed.replace(place, name)}
+        told["scene"] = {slot.name: slot.scene for slot in models if slot.scene}
         return {"ready": not reasons, "reason": "; ".join(reasons), **told}
 
     def stop(self) -> None:
@@ -233,6 +236,7 @@ _OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
     ("model_loaded", "1 while a model is in memory", lambda slot: slot.engine is not None),
     ("model_bytes", "Memory that a model takes", lambda slot: slot.memory if slot.engine else 0),
     ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
+    ("scene_changed", "1 while the scene is changed", lambda slot: bool(slot.scene)),
     ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
 )
 _OF_THE_RECORD: tuple[tuple[str, str, Callable[[Record], float]], ...] = (

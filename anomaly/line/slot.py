@@ -179,6 +179,12 @@ class ModelSlot:
         engine = self.engine
         return self.grown + max(self.beside, engine.resident if engine else 0)
 
+    @property
+    def scene(self) -> str:
+        """What has changed of the scene, not the parts; empty where nothing has."""
+        engine = self.engine
+        return "; ".join(engine.scene.changed.values()) if engine else ""
+
     def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
         """Have the version in use take one part, once it is in memory; see `Engine.submit`.
 

@@ -34,6 +34,10 @@ class MarkedRegion:
         peak_y: where that is.
         width_uncertainty: a patch's width in original pixels: the width is about as uncertain.
         height_uncertainty: likewise.
+        length: the longer side of the narrowest box around it, turned as it may be.
+        thickness: that box's shorter side.
+        zone: the zones that its highest place lies in, by name; see `anomaly.scoring.rules`.
+        rule: the rule that decides it, by name.
     """
 
     x: int
@@ -46,6 +50,10 @@ class MarkedRegion:
     peak_y: int
     width_uncertainty: float
     height_uncertainty: float
+    length: float = 0.0
+    thickness: float = 0.0
+    zone: str = ""
+    rule: str = ""
 
 
 def strips(size: tuple[int, int]) -> Iterator[slice]:
@@ -154,14 +162,24 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
             float(peak),
             int(column),
             int(row),
-            width_uncertainty=patch_width,
-            height_uncertainty=patch_height,
+            patch_width,
+            patch_height,
+            *_sides(labels[y : y + height, x : x + width] == label),
         )
-        for (x, y, width, height, area), peak, (row, column) in zip(
-            boxes.tolist()[1:], peaks[1:], places[1:], strict=True
+        for label, ((x, y, width, height, area), peak, (row, column)) in enumerate(
+            zip(boxes.tolist()[1:], peaks[1:], places[1:], strict=True), 1
         )
     ]
     return tuple(sorted(regions, key=lambda r: (-r.peak_score, r.y, r.x)))
+
+
+def _sides(region: NDArray[np.bool_]) -> tuple[float, float]:
+    """The longer and the shorter side of the narrowest box that holds a region's pixels."""
+    outlines, _ = cv2.findContours(
+        region.view(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE
+    )
+    sides = cv2.minAreaRect(np.vstack(outlines))[1]  # of the pixels' centres
+    return round(max(sides) + 1, 2), round(min(sides) + 1, 2)
 
 
 def _peaks(

@@ -156,6 +156,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         "images": images,
         "scores": _encoded(tally.scores),
         "odd": tally.odd,
+        "by_rule": tally.by_rule,
         "left_out": left_out,
         "refused": {"rows": tally.reasons, "count": tally.refused},
         "figures": [],
@@ -173,6 +174,7 @@ class _Tally:
     def __init__(self, learned: frozenset[str]) -> None:
         self.scores = array("d")
         self.learned = self.odd = self.refused = 0
+        self.by_rule: list[tuple[float, str]] = []
         self.reasons: list[dict[str, str]] = []
         self._learned = learned
 
@@ -190,6 +192,8 @@ class _Tally:
                 self.odd += 1
             else:
                 self.scores.append(row.image_score)
+                if by_rule := _by_rule(row):
+                    self.by_rule.append((row.image_score, by_rule))
             yield number, row
 
 
@@ -209,12 +213,20 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str,
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason,
+        "decided": row.decided_by,
+        "verdict": _by_rule(row),
+        "misarranged": row.misarranged,
         "size": small and small.size,
         "source": small and small.source,
         "photo": base64.b64encode(small.photo).decode() if small else "",
         "link": row.heatmap and up + quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }
+
+
+def _by_rule(row: Row) -> str:
+    """A verdict that no threshold changes, for a rule decided it; empty for any other."""
+    return row.verdict if row.decided_by.startswith("rule ") else ""
 
 
 def _picture(file: Path, pixels: int) -> Thumbnail | None:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.arrays import Array, like, module_of
+from anomaly.arrays import Array, as_numpy, like, module_of
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, turned
 from anomaly.imaging.region import Region, counted
 from anomaly.maps.anomaly_map import upsample_and_smooth
+from anomaly.maps.areas import place_of_level
+
+# How an image became the network's input, which tile of it this is, and how that was turned, see
+# `anomaly.imaging.loading`.
+Piece: TypeAlias = tuple[AnyView, tuple[int, int], int]
 
 _BORDER = 24.0  # network pixels
 
@@ -112,6 +118,27 @@ def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -
     return xp.amax(flat, 1)
 
 
+def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
+    """The highest level (B,) at which a region of an area stands in each map.
+
+    Args:
+        maps: (B, H, W); NaN doesn't count.
+        areas: of each, in its pixels.
+    """
+    values = as_numpy(maps.detach() if hasattr(maps, "detach") else maps)
+    places = [place_of_level(*pair) for pair in zip(values, areas, strict=True)]
+    levels = maps.reshape(len(maps), -1)[list(range(len(places))), places]
+    xp = module_of(maps)
+    return xp.where(xp.isnan(levels), -math.inf, levels)
+
+
+def area_on_map(area: float, layout: AnyView) -> int:
+    """An area of the photograph in pixels of the network's map, 1 at least."""
+    for pieces in layout.axes:
+        area *= pieces[0].resized / pieces[0].source
+    return max(1, round(area))
+
+
 def _medians(scores: Array) -> Array:
     """The median (B,) of patch scores (B, h, w), the lower of two; NaN doesn't count, 1 of none."""
     xp, flat = module_of(scores), scores.reshape(scores.shape[0], -1)
@@ -138,17 +165,19 @@ def inside_of(
     Raises:
         DataError: none of an image's patches does.
     """
-    return inside([(item.layout, item.tile, item.turn) for item in batch], embeddings, region)
+    return inside(pieces_of(batch), embeddings, region)
 
 
-def inside(
-    pieces: Sequence[tuple[AnyView, tuple[int, int], int]], embeddings: Array, region: Region | None
-) -> Array | None:
+def pieces_of(batch: Sequence[NetworkInput]) -> list[Piece]:
+    """Where network inputs come from."""
+    return [(item.layout, item.tile, item.turn) for item in batch]
+
+
+def inside(pieces: Sequence[Piece], embeddings: Array, region: Region | None) -> Array | None:
     """Which patches of images count, by their layouts and tiles.
 
     Args:
-        pieces: how each image became the network's input, which tile of it this is, and how that
-            was turned, see `anomaly.imaging.loading`.
+        pieces: where each comes from.
         embeddings: (B, h, w, D), a tensor or an array; so is the result.
         region: what of each image counts; None for all of it.
 

@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import Thresholds
@@ -18,12 +21,26 @@ from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
+from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores
-from anomaly.scoring.build import loading_of
-from anomaly.scoring.image_score import image_scores, inside_of, network_map, with_border_damped
+from anomaly.scoring.arrangement import Arrangement
+from anomaly.scoring.build import judge_of, loading_of, smallest_area
+from anomaly.scoring.image_score import (
+    Piece,
+    area_on_map,
+    image_scores,
+    inside,
+    inside_of,
+    levels_of_areas,
+    network_map,
+    pieces_of,
+    with_border_damped,
+)
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction
+from anomaly.scoring.prediction import Patches, Prediction, combined, verdict
 from anomaly.scoring.predictor import Predictor
+from anomaly.scoring.rules import Judge, Zone
+from anomaly.scoring.scene import LEAST_PICTURES, Scene
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +48,9 @@ if TYPE_CHECKING:
     from anomaly.backbones.extractor import Embedder, FeatureExtractor
     from anomaly.backbones.registry import Normalisation
     from anomaly.methods.base import Scorer
+
+
+_LEAST_SCORE = 1e-12  # where a power has a gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +61,13 @@ class Embedded:
         embeddings: (B, h, w, D).
         inside: (B, h, w) bool, the patches that count; None for all.
         statistics: of each as a whole.
+        pieces: where each comes from.
     """
 
     embeddings: Array
     inside: Array | None
     statistics: Sequence[ImageStatistics]
+    pieces: Sequence[Piece]
 
     def only(self, places: Sequence[int]) -> Embedded:
         """Those at some of the places, which ascend."""
@@ -53,7 +75,8 @@ class Embedded:
             return self
         rows = list(places)
         inside = None if self.inside is None else self.inside[rows]
-        return Embedded(self.embeddings[rows], inside, [self.statistics[i] for i in rows])
+        statistics = [self.statistics[i] for i in rows]
+        return Embedded(self.embeddings[rows], inside, statistics, [self.pieces[i] for i in rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +98,7 @@ class Model(Predictor):
         aspect: H/W that images have to have; None for any.
         reference: says where the part lies in each image; None where images are seen as they are.
         training_statistics: what its training images have in common; None where that isn't known.
+        arrangement: what good images hold where; None without `model.arrangement`.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
@@ -93,6 +117,7 @@ class Model(Predictor):
     aspect: float | None = None
     reference: Reference | None = None
     training_statistics: TrainingStatistics | None = None
+    arrangement: Arrangement | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
@@ -200,29 +225,34 @@ class Model(Predictor):
         """
         embeddings = self.embedder(batch)
         inside = inside_of(batch, embeddings, self.region)
-        return Embedded(embeddings, inside, statistics_of(batch, embeddings, inside))
+        statistics = statistics_of(batch, embeddings, inside)
+        return Embedded(embeddings, inside, statistics, pieces_of(batch))
 
-    def patches_of(self, embedded: Embedded, layout: AnyView) -> tuple[list[Patches], list[float]]:
-        """Patches and image scores of images or tiles.
-
-        Args:
-            embedded: theirs.
-            layout: how the image was turned into the network's inputs that they come from.
+    def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[list[float]]]:
+        """Patches of images or tiles, and their scores, see `image_scores_of`.
 
         Raises:
             DataError: the scorer doesn't take their grid.
         """
-        batch, scores = self.score_patches(embedded.embeddings, layout, embedded.inside)
+        batch, scores = self.score_patches(embedded.embeddings, embedded.pieces, embedded.inside)
         nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
         patches = list(map(Patches, as_numpy(batch.scores), nearest))
-        return patches, scores.tolist()
+        rows: list[list[float]] = scores.tolist()
+        if self.arrangement is None:
+            return patches, rows
+        names = list(self.manifest.get("training_images", ()))
+        judged, texts = self.arrangement.judged(
+            [row[0] for row in rows], embedded.embeddings, embedded.inside, names
+        )
+        patches = [replace(p, misarranged=text) for p, text in zip(patches, texts, strict=True)]
+        return patches, [[score, *row[1:]] for score, row in zip(judged, rows, strict=True)]
 
     def prediction(
         self,
         item: NetworkInput,
         statistics: ImageStatistics,
         patches: Patches,
-        score: float,
+        scores: Sequence[float],
         recognised: tuple[str, str],
     ) -> Prediction:
         """The prediction for one image.
@@ -231,10 +261,11 @@ class Model(Predictor):
             item: the image.
             statistics: of the image as a whole.
             patches: of the image, or of all its tiles together.
-            score: its image score.
+            scores: as `image_scores_of` gave them; of tiles the highest.
             recognised: as `product_of` gave it.
         """
         pose = item.view.pose
+        score, zone = combined(scores, self.thresholds)
         reasons = ("" if pose is None else pose.reason, recognised[1])
         return Prediction(
             index=item.index,
@@ -245,6 +276,10 @@ class Model(Predictor):
             patch_scores=patches.scores,
             nearest=patches.nearest,
             score=score,
+            scores=tuple(scores),
+            zone=zone,
+            zone_weights=self._zone_weights(item.view, patches.scores.shape),
+            judge=self.judge,
             smoothing=self.config.model.smoothing,
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
@@ -252,7 +287,18 @@ class Model(Predictor):
             thresholds=self.thresholds,
             product=recognised[0],
             reason="; ".join(filter(None, reasons)),
+            misarranged=""
+            if verdict(score, self.thresholds, "") == "good"
+            else patches.misarranged,
         )
+
+    @cached_property
+    def scene(self) -> Scene | None:
+        """How its training images look, in a row; None where too few of them are known."""
+        known, turned = self.training_statistics, self.config.model.turned_copies != "none"
+        if known is None or len(known.pictures) < LEAST_PICTURES:
+            return None
+        return Scene(known.pictures, turned=turned)
 
     def review_reason(self, statistics: ImageStatistics) -> str:
         """Why a person has to look at an image, whatever its score; empty where none does."""
@@ -261,28 +307,49 @@ class Model(Predictor):
         turned = self.config.model.turned_copies != "none"
         return self.training_statistics.deviation(statistics, turned=turned)
 
+    @cached_property
+    def judge(self) -> Judge:
+        """The zones and rules."""
+        return judge_of(self.config)
+
+    @cached_property
+    def scored_zones(self) -> tuple[Zone, ...]:
+        """The zones that have a rate, and so a score, of their own."""
+        return tuple(zone for zone in self.judge.zones if zone.reject_rate is not None)
+
+    def _zone_weights(self, layout: AnyView, grid: tuple[int, ...]) -> NDArray[np.float32] | None:
+        """What patches (h, w) are multiplied by on the map, so that one threshold is for all."""
+        if not self.scored_zones or self.thresholds is None:
+            return None
+        height, width = (n // len(p) for n, p in zip(grid, layout.axes, strict=True))
+        weights = np.ones(grid, np.float32)
+        for zone in self.scored_zones:
+            inside = zone.region.patches(layout, (height, width))
+            weights[inside] = self.thresholds.weight(zone.name)
+        return weights
+
     def score_patches(
-        self, embeddings: Array, layout: AnyView, inside: Array | None = None
+        self, embeddings: Array, pieces: Sequence[Piece], inside: Array | None = None
     ) -> tuple[PatchScores, Array]:
         """Score patch embeddings.
 
         Args:
             embeddings: (B, h, w, D), as `embedder` makes them.
-            layout: how the image was turned into the network's inputs that they come from.
+            pieces: where each comes from.
             inside: (B, h, w) bool, the patches that count; None for all.
 
         Returns:
-            The patch scores, NaN where they don't count, and the image scores (B,) float32; -inf
-            where no patch counts, which only a tile can have, and NaN where the score of one that
-            counts isn't a finite number.
+            The patch scores, NaN where they don't count, and the scores (B, 1 + Z) float32 of the
+            image without its scored zones, and of these; -inf where no patch counts, and NaN where
+            the score of one that counts isn't a finite number.
         """
-        return self.image_scores_of(self.scorer.score(embeddings), embeddings, layout, inside)
+        return self.image_scores_of(self.scorer.score(embeddings), embeddings, pieces, inside)
 
     def image_scores_of(
         self,
         patches: PatchScores,
         embeddings: Array,
-        layout: AnyView,
+        pieces: Sequence[Piece],
         inside: Array | None = None,
         top: int | None = None,
     ) -> tuple[PatchScores, Array]:
@@ -291,24 +358,62 @@ class Model(Predictor):
         Args:
             patches: as the scorer gave them.
             embeddings: (B, h, w, D), those that were scored.
-            layout: how the image was turned into the network's inputs that they come from.
+            pieces: where each comes from.
             inside: (B, h, w) bool, the patches that count; None for all.
             top: how many values the highest 1 % are; None to count them.
         """
-        model, xp = self.config.model, module_of(embeddings)
-        how = self.config.image_score_in_force
+        layout, xp = pieces[0][0], module_of(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
         values = self.scorer.weighted(patches)
         if layout.whole:  # the borders of tiles lie amid the image
-            values = with_border_damped(values, layout.size, model.border_damping)
+            values = with_border_damped(values, layout.size, self.config.model.border_damping)
         if inside is not None:
             shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside
+        weighted = replace(patches, scores=values)
+        scores = xp.stack(
+            [
+                self._image_scores(weighted, embeddings, pieces, part, top)
+                for part in self.parts(embeddings, pieces, inside)
+            ],
+            1,
+        )
+        return shown, xp.where(
+            broken.reshape(broken.shape[0], -1).any(1)[:, None], math.nan, scores
+        )
+
+    def parts(
+        self, embeddings: Array, pieces: Sequence[Piece], among: Array | None
+    ) -> list[Array | None]:
+        """Which patches (B, h, w) have a score together: those of no scored zone, and of each."""
+        rest, zones = among, []
+        for zone in self.scored_zones:
+            mask = inside(pieces, embeddings, zone.region)
+            assert mask is not None
+            zones.append(mask if among is None else mask & among)
+            rest = ~mask if rest is None else rest & ~mask
+        return [rest, *zones]
+
+    def _image_scores(
+        self,
+        patches: PatchScores,
+        embeddings: Array,
+        pieces: Sequence[Piece],
+        inside: Array | None,
+        top: int | None,
+    ) -> Array:
+        """Scores (B,) of the patches that count."""
+        model, how = self.config.model, self.config.image_score_in_force
+        values, xp, size = patches.scores, module_of(embeddings), pieces[0][0].size
         if how in METHODS[model.kind].image_scores:
             counted = values if inside is None else xp.where(inside, values, -math.inf)
-            scores = self.scorer.image_scores(embeddings, replace(patches, scores=counted))
-        else:
-            maps = network_map(values, layout.size, model.smoothing, inside)
-            counted = values if inside is None else xp.where(inside, values, math.nan)
-            scores = image_scores(counted, maps, how, top)
-        return shown, xp.where(broken.reshape(broken.shape[0], -1).any(1), math.nan, scores)
+            return self.scorer.image_scores(embeddings, replace(patches, scores=counted))
+        if how == "smallest_defect":
+            sharp = values if inside is None else xp.where(inside, values, 0.0)
+            sharp = without_halo(sharp.clip(_LEAST_SCORE), model.halo_damping)
+            maps = network_map(sharp, size, model.smoothing, inside)
+            least = smallest_area(self.config)
+            return levels_of_areas(maps, [area_on_map(least, piece[0]) for piece in pieces])
+        maps = network_map(values, size, model.smoothing, inside)
+        counted = values if inside is None else xp.where(inside, values, math.nan)
+        return image_scores(counted, maps, how, top)

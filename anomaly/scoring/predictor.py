@@ -155,9 +155,11 @@ class Predictor:
         Args:
             items: loaded images; those refused already pass through.
         """
-        return drop_outside_region(
-            items, self.reference_model.embedder.grid, self.reference_model.region
-        )
+        model = self.reference_model
+        zones = model.judge.zones if len(self.models) == 1 else ()
+        for region in (model.region, *(zone.region for zone in zones)):
+            items = drop_outside_region(items, model.embedder.grid, region)
+        return iter(items)
 
     def predict_batches(
         self, batches: Iterable[list[NetworkInput] | UnusableImage]
@@ -207,10 +209,10 @@ class Predictor:
             for product in dict.fromkeys(name for name, _ in products):
                 places = [place for place, (name, _) in enumerate(products) if name == product]
                 model = self.models[product]
-                scored = model.patches_of(embedded.only(places), batch[0].layout)
-                for place, patches, score in zip(places, *scored, strict=True):
+                scored = model.patches_of(embedded.only(places))
+                for place, patches, scores in zip(places, *scored, strict=True):
                     predictions[place] = model.prediction(
-                        batch[place], embedded.statistics[place], patches, score, products[place]
+                        batch[place], embedded.statistics[place], patches, scores, products[place]
                     )
         return [predictions[place] for place in range(len(batch))]
 
@@ -220,25 +222,18 @@ class Predictor:
         Which product it is shows once all its tiles have been seen, so every model scores them all.
         """
 
-        def scored(tiles: list[NetworkInput]) -> _ScoredTiles:
+        def score(tiles: list[NetworkInput]) -> _ScoredTiles:
             with self.reference_model.embedder.inference_mode():
                 embedded = self.reference_model.embedded(tiles)
-                layout = tiles[0].layout
-                return (
-                    tiles,
-                    embedded.statistics,
-                    {
-                        product: model.patches_of(embedded, layout)
-                        for product, model in self.models.items()
-                    },
-                )
+                scored = {name: model.patches_of(embedded) for name, model in self.models.items()}
+                return tiles, embedded.statistics, scored
 
         rows, columns = (len(pieces) for pieces in item.view.axes)
         tilings = {product: _TiledPatches(rows, columns) for product in self.models}
         whole: ImageStatistics | None = None
         batches = item.tiles(min(self.batch_size, _TILES_AT_ONCE))
         for tiles, statistics, by_product in in_parallel(
-            scored, batches, self.reference_model.device
+            score, batches, self.reference_model.device
         ):
             for tile in statistics:
                 whole = tile if whole is None else whole + tile
@@ -268,11 +263,11 @@ def _without_score(prediction: Prediction) -> UnusableImage:
     )
 
 
-# Tiles, the statistics of each, and by product the patches and image score of each.
+# Tiles, the statistics of each, and by product the patches and scores of each.
 _ScoredTiles: TypeAlias = tuple[
     list[NetworkInput],
     Sequence[ImageStatistics],
-    dict[str, tuple[list[Patches], list[float]]],
+    dict[str, tuple[list[Patches], list[list[float]]]],
 ]
 
 
@@ -284,13 +279,13 @@ class _TiledPatches:
         columns: of tiles.
 
     Attributes:
-        best: the highest image score of a tile; NaN once one of them is.
+        best: the highest scores of a tile; NaN once one of them is.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
         self._times = (rows, columns)
         self._patches: Patches | None = None
-        self.best = -math.inf
+        self.best: list[float] = []
 
     @property
     def patches(self) -> Patches:
@@ -299,10 +294,11 @@ class _TiledPatches:
         return self._patches
 
     def put(
-        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: Sequence[float]
+        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: list[list[float]]
     ) -> None:
         """Fill in some tiles."""
-        self.best = float(np.max([self.best, *scores]))  # NaN stays NaN
+        known = [self.best] if self.best else []
+        self.best = np.max([*known, *scores], axis=0).tolist()  # NaN stays NaN
         for tile, part in zip(tiles, patches, strict=True):
             if self._patches is None:  # all tiles have one grid
                 nearest = None if part.nearest is None else np.tile(part.nearest, self._times)

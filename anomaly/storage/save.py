@@ -18,6 +18,7 @@ from anomaly.imaging.region import DrawnMask, Region
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
+    ARRANGEMENT,
     BACKBONE,
     REFERENCE,
     SCORER,
@@ -75,6 +76,7 @@ def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     for part, name in (
         (detector.training_statistics, STATISTICS),
         (detector.reference, REFERENCE),
+        (detector.arrangement, ARRANGEMENT),
     ):
         if part is not None:
             save_numpy(part.tensors(), draft / name)

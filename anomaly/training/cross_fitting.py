@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.calibration import GoodScores
+from anomaly.calibration.scores import GoodScores, ZoneScores
 from anomaly.datasets.copies import too_few_different
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import Fitter, Fold, PatchBatch, Progress
 from anomaly.scoring.build import fitter_of
-from anomaly.scoring.image_score import image_scores, network_map
+from anomaly.scoring.image_score import Piece, image_scores, network_map
 from anomaly.scoring.pipeline import Model
 from anomaly.training.feature_cache import CachedFeatures
 
@@ -115,7 +115,7 @@ def standing_out(good: GoodScores) -> dict[str, float]:
     return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}
 
 
-Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
+Scoring: TypeAlias = Callable[..., dict[int, tuple[float, ...]]]
 """Called as `scores_of`, with the patches of whole images."""
 
 
@@ -126,10 +126,11 @@ def scores_of(
     *,
     suspects: Suspects | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> dict[int, tuple[float, float]]:
-    """The image score and the highest value of the anomaly map, by image.
+) -> dict[int, tuple[float, ...]]:
+    """The image score, the highest value of the anomaly map, and scores of zones, by image.
 
-    An image in tiles has those of its worst tile.
+    The first two are of the image without the zones that have a rate of their own. An image in
+    tiles has those of its worst tile.
 
     Args:
         detector: scores them.
@@ -138,24 +139,67 @@ def scores_of(
         suspects: sees all the scores.
         progress: called with the images scored so far.
     """
-    pairs: dict[int, tuple[float, float]] = {}
+    every: dict[int, tuple[float, ...]] = {}
     model = detector.config.model
     batches = (batch for batch in batches if not is_turned(batch))
     if fitter_of(detector.config).compact:  # and scores of a batch take longer than its embeddings
         batches = joined(batches, views)
     for batch in batches:
-        layout = views[batch.images[0]]
-        patches, scores = detector.score_patches(batch.embeddings, layout, batch.inside)
+        pieces = patch_pieces(batch, views)
+        patches, scores = detector.score_patches(batch.embeddings, pieces, batch.inside)
         if suspects is not None:
-            suspects.see(batch, patches.scores, scores)
+            suspects.see(batch, patches.scores, scores.amax(1))
         shown = without_halo(patches.scores, model.halo_damping)
-        maps = network_map(shown, layout.size, model.smoothing, batch.inside)
+        rest = detector.parts(batch.embeddings, pieces, batch.inside)[0]
+        maps = network_map(shown, pieces[0][0].size, model.smoothing, rest)
         peaks = image_scores(patches.scores, maps, "map_max")
-        for image, *pair in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
-            score, peak = pairs.get(image, pair)
-            pairs[image] = (max(score, pair[0]), max(peak, pair[1]))
-        progress(len(pairs))
-    return pairs
+        for image, (score, *zones), peak in zip(
+            batch.images, scores.tolist(), peaks.tolist(), strict=True
+        ):
+            new = (score, peak, *zones)
+            every[image] = tuple(map(max, every.get(image, new), new))
+        progress(len(every))
+    return every
+
+
+def patch_pieces(batch: PatchBatch, views: Mapping[int, AnyView]) -> list[Piece]:
+    """Where the images or tiles of a batch come from.
+
+    Args:
+        batch: without turned copies.
+        views: how each image became the network's input, by its number.
+    """
+    height, width = batch.embeddings.shape[1:3]
+    corners = batch.corners or ((0, 0),) * len(batch.images)
+    return [
+        (views[image], (row // height, column // width), 0)
+        for image, (row, column) in zip(batch.images, corners, strict=True)
+    ]
+
+
+def good_scores(
+    detector: Model, names: Sequence[str], scores: Sequence[Sequence[float]], source: str
+) -> GoodScores:
+    """What `scores_of` gives of good images, as what thresholds are found with.
+
+    Args:
+        detector: of the scores.
+        names: of the images.
+        scores: of each.
+        source: how many they are and how they were had.
+    """
+    image, peak, *zones = map(tuple, zip(*scores, strict=True))
+    return GoodScores(
+        tuple(names),
+        image,
+        peak,
+        source,
+        zones=tuple(
+            ZoneScores(zone.name, zone.reject_rate, of_zone)
+            for zone, of_zone in zip(detector.scored_zones, zones, strict=False)
+            if zone.reject_rate is not None
+        ),
+    )
 
 
 def cross_fit(
@@ -202,7 +246,7 @@ def cross_fit(
         indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
     )
     log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
-    pairs: dict[int, tuple[float, float]] = {}
+    pairs: dict[int, tuple[float, ...]] = {}
     grouped = bool(known_groups) or len(distinct) < len(indices)
     held_out = fitter.held_out(detector.scorer, patches, divided, grouped=grouped)
     for images, scorer in held_out:
@@ -217,13 +261,10 @@ def cross_fit(
                 progress=lambda done: progress(len(pairs) + done, len(indices)),
             )
         )
-    return GoodScores(
-        names=tuple(names[i] for i in distinct),
-        image=tuple(pairs[i][0] for i in distinct),
-        peak=tuple(pairs[i][1] for i in distinct),
-        source=f"{len(distinct)} training images, each scored by a model that hasn't seen it",
-        groups=units if groups else None,
-    )
+    source = f"{len(distinct)} training images, each scored by a model that hasn't seen it"
+    of_each = [pairs[i] for i in distinct]
+    good = good_scores(detector, [names[i] for i in distinct], of_each, source)
+    return replace(good, groups=units if groups else None)
 
 
 def is_turned(batch: PatchBatch) -> bool:

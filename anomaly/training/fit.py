@@ -25,12 +25,13 @@ from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import NetworkInput, size_of
+from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.looks import picture_of
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Fitter, Progress, Scorer
+from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
@@ -40,11 +41,13 @@ from anomaly.training.cross_fitting import (
     Suspect,
     Suspects,
     cross_fit,
+    is_turned,
     scores_of,
     split,
     standing_out,
 )
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
+from anomaly.training.measurable import check_measurable, image_sizes
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +139,13 @@ def prepare(
         extractor.strides,
         precision,
     )
-    return TrainingSetup(
+    setup = TrainingSetup(
         config, extractor, normalise, fitter, region, aspect, reference, device, weights_sha256
     )
+    if config.zones or config.rules or config.model.smallest_defect:
+        sizes = image_sizes(samples, decoders)
+        check_measurable(config, sizes, loading.sizing, setup.embedder.grid, region)
+    return setup
 
 
 def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) -> Reference | None:
@@ -165,9 +172,7 @@ def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> fl
     """H/W of most training images, where the model needs one for all."""
     if not config.one_aspect:
         return None
-    headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
-    sizes = [size for size in headers if isinstance(size, tuple)]
-    sizes += [s.image.size for s in samples if s.image is not None]
+    sizes = image_sizes(samples, decoders)
     return median(height / width for height, width in sizes) if sizes else None
 
 
@@ -237,7 +242,7 @@ def fit_detector(
         log.warning("%s", near)
     config = setup.config
     leave_out = config.model.leave_out_suspects
-    if not (calibrate or leave_out):
+    if not (calibrate or leave_out or config.model.arrangement):
         return DetectorFit(detector, images)
 
     def scored(
@@ -269,12 +274,40 @@ def fit_detector(
         rest = features.only(frozenset(images))
         detector = fitted(rest)
         good = replace(scored(rest, images, None), stood_out=len(stand_out))
+    if config.model.arrangement:
+        used = {i: samples[i] for i in images}
+        detector, good = _with_arrangement(detector, features, used, pictures, good)
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
     stages.end("calibration")
     return DetectorFit(detector, images, suspects.worst(), stand_out)
+
+
+def _with_arrangement(
+    detector: Model,
+    features: CachedFeatures,
+    samples: Mapping[int, Sample],
+    pictures: Mapping[int, str],
+    good: GoodScores,
+) -> tuple[Model, GoodScores]:
+    """A model that counts the arrangement in, and its cross-fitted scores."""
+    batches = features.only(frozenset(samples))
+    arrangement = Arrangement.of(
+        ((b.images, b.embeddings, b.inside) for b in batches if not is_turned(b)),
+        detector.config.seed,
+    )
+    units = {i: sample.group or pictures[i] for i, sample in samples.items()}
+    if len(set(units.values())) < 2:
+        units = {i: pictures[i] for i in samples}
+    place = {i: at for at, i in enumerate(sorted(samples))}
+    folds = split(sorted(samples), units, detector.config.calibration.folds)
+    of_name = {samples[i].name: at for i, at in place.items()}
+    arrangement, scores = arrangement.joined(
+        good.image, [of_name[n] for n in good.names], [[place[i] for i in fold] for fold in folds]
+    )
+    return replace(detector, arrangement=arrangement), replace(good, image=scores)
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:
@@ -433,7 +466,8 @@ def train(
     for name, times in Counter(sample.name for sample in samples).items():
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
-    if calibrate or config.model.leave_out_suspects:  # said before anything is computed
+    wanted = config.model.leave_out_suspects or config.model.arrangement
+    if calibrate or wanted:  # said before anything is computed
         split(range(len(samples)), {}, config.calibration.folds)
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}

@@ -49,6 +49,8 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
     for detector, name in zip(detectors, names, strict=True):
         if isinstance(detector.extractor, ExportedNetwork):
             raise ModelError(f"{name} is exported; merge the models that were exported, and export")
+        if detector.arrangement is not None:
+            raise ModelError(f"{name} has model.arrangement, which can't be merged; train again")
         _check_same(first, detector, f"{names[0]} and {name}")
     numbers, training = _numbered([detector.manifest for detector in detectors])
     scorer = fitter_of(first.config).merged([d.scorer for d in detectors], numbers)
@@ -167,7 +169,10 @@ def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds 
 
 def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
     """Scores whose images' hashes are known, those left out included, as far as they can be."""
-    rows = [(*row[:3], row[3] or images.get(row[0], "")) for row in good.rows()]
+    rows = [
+        (name, image, peak, sha256 or images.get(name, ""), zones)
+        for name, image, peak, sha256, zones in good.rows()
+    ]
     out = (o._replace(sha256=o.sha256 or images.get(o.name, "")) for o in good.left_out)
     return replace(good.with_rows(rows), left_out=tuple(out))
 

@@ -22,7 +22,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import cross_fit, scores_of
+from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import StageProgress
 
@@ -83,6 +83,10 @@ def learn(
     """
     if isinstance(detector.extractor, ExportedNetwork):
         raise ModelError("an exported model can't learn; update the one it was exported from")
+    if detector.arrangement is not None:
+        raise ModelError(
+            "a model with model.arrangement can't learn more; train again with all good images"
+        )
     if detector.thresholds is None:
         raise DataError(
             "the model has no thresholds, so nothing says which images are suspects; find some "
@@ -183,8 +187,7 @@ def _trial(
         )
     else:  # without it, the detector knows what it knew before
         scored = scores_of(detector, patches.only(learned_names), patches.views)
-        image, peak = zip(*scored.values(), strict=True)
-        good = GoodScores(tuple(learned_names.values()), image, peak, "")
+        good = good_scores(new, list(learned_names.values()), list(scored.values()), "")
     hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
     return _Trial(new, replace(good, hashes=hashes), numbers)
 

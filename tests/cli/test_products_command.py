@@ -39,7 +39,7 @@ def test_every_row_says_which_product_it_was_scored_as(
     assert code == 3, err
     assert "  disc: 6 images: " in out
     rows = rows_of(tmp_path / "out")
-    assert list(rows[0])[-1] == "product"
+    assert list(rows[0])[-2:] == ["product", "misarranged"]
     (unscored,) = [row for row in rows if not row["product"]]
     assert unscored["status"] == "unsupported"
     assert unscored["threshold"] == ""
@@ -78,7 +78,10 @@ def test_a_run_over_products_goes_on_where_it_was_broken_off(
     assert infer(command, product_runs, tmp_path / "whole", *more)[0] == 0
     done = json.loads((tmp_path / "whole" / "results.done.json").read_text())
     lines = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
-    batch = [{"index": i, "row": json.loads(line), "regions": []} for i, line in enumerate(lines)]
+    batch = [
+        {"index": i, "row": json.loads(line), "regions": [], "scene": []}
+        for i, line in enumerate(lines)
+    ]
     journal = [json.dumps({"about": done["about"]}), json.dumps({"images": batch[:8]})]
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     (tmp_path / "half" / "results.done.json").unlink()

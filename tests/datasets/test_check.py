@@ -196,7 +196,7 @@ def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
     code, out, _ = command("check", [*arguments, f"image.ignore={{png: {mask}}}"])
     assert code == 3
     assert out.count("region:") == 2
-    assert "small.png doesn't fit where to look: its 60×60 pixels have another shape" in out
+    assert "small.png doesn't fit the region to look at: its 60×60 pixels have another shape" in out
     assert "13 good, 0 defective; 12 of these 13 can be used" in out
     cv2.imwrite(str(mask), np.eye(100, dtype=np.uint8))
     code, out, _ = command("check", [*arguments, f"image.region={{png: {mask}}}"])

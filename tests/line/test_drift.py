@@ -15,11 +15,12 @@ import pytest
 from conftest import Command
 
 import anomaly
+from anomaly.calibration.cusum import HORIZON, Level, gains, limit_of
 from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.calibration.scores import GoodScores
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
-from anomaly.line.drift import HORIZON, Drift, Level, _gains, _limit, levels_of, read_scores
+from anomaly.line.drift import Drift, levels_of, read_scores
 from anomaly.line.record import Answer, Record
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.storage.folder import model_id
@@ -43,7 +44,7 @@ def stream(rng: np.random.Generator, change: float, defects: float = 0.0) -> lis
 def test_a_limit_is_reached_as_seldom_as_it_says(promised: float) -> None:
     """The chain that is computed, against streams that are drawn."""
     chance, repeats = 0.05, 4000
-    limit, (down, up) = _limit(promised, chance), _gains(promised)
+    limit, (down, up) = limit_of(promised, chance), gains(promised)
     above = np.random.default_rng(0).random((HORIZON, repeats)) < promised
     sums, highest = np.zeros(repeats), np.zeros(repeats)
     for part in above:
@@ -58,7 +59,7 @@ def test_a_limit_is_reached_as_seldom_as_it_says(promised: float) -> None:
 def test_the_sum_is_that_of_the_definition() -> None:
     level = Level("reject", 2.0, 0.1, limit=2.5)
     down, up = math.log((1 - 2 / 11) / 0.9), math.log((2 / 11) / 0.1)
-    assert _gains(0.1) == pytest.approx((down, up))
+    assert gains(0.1) == pytest.approx((down, up))
     drift = Drift([level], keep=True).add_all([1.0, 3.0, 1.0, 3.0, *[3.0] * 4])
     sums = [0.0, up, up + down, 2 * up + down]
     sums += [sums[-1] + up * i for i in range(1, 5)]

@@ -144,7 +144,7 @@ def test_it_fits_a_tablet_and_both_schemes(served: Served, page: Browser, produc
 
 
 def test_it_says_what_readiness_says(served: Served, page: Browser) -> None:
-    told = "{ready: false, reason: 'disc has failed', record: 'it was removed', models: {}}"
+    told = "{ready: false, reason: 'disc has failed', record: 'it was removed', scene: {}}"
     answer = f"Promise.resolve(new Response(JSON.stringify({told}), {{status: 503}}))"
     page.evaluate(
         "(() => { const real = window.fetch; window.fetch = (url, more) => "

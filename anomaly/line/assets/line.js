@@ -75,6 +75,7 @@ async function alarms() {
   const [drift, { models }] = await Promise.all([json("/v1/drift"), json("/v1/models")]);
   const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
   const said = [health.reason, health.record].filter(Boolean);
+  said.push(...Object.entries(health.scene).map(([name, what]) => `SCENE CHANGED, not the parts (${name}): ${what}. All parts are for review. Look at lamp, exposure, lens, camera and product`));
   if (drifted.length) said.push(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
   said.push(...Object.entries(drift).filter(([, { flagged }]) => flagged).map(([name, { flagged }]) => `${name}: ${flagged}`));
   said.push(...models.filter((model) => model.reason).map((model) => model.refused
@@ -117,6 +118,7 @@ function description(part) {
     const times = part.threshold ? ` = ${(part.image_score / part.threshold).toFixed(2)} × reject` : "";
     said.push(`score ${digits(part.image_score)}${times}`);
   }
+  if (part.decided_by) said.push(`decided by ${part.decided_by}`);
   return said.filter(Boolean).join(" · ");
 }
 

@@ -27,7 +27,12 @@ function countScores(limits) {
     return low;
   };
   const good = upTo(limits.review), passed = upTo(limits.reject);
-  return { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
+  const counts = { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
+  for (const [score, verdict] of data.by_rule || []) {
+    counts[verdictOf({ score }, limits)] -= 1;
+    counts[verdict] += 1;
+  }
+  return counts;
 }
 
 function outcomeOf(image, verdict) {

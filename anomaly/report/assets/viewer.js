@@ -31,6 +31,7 @@ function view(index) {
     : [figure(image, image.photo ? "heatmap" : "")]));
   const facts = [
     ["verdict", `${MARKS[tiles[index].verdictNow]} ${tiles[index].verdictNow}`],
+    ["decided by", visible(image.decided || "")],
     ["score", scale.text(image.score)],
     ["truth", visible(image.type)],
     [data.labelled ? "size" : "heatmap", image.source ? image.source.join(" × ") : ""],
@@ -39,7 +40,7 @@ function view(index) {
   ];
   byId("viewer-facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, element("bdi", {}, value)))));
-  byId("viewer-odd").textContent = image.odd ? `For a person to look at, whatever the score: ${visible(image.odd)}` : "";
+  byId("viewer-odd").textContent = image.odd ? `For a person to look at, whatever the score: ${visible(image.odd)}` : visible(image.misarranged || "");
   byId("viewer-file").hidden = !image.link;
   if (image.link) byId("viewer-file").href = image.link;
   byId("previous").disabled = at <= 0;

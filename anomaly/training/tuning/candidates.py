@@ -81,8 +81,10 @@ def image_scores(config: Config) -> list[Change]:
     """Other image scores of the same patch scores: they cost nothing more to try."""
     now = (config.image_score_in_force, config.model.border_damping)
     keys = ("model.image_score", "model.border_damping")
+    # Beside a smallest defect, no other image score has an effect.
+    kinds = _IMAGE_SCORES if config.model.smallest_defect is None else {now[0]: ""}
     found = []
-    for pair in product(_IMAGE_SCORES.items(), _BORDERS.items()):
+    for pair in product(kinds.items(), _BORDERS.items()):
         new = [(key, *x) for key, x, old in zip(keys, pair, now, strict=True) if x[0] != old]
         if new:
             values = {key: value for key, value, _ in new}

@@ -22,7 +22,7 @@ from anomaly.imaging.geometry import AnyView
 from anomaly.methods.base import PatchBatch
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import Suspects, is_turned
+from anomaly.training.cross_fitting import Suspects, is_turned, patch_pieces
 from anomaly.training.feature_cache import FeatureCache
 from anomaly.training.fit import (
     StageProgress,
@@ -219,7 +219,7 @@ class Recorder:
         *,
         suspects: Suspects | None = None,
         progress: Callable[[int], None] = lambda done: None,
-    ) -> dict[int, tuple[float, float]]:
+    ) -> dict[int, tuple[float, ...]]:
         """Score some of the patches by each of the settings."""
         scores = scores_by(detector, self._configs, batches, views, progress)
         for all_of_it, more in zip(self.scores, scores, strict=True):
@@ -248,11 +248,11 @@ def scores_by(
     for batch in batches:
         if is_turned(batch):
             continue
-        layout = views[batch.images[0]]
+        pieces = patch_pieces(batch, views)
         patches = detector.scorer.score(batch.embeddings)
         for known, one in zip(found, detectors, strict=True):
-            _, scores = one.image_scores_of(patches, batch.embeddings, layout, batch.inside)
-            for image, score in zip(batch.images, scores.tolist(), strict=True):
+            _, scores = one.image_scores_of(patches, batch.embeddings, pieces, batch.inside)
+            for image, score in zip(batch.images, scores.amax(1).tolist(), strict=True):
                 known[image] = max(known.get(image, score), score)
         progress(len(found[0]))
     return found

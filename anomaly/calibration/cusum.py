@@ -1,0 +1,122 @@
+"""Cumulative sums that notice when more parts than promised lie above a level (binomial CUSUM).
+
+Page 1954; Reynolds & Stoumbos 1999, "A CUSUM chart for monitoring a proportion when inspecting
+continuously". Each part is a coin's throw and the sum's way a Markov chain, whose chance to reach a
+limit is computed whatever the values' distribution. A smaller share only makes it smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+HORIZON = 2000  # parts that the false-alarm rate is stated for
+_CELLS = 300  # of the Markov chain, at least
+_LEAST_JUMP = 10  # cells that a part above the level adds
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value that only so many parts should lie above.
+
+    Attributes:
+        name: of the level, for people.
+        value: a score, or another figure of a part.
+        promised: the share of parts above it that nobody need be surprised at.
+        limit: the cumulative sum that raises the alarm.
+        after: the share of parts above it once they have changed, which the sum is tuned to; None
+            for twice the odds.
+    """
+
+    name: str
+    value: float
+    promised: float
+    limit: float
+    after: float | None = None
+
+    def gain(self, above: bool) -> float:
+        """What a part adds to the sum: the logarithm of its likelihood ratio."""
+        return gains(self.promised, self.after)[above]
+
+
+def gains(promised: float, after: float | None = None) -> tuple[float, float]:
+    """What a part below the level and one above it add, see `Level`."""
+    if after is None:
+        after = 2 * promised / (1 + promised)
+    return math.log((1 - after) / (1 - promised)), math.log(after / promised)
+
+
+@lru_cache(maxsize=64)
+def limit_of(promised: float, chance: float, after: float | None = None) -> float:
+    """The sum that `HORIZON` parts of the promised share reach with so small a chance, at most."""
+    down, up = gains(promised, after)
+    # The sum that starts anew at each part is a martingale, and there are as many as parts (Ville).
+    highest = math.log(HORIZON / chance)
+    # A cell of the chain is a fraction of `down`, one by which `up` is little more than a number of
+    # cells: that is rounded up, so that the stated chance is never too small.
+    least = math.ceil(max(-down * _CELLS / highest, -down * _LEAST_JUMP / up))
+    steps = min(range(least, 2 * least), key=lambda n: math.ceil(up * n / -down) / n)
+    cell = -down / steps
+    jump = math.ceil(up / cell)
+    low, high = 0, math.ceil(highest / cell)  # reached too often, and seldom enough
+    while high - low > max(1, high // 50):
+        middle = (low + high) // 2
+        if _reached(promised, middle, steps, jump) <= chance:
+            high = middle
+        else:
+            low = middle
+    return high * cell
+
+
+def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
+    """The chance that the chain reaches a cell within `HORIZON` parts."""
+    chances = np.zeros(cells)
+    chances[0] = 1.0
+    for _ in range(HORIZON):
+        after = np.zeros(cells)
+        after[0] = (1 - promised) * chances[: steps + 1].sum()
+        after[1 : cells - steps] = (1 - promised) * chances[steps + 1 :]
+        after[jump:] += promised * chances[: max(cells - jump, 0)]
+        chances = after
+    return float(1 - chances.sum())
+
+
+@dataclass
+class Watched:
+    """One level and what has come.
+
+    Attributes:
+        level: the level.
+        sum: the cumulative sum now.
+        above: parts above it so far.
+        alarm: the part that has raised the alarm, counted from 0; None while none has.
+        since: the part from which on there were more than promised, as the sum tells.
+        sums: the sum after each part; None where they aren't kept.
+        ends: whether the alarm ends by itself, once as many parts lie below as have raised it.
+    """
+
+    level: Level
+    sum: float = 0.0
+    above: int = 0
+    alarm: int | None = None
+    since: int = 0
+    sums: list[float] | None = None
+    ends: bool = False
+
+    def add(self, value: float, number: int) -> None:
+        """Take one more part."""
+        above = bool(value > self.level.value)
+        self.above += above
+        if self.sum == 0.0 and self.alarm is None:
+            self.since = number
+        self.sum = max(0.0, self.sum + self.level.gain(above))
+        if self.sums is not None:
+            self.sums.append(self.sum)
+        if self.alarm is None and self.sum >= self.level.limit:
+            self.alarm = number
+        if self.ends:
+            self.sum = min(self.sum, self.level.limit)
+            self.alarm = self.alarm if self.sum else None

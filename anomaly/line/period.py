@@ -1,0 +1,118 @@
+"""Stretches of time in this machine's time zone, and what a record holds of one."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from importlib.resources import files
+from pathlib import Path
+
+from anomaly.errors import AnomalyError, DataError
+from anomaly.files.writing import like
+from anomaly.line.record import in_utc, open_to_read
+
+# What parts may say of themselves, in a column of the record or in their rows.
+_OPTIONAL = ("decided_by", "reason", "review_threshold", "threshold")
+_NO_TRIGGERS = "(SELECT '' AS time, '' AS state)"  # in a record without a station
+_HOURLY = timedelta(days=2)  # up to which a period is counted by the hour, else by the day
+
+
+@dataclass(frozen=True)
+class Period:
+    """A stretch of time, in local time.
+
+    Attributes:
+        begin: its first moment.
+        end: the first moment behind it.
+    """
+
+    begin: datetime
+    end: datetime
+
+    @classmethod
+    def of(cls, begin: str, end: str | None) -> Period:
+        """The period between two dates or times in ISO 8601; the last date belongs to it.
+
+        Raises:
+            AnomalyError: one of them is no time, or nothing lies between them.
+        """
+        start = _moment(begin, "--from")
+        last = datetime.now() if end is None else _moment(end, "--to", timedelta(days=1))
+        if start >= last:
+            raise AnomalyError(f"--from {begin} lies behind --to {end or 'now'}; give a later --to")
+        return cls(start, last)
+
+    @property
+    def before(self) -> Period:
+        """The period of the same length before it: of whole months, as many months."""
+        begin, end = self.begin, self.end
+        if any((at.day, at.time()) != (1, time()) for at in (begin, end)):
+            return Period(begin - (end - begin), begin)
+        months = 12 * (end.year - begin.year) + end.month - begin.month
+        year, month = divmod(12 * begin.year + begin.month - 1 - months, 12)
+        return Period(datetime(year, month + 1, 1), begin)
+
+    @property
+    def zone(self) -> str:
+        """The local time zone: `CET (UTC+01:00)`."""
+        moments = self.begin.astimezone(), self.end.astimezone()
+        names = [f"{at.tzname()} (UTC{at.isoformat()[-6:]})" for at in moments]
+        return " to ".join(dict.fromkeys(names))
+
+    def __str__(self) -> str:
+        begin, end = self.begin, self.end
+        if begin.time() == end.time() == time():
+            last = end - timedelta(days=1)
+            return f"{begin:%Y-%m-%d}" + (f" to {last:%Y-%m-%d}" if last > begin else "")
+        last_day = "" if begin.date() == end.date() else f"{end:%Y-%m-%d} "
+        return f"{begin:%Y-%m-%d %H:%M} to {last_day}{end:%H:%M}"
+
+
+def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetime:
+    """A local time; of a date its midnight, and `through` later."""
+    try:
+        moment = datetime.fromisoformat(text)
+        if not 2000 <= moment.year < 3000:
+            raise ValueError(text)
+        with suppress(ValueError):
+            return datetime.combine(date.fromisoformat(text), time()) + through
+        return (moment.astimezone() if moment.tzinfo else moment).replace(tzinfo=None)
+    except ValueError:
+        raise AnomalyError(
+            f"{option} {text} is no date or time; write 2026-11-27, or '2026-11-27 06:00'"
+        ) from None
+
+
+@contextmanager
+def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
+    """A connection to a record that has the tables and views of assets/report.sql.
+
+    The last word on an image counts, whenever it was said.
+
+    Args:
+        record: of `serve`, which may be in use.
+        period: the period; the one before is there, too.
+
+    Raises:
+        DataError: there is no such file, it isn't a record, or holds no part of the period.
+    """
+    if not record.is_file():
+        raise DataError(f"there is no record {record}{like(record)}")
+    limits = (("earliest", period.before.begin), ("begin", period.begin), ("end", period.end))
+    values = {name: in_utc(at.astimezone().isoformat()) for name, at in limits}
+    values["bucket"] = "%Y-%m-%d %H:00" if period.end - period.begin <= _HOURLY else "%Y-%m-%d"
+    script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
+    with open_to_read(record) as db:
+        columns = {row[1] for row in db.execute("PRAGMA table_info (parts)")}
+        values |= {n: n if n in columns else f"json_extract (line, '$.{n}')" for n in _OPTIONAL}
+        tables = {row[0] for row in db.execute("SELECT name FROM sqlite_schema")}
+        values["triggers"] = "main.triggers" if "triggers" in tables else _NO_TRIGGERS
+        db.executescript(script.format_map(values))
+        if not db.execute("SELECT EXISTS (SELECT 1 FROM seen WHERE age = 0)").fetchone()[0]:
+            first, last = db.execute("SELECT MIN (time), MAX (time) FROM parts").fetchone()
+            held = f"its parts are from {first[:16]} to {last[:16]} UTC" if first else "it is empty"
+            raise DataError(f"{record} holds no part of {period}, {period.zone}; {held}")
+        yield db

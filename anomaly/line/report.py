@@ -1,0 +1,321 @@
+"""`anomaly report`: what a line has done in a shift, a day or a month, as a page and CSV files."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from html import escape
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from anomaly.calibration import Thresholds
+from anomaly.calibration.production import compare_flagged
+from anomaly.calibration.rates import Rate, percent, rate_of
+from anomaly.cli.common_options import add_output
+from anomaly.errors import AnomalyError, ModelError, visible
+from anomaly.files.outputs import locked
+from anomaly.files.tables import csv_text
+from anomaly.files.writing import claim, from_json, write
+from anomaly.line.drift import Drift, levels_of
+from anomaly.line.period import Period, parts_of
+from anomaly.line.registry import versions
+from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
+from anomaly.storage.folder import find_models, model_id
+from anomaly.storage.thresholds import read_history, read_thresholds, thresholds_alone_differ
+
+PAGE = "report.html"
+_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times")
+_FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
+_PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
+_WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
+_PROMISED = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
+_PROMISES = (
+    "At most: of good parts like those behind the thresholds, with 95 % confidence. Good parts "
+    "rejected are those that people have called good; there may be more."
+)
+_UNJUDGED = "Nobody has judged a verdict good or reject: false rejects and escapes aren't known."
+_VERSIONS = "False rejects, escapes and agreement (95 % confidence): as far as people have judged."
+_Cell: TypeAlias = str | int | float | Rate | None
+_Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
+# Of a version: its thresholds, the ids of all that score as it does, and the share of known defects
+# that the thresholds call good, if that was measured.
+_Promise: TypeAlias = tuple[Thresholds, frozenset[str], float | None]
+
+
+def _promises(models: Iterable[Path]) -> dict[str, _Promise]:
+    """What all versions of some models have promised, those out of use included, by id."""
+    known: dict[str, _Promise] = {}
+    for folder in (version for model in models for version in versions(model)):
+        with suppress(ModelError, OSError):  # deploy may be moving it
+            if thresholds := read_thresholds(folder):
+                missed, own = None, model_id(folder)
+                with suppress(ValueError, TypeError, KeyError, IndexError):
+                    last = from_json(read_history(folder).splitlines()[-1])
+                    missed = 1 - float(last["defects_found"]["caught"]["expected"])
+                known[own] = thresholds, thresholds_alone_differ(folder) | {own}, missed
+    return known
+
+
+def report(
+    record: Path, period: Period, models: Iterable[Path], prices: Mapping[str, str]
+) -> dict[str, str]:
+    """The files of a report by name, the page first.
+
+    Args:
+        record: of `serve`, which may be in use.
+        period: what it is about.
+        models: folders of the models that were served.
+        prices: of what `_PRICES` names, as numbers, and the `currency`.
+
+    Raises:
+        DataError: there is no record, or no part in the period.
+    """
+    known = _promises(models)
+    with parts_of(record, period) as db:
+        tables = dict(zip(_NAMES, _tables(db, known, prices), strict=True))
+        drifts = dict(_drifts(db, known))
+        pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
+    about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
+    page = _page(about, period, tables, drifts, pictures)
+    plain = {  # of a rate its estimate
+        name: [[c.expected if isinstance(c, Rate) else c for c in row] for row in rows]
+        for name, (_, rows) in tables.items()
+    }
+    files = {f"{name}.csv": csv_text([tables[name][0], *rows]) for name, rows in plain.items()}
+    return {PAGE: page} | files
+
+
+def _tables(
+    db: sqlite3.Connection, known: Mapping[str, _Promise], prices: Mapping[str, str]
+) -> Iterator[_Table]:
+    yield (yields := _select(db, "yields"))
+    yield _select(db, "judgements")
+    yield (
+        _PROMISED,
+        [row for parts in db.execute("SELECT * FROM promised") for row in _promised(known, *parts)],
+    )
+    titles, rows = _select(db, "versions")
+    yield [*titles[:-2], "agreement"], [[*row[:-2], _agreement(*row[-2:])] for row in rows]
+    yield _select(db, "kinds")
+    yield ("what", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
+    yield _select(db, "times")
+
+
+def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:
+    rows = db.execute(f"SELECT * FROM {view}")
+    return [column[0] for column in rows.description], rows.fetchall()
+
+
+def _agreement(right: int, judged: int) -> Rate | None:
+    return rate_of(right, judged, right / judged) if judged else None
+
+
+def _promised(
+    known: Mapping[str, _Promise], model: str, version: str, *counts: int
+) -> Iterator[list[_Cell]]:
+    parts, flagged, rejected, defects, escapes = counts
+    name = f"{model} {version}"
+    if (promise := known.get(version)) is None:
+        yield [name, "not known: the model isn't in the folder", parts, None, None, None, None]
+        return
+    both, missed = promise[0].calibration, promise[2]
+    for what, count, threshold in (
+        ("parts flagged", flagged, both.review),
+        ("good parts rejected", rejected, both.reject),
+    ):
+        rate = threshold.false_rejects
+        compared = compare_flagged(count, parts, rate)
+        if threshold is both.reject and compared == "fewer":  # not all of them are known
+            compared = "as promised"
+        yield [name, what, parts, rate.expected, rate.at_most, count / parts, compared]
+    if defects:
+        yield [name, "defects called good", defects, missed, None, escapes / defects, None]
+
+
+def _cost(yields: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterator[list[_Cell]]:
+    counts, currency = {row[0]: (row[1], row[3]) for row in yields}, prices.get("currency", "")
+    sums = [0.0, 0.0]
+    for name in (name for name in _PRICES if name in prices):
+        price, both = float(prices[name]), counts[_PRICES[name]]
+        sums = [total + price * count for total, count in zip(sums, both, strict=True)]
+        amounts = (price, *(price * count for count in both))
+        yield [_PRICES[name], both[0], *(f"{amount:,.2f} {currency}".strip() for amount in amounts)]
+    if prices:
+        yield ["together", None, None, *(f"{amount:,.2f} {currency}".strip() for amount in sums)]
+
+
+def _drifts(db: sqlite3.Connection, known: Mapping[str, _Promise]) -> Iterator[tuple[str, Drift]]:
+    for own, (thresholds, ids, _) in known.items():
+        query = f"SELECT score FROM scores WHERE model_id IN ({', '.join('?' * len(ids))})"
+        drift = Drift(levels_of(thresholds)).add_all(
+            score for (score,) in db.execute(query, (*ids,))
+        )
+        if drift.parts:
+            yield own, drift
+
+
+def _page(
+    about: str,
+    period: Period,
+    tables: Mapping[str, _Table],
+    drifts: Mapping[str, Drift],
+    pictures: Sequence[str],
+) -> str:
+    lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
+    content = {
+        "Yield": _html(*tables["yield"]) + _chart(tables["times"][1]),
+        "What people say": _html(*tables["judgements"]),
+        "What the models promised": _html(*tables["promises"], note=_PROMISES),
+        "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
+        "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
+        "Kinds of defect, rules and zones": _html(*tables["kinds"]),
+        "Cost": _html(*tables["cost"]),
+        "Pictures that matter": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
+    }
+    sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
+    answer = _answer(tables, period.before, any(drift.alarm for drift in drifts.values()))
+    title = f"Report of {period}"
+    return table_page(title, title, about, answer + "".join(sections), "explained")
+
+
+def _answer(tables: Mapping[str, _Table], before: Period, drifted: bool) -> str:
+    """What a person in a hurry reads."""
+    figures: dict[Any, Any] = {what: values for what, *values in tables["yield"][1]}
+    (parts, _, earlier, *_), (_, share, _, was, _) = figures.pop("all parts"), figures.pop("good")
+    rates = [row[-1] for row in tables["versions"][1] if isinstance(row[-1], Rate)]
+    right, judged = sum(rate.count for rate in rates), sum(rate.images for rate in rates)
+    promised = tables["promises"][1]
+    more = [f"more {row[1]} than promised: {row[0]}" for row in promised if row[-1] == "more"]
+    lines = [
+        " · ".join(f"{what} {values[0]:,}" for what, values in figures.items() if values[0]),
+        f"before ({before}): "
+        + (f"{100 * was:.2f} % of {earlier:,}" if earlier else "no part on record"),
+        f"People agree with {right} of {judged} verdicts that they have judged."
+        if judged
+        else _UNJUDGED,
+        *more,
+        "The scores have drifted: look at lamp, lens and product." if drifted else "",
+        *(f"Cost, as far as it is known: {row[3]}" for row in tables["cost"][1][-1:]),
+    ]
+    tone = "reject" if more or drifted or figures["escapes"][0] else "good"
+    said = "".join(f"<p>{escape(str(line))}</p>" for line in lines if line)
+    heading = f"{100 * share:.2f} % of {parts:,} parts are called good"
+    return f'<section class="answer {tone}"><h2>{heading}</h2>{said}</section>'
+
+
+def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = "") -> str:
+    """A table for people; nothing without rows."""
+    lines = [row_html(_shown(row[0]), map(_shown, row[1:])) for row in rows]
+    table = table_html(map(escape, titles), lines) + f'<p class="soft">{note}</p>'
+    return table * bool(lines)
+
+
+def _shown(cell: _Cell) -> str:
+    match cell:
+        case Rate():
+            return f"{percent(cell.expected)}<small>{cell.interval}</small>"
+        case float():
+            return f"{100 * cell:.2f} %"
+        case int():
+            return f"{cell:,}"
+    return f"<bdi>{escape(cell)}</bdi>" if cell else "–"
+
+
+def _chart(rows: Sequence[Sequence[Any]]) -> str:
+    """Parts for review and rejected, over time."""
+    most, step = max(review + reject for *_, review, reject in rows) or 1, 960 / len(rows)
+    top = f"{most} parts flagged: rejected (red) and for review"
+    drawn = [f'<text y="14" fill="currentColor">{top}</text>']
+    for i, (time, parts, _, review, reject) in enumerate(rows):
+        y = 180.0
+        for kind, count in (("reject", reject), ("review", review)):
+            y -= (height := 155 * count / most)
+            drawn.append(
+                f'<rect x="{i * step:.1f}" y="{y:.1f}" width="{0.85 * step:.1f}" '
+                f'height="{height:.1f}" fill="var(--{kind})"><title>{time}: {count} of {parts} '
+                f"{kind}</title></rect>"
+            )
+        if i % math.ceil(len(rows) / 8) == 0:
+            drawn.append(f'<text x="{i * step:.1f}" y="198" fill="currentColor">{time[-5:]}</text>')
+    return f'<svg viewBox="0 0 960 204" font-size="13" role="img">{"".join(drawn)}</svg>'
+
+
+def _picture(
+    why: int, number: int, judged: str, model: str, time: str, line: str, heatmap: bytes
+) -> str:
+    row = from_json(line)
+    said = f"; people say {judged}" if judged else ""
+    caption = (
+        f"<b>{_WHY[why]}</b><br>{escape(model)}, part {number}, {escape(visible(row['path']))}"
+        f"<br>{time}: {row['verdict']}{said}<br>score {row['image_score']:.4g}, review above "
+        f"{row['review_threshold']:.4g}, reject above {row['threshold']:.4g}"
+    )
+    data = base64.b64encode(heatmap or b"").decode()
+    picture = f'<img class="picture" alt="no picture" src="data:image/jpeg;base64,{data}">'
+    return f'<div class="card changed">{figure_html(picture, caption)}</div>'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
+    )
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        required=True,
+        metavar="TIME",
+        help="a date or a time, in the time zone of this machine",
+    )
+    parser.add_argument(
+        "--to",
+        dest="end",
+        metavar="TIME",
+        help="likewise; a date's whole day belongs to it (default: now)",
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder that serve was given, for what the models promised (the record's folder)",
+    )
+    parser.add_argument(
+        "--prices",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=PRICE",
+        help=f"what each costs: {', '.join(_PRICES)}; and currency=NAME, only shown",
+    )
+    add_output(parser, "a folder for report.html and tables as CSV files", "an earlier report")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write a report."""
+    period, prices = Period.of(options.begin, options.end), _prices(options.prices)
+    folders: Iterable[Path] = ()
+    with nullcontext() if options.models else suppress(ModelError):
+        folders = find_models(options.models or options.record.parent).values()
+    files = report(options.record, period, folders, prices)
+    with locked(options.output):
+        claim(options.output, _FILES, overwrite=options.overwrite)
+        for name, text in files.items():
+            write(options.output / name, text)
+    print(f"Look at {options.output / PAGE}")
+    return 0
+
+
+def _prices(words: Sequence[str]) -> dict[str, str]:
+    prices = dict(word.partition("=")[::2] for word in words)
+    for name, price in prices.items():
+        with suppress(ValueError):
+            if name == "currency" or (name in _PRICES and 0 <= float(price) < math.inf):
+                continue
+        raise AnomalyError(
+            f"--prices {name}={price} can't be; write false-reject=4 escape=250 currency=EUR, say"
+        )
+    return prices
