@@ -127,7 +127,7 @@ class Prediction:
         scores = self.source_map.held()
         mask = predicted_mask(scores, self._limits().pixel)
         regions = self.placed(marked_regions(mask, scores))
-        decided, rule = self.judge.verdict(by_score, regions)
+        decided, rule = self.judge.verdict(by_score, regions, beyond=bool(self.misarranged))
         return decided, f"rule {rule}" if rule else zone
 
     def placed(self, regions: Sequence[MarkedRegion]) -> tuple[MarkedRegion, ...]:

@@ -96,18 +96,23 @@ class Judge:
                     decided[i] = replace(decided[i], rule=rule.name)
         return tuple(decided)
 
-    def verdict(self, by_score: str, regions: Sequence[MarkedRegion]) -> tuple[str, str]:
+    def verdict(
+        self, by_score: str, regions: Sequence[MarkedRegion], *, beyond: bool = False
+    ) -> tuple[str, str]:
         """The worst verdict of an image's regions.
 
         Args:
             by_score: the image's verdict by its score, which regions have that no rule decides.
             regions: as `placed` gave them.
+            beyond: whether the score is of more than regions, so that its verdict stands at least.
 
         Returns:
             The verdict, and the rule that decided; empty where the score did.
         """
         verdicts = {rule.name: rule.verdict for rule in self.rules}
-        present = {r.rule for r in regions} or {""}
+        present = {r.rule for r in regions}
+        if beyond or not regions:
+            present.add("")
         worst = max((verdicts.get(name, by_score) for name in present), key=_SEVERITY.index)
         if "" in present and worst == by_score:
             return by_score, ""

@@ -153,6 +153,9 @@ def test_of_each_region_the_first_rule_that_fits_decides() -> None:
     placed = strict.placed([_region(5), *pair], view)
     assert strict.verdict("reject", placed) == ("reject", "")  # the score's, of the first region
     assert [r.zone for r in placed] == ["left"] * 3
+    excused = judge.placed([_region(5)], view)  # but something is missing elsewhere
+    assert judge.verdict("review", excused, beyond=True) == ("review", "")
+    assert judge.verdict("review", judge.placed([_region(5, 30)], view), beyond=True)[1] == "long"
 
 
 def test_a_zone_follows_the_part() -> None:
