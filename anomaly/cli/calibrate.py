@@ -168,7 +168,9 @@ def _run(options: argparse.Namespace) -> int:
         criteria["data_root"] = str(options.data_root)
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(criteria, before, new, images, recall)
-    model_id = replace_thresholds(options.model, new, record)
+    good_images = scored.get("good", scored.get("production"))
+    pictures = good_images.pictures() if good_images else None
+    model_id = replace_thresholds(options.model, new, record, pictures)
     history = find_model(options.model) / HISTORY
     print(f"model {model.model_id} is now {model_id}; the change is in {history}")
     return exit_code

@@ -76,7 +76,7 @@ def infer(
             no more than a few seconds.
         progress: called with images done in this run, and how many there are to do.
         thumbnails: gets small heatmaps of the images that matter most.
-        scored: called with each prediction.
+        scored: called with each prediction, which knows nothing of the scene.
         scene: watches the images, whose order is that of the parts; None where it isn't.
 
     Raises:
@@ -108,7 +108,7 @@ def infer_files(
         decoders: started.
         stopped: asked all the time; the journal then lacks some of the files.
         progress: called with images done in this run, and how many there are to do.
-        scored: called with each prediction.
+        scored: called with each prediction, which knows nothing of the scene.
 
     Returns:
         Small heatmaps for the page, if there is to be one.
@@ -228,9 +228,9 @@ class _Run:
             self.decoders.forget(result.index)
             self.behind.append(result)
         else:
+            self.scored(result)
             if self.scene is not None:
                 result, self.figures[result.index] = self.scene.judged(result)
-            self.scored(result)
             i, options = result.index, self._render_options(result)
             path, name = self.inputs.paths[i], self.inputs.pictures[i]
             drawn = self.decoders.finish(i, path, result.source_map, name, options)

@@ -298,10 +298,10 @@ def run(options: argparse.Namespace) -> int:
     """Write a report."""
     period, prices = Period.of(options.begin, options.end), _prices(options.prices)
     folders: Iterable[Path] = ()
-    with nullcontext() if options.models else suppress(ModelError):
-        folders = find_models(options.models or options.record.parent).values()
-    files = report(options.record, period, folders, prices)
     with locked(options.output):
+        with nullcontext() if options.models else suppress(ModelError):
+            folders = find_models(options.models or options.record.parent).values()
+        files = report(options.record, period, folders, prices)
         claim(options.output, _FILES, overwrite=options.overwrite)
         for name, text in files.items():
             write(options.output / name, text)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -180,6 +181,9 @@ def test_every_command_that_writes_minds_the_lock(
     write_part(golden / "a.png", seed=1)
     out = tmp_path / "out"
     record = out / "record.db"
+    line = {"model": model, "cameras": {"top": {"source": golden}}, "record": record}
+    settings = json.dumps({**line, "trigger": {"interval": 1}, "part_seconds": 1}, default=str)
+    (golden / "line.yaml").write_text(settings)
     process = {place: occupied(place) for place in (out, model, golden, record)}
     before = _files(tmp_path)
     export = ["--model", model, "--to", "onnx", "--golden", golden, "--output", out]
@@ -189,11 +193,13 @@ def test_every_command_that_writes_minds_the_lock(
     lines += [("export", export, out), ("serve", serve, record)]
     lines += [("deploy", ["--to", model, "--back"], model)]
     lines += [("update", update, out), ("merge", [model, model, "--output", out], out)]
+    lines += [("report", ["--record", record, "--from", "2026-05-01", "--output", out], out)]
+    lines += [("station", ["--config", golden / "line.yaml"], record)]
     # These write one file that appears whole, add to a record or a store, or run others; shards
     # share their folder.
     single = {"manifest", "merge-results", "drift", "region", "feedback", "demo", "tune"}
-    single |= {"register"}
-    nothing = {"check", "layers", "completion"}
+    single |= {"register", "camera"}
+    nothing = {"check", "layers", "completion", "benchmark"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:
         code, said, err = command(name, arguments)

@@ -100,7 +100,7 @@ def test_a_patch_that_is_half_inside_counts() -> None:
 def test_a_region_without_patches_is_an_error() -> None:
     mask = np.zeros((64, 64), bool)
     mask[3, 3] = True
-    with pytest.raises(DataError, match="enlarge the region"):
+    with pytest.raises(DataError, match="enlarge it"):
         Region(DrawnMask(mask), None).patches(Sizing(64, None, 64, 8).view((64, 64)), (8, 8))
 
 
