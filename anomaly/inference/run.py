@@ -119,9 +119,11 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
-    scene = SceneWatch(model.models)
-    for image in journal.done.values():
-        scene.add(image.row.product, image.scene)
+    # Files of one folder, by name, are taken for parts in a row; subfolders hold kinds or lots.
+    scene = SceneWatch(model.models) if len({path.parent for path in paths}) == 1 else None
+    if scene is not None:
+        for image in journal.done.values():
+            scene.add(image.row.product, image.scene)
     decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:

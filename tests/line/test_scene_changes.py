@@ -66,6 +66,20 @@ def test_infer_calls_the_scene_changed_and_goes_on_where_it_was(
     assert [row["reason"] for row in again] == [row["reason"] for row in rows]
 
 
+def test_subfolders_are_no_parts_in_a_row(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    """Kinds of defect, one after the other, look alike in a row and are no change of the scene."""
+    for kind in ("dark", "usual"):
+        write_parts(tmp_path / "parts" / kind, 0, 10, 0.65 if kind == "dark" else 1.0)
+    out = tmp_path / "out"
+    arguments = ["--model", run_folder, "--input", tmp_path / "parts", "--output", out]
+    code, _, err = command("infer", arguments)
+    assert code == 0
+    assert CHANGED not in err
+    assert CHANGED not in (out / "results.jsonl").read_text()
+
+
 def _images(lines: list[str]) -> int:
     return sum(len(json.loads(line)["images"]) for line in lines)
 
