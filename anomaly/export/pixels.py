@@ -183,6 +183,8 @@ class _Statistics(nn.Module):
             patches = inside[0].numpy().astype(np.uint8)
             shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
             self._pixels = torch.from_numpy(shown > 0)
+            # As plain numbers, which a trace takes for constants.
+            self._counts = int(patches.sum()), int((shown > 0).sum())
 
     def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:
         light = images.mean(1)
@@ -213,14 +215,13 @@ class _Statistics(nn.Module):
         """Over the pixels (B, H, W) that count."""
         if self._pixels is None:
             return values.mean((1, 2))
-        return (values * self._pixels).sum((1, 2)) / int(self._pixels.sum())
+        return (values * self._pixels).sum((1, 2)) / self._counts[1]
 
     def _is_foreign(self, embeddings: Tensor, learned: TrainingStatistics) -> Tensor:
         if self._patches is None:
             mean = embeddings.mean((1, 2))
         else:
-            count = int(self._patches.sum())
-            mean = (embeddings * self._patches[..., None]).sum((1, 2)) / count
+            mean = (embeddings * self._patches[..., None]).sum((1, 2)) / self._counts[0]
         apart = mean - _tensor(learned.mean)
         away = (apart / _tensor(learned.deviations(learned.variance))).square().mean(-1).sqrt()
         distance = apart.square().mean(-1).sqrt() / learned.spread

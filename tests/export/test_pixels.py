@@ -158,7 +158,10 @@ def test_the_graph_says_what_infer_says(
     [
         ["model.kind=padim"],
         ["model.kind=subspace", "image.resize=64", "image.crop=48"],
-        ["image.region=[[10, 10], [90, 12], [100, 90], [20, 80]]", "model.image_score=max"],
+        [
+            "image.region={polygons: [[[0.1, 0.1], [0.8, 0.1], [0.8, 0.9]]]}",
+            "model.image_score=max",
+        ],
         ["model.image_score=map_top_relative", "model.turned_copies=quarter_turns"],
     ],
 )
@@ -265,8 +268,14 @@ def test_a_ports_mistake_is_found_at_its_step(
 @pytest.mark.slow
 def test_castings_from_pixels(tmp_path: Path, command: Command) -> None:
     folder, run = SHARED / "data" / "casting", tmp_path / "run"
-    settings = ["--set", "precision=fp32", "--set", "model.coreset_ratio=0.02"]
-    arguments = ["--config", "folder.yaml", "--set", f"data.root={folder}", *settings]
+    values = (
+        f"data.root={folder / 'train' / 'good'}",
+        "precision=fp32",
+        "model.coreset_ratio=0.02",
+        "backbone.name=timm/tf_efficientnet_lite2",
+    )
+    settings = [part for value in values for part in ("--set", value)]
+    arguments = ["--config", "folder.yaml", *settings]
     assert command("train", [*arguments, "--output", run])[0] == 0
     images = sorted((folder / "test").rglob("*.*"))[::8]
     height, width = np.asarray(cv2.imread(str(images[0]))).shape[:2]
