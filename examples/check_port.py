@@ -44,11 +44,11 @@ def check(known: dict, steps: Path) -> str:
     stem = Path(known["file"]).stem
     for step, (limit, hint) in STEPS.items():
         file = steps / f"{stem}_{step}.npy"
-        said = ""
+        problem = ""
         if step in known and file.exists():
-            said = difference(known[step], np.load(file), limit)
-        if said:
-            return f"{step}: {said}. Look at {hint}"
+            problem = difference(known[step], np.load(file), limit)
+        if problem:
+            return f"{step}: {problem}. Look at {hint}"
     if (file := steps / f"{stem}.json").exists():
         found = json.loads(file.read_text())
         if abs(found["score"] - known["score"]) > 1e-3 * abs(known["score"]):
@@ -63,9 +63,9 @@ def main(vectors: Path, steps: Path) -> None:
     """Print for each image where it goes wrong; exits with 1 where one does."""
     wrong = 0
     for known in json.loads((vectors / "vectors.json").read_text())["images"]:
-        said = check(known, steps)
-        print(f"{known['file']}: {said or 'equal'}")
-        wrong += bool(said)
+        problem = check(known, steps)
+        print(f"{known['file']}: {problem or 'equal'}")
+        wrong += bool(problem)
     sys.exit(1 if wrong else 0)
 
 

@@ -87,7 +87,7 @@ class HeldOutScores:
         return {str(image.path): image.sha256 for image in self.images}
 
     def pictures(self) -> Picture | None:
-        """Pictures (P, …) of these images, by which a changed scene is told from now on.
+        """Pictures (P, SIDE, SIDE, 4) of these images, with which later scenes are compared.
 
         None where they are too few for that.
         """

@@ -14,7 +14,7 @@ from anomaly.arrays import as_numpy
 from anomaly.errors import ImageError
 from anomaly.export.equality import Camera
 from anomaly.files.writing import as_json
-from anomaly.imaging.loading import NetworkInput, load
+from anomaly.imaging.loading import NetworkInput, load, size_of
 from anomaly.imaging.read import read_image
 from anomaly.maps.heatmap import encode_png
 from anomaly.scoring.pipeline import Model
@@ -43,30 +43,33 @@ def write_vectors(folder: Path, model: Model, paths: Sequence[Path], camera: Cam
         camera: what a graph from pixels takes; None where images may have any size.
     """
     any_size = camera is None and model.region is None and model.reference is None
-    pictures = [
-        picture
-        for path in paths
-        if (picture := _picture(path)) is not None
-        and (camera is None or picture.shape[:2] == camera.size)
-    ]
-    places = np.linspace(0, len(pictures) - 1, min(_IMAGES, len(pictures))).astype(int)
-    files = []
-    for number, place in enumerate(places, 1):
-        picture = _small(pictures[place]) if any_size else pictures[place]
-        files.append(folder / f"{number}.png")
-        files[-1].write_bytes(encode_png(np.ascontiguousarray(picture, np.uint8)))
-    said = [
-        _one(model, one, folder)
-        for one in sorted(model.score_all(files), key=lambda one: one.index)
-        if isinstance(one, Prediction)
+    fitting = [path for path in paths if camera is None or size_of(path) == camera.size]
+    files: list[Path] = []
+    for path in _spread(fitting):
+        if len(files) == _IMAGES:
+            break
+        if (picture := _picture(path)) is not None:
+            shown = _small(picture) if any_size else picture
+            files.append(folder / f"{len(files) + 1}.png")
+            files[-1].write_bytes(encode_png(np.ascontiguousarray(shown, np.uint8)))
+    entries = [
+        _entry(model, prediction, folder)
+        for prediction in sorted(model.score_all(files), key=lambda result: result.index)
+        if isinstance(prediction, Prediction)
     ]
     limits = model.thresholds
     about = {
         "model_id": model.model_id,
         "thresholds": limits and {"review": limits.review, "reject": limits.image},
-        "images": said,
+        "images": entries,
     }
     (folder / _FILE).write_text(as_json(about), "utf-8")
+
+
+def _spread(paths: Sequence[Path]) -> list[Path]:
+    """The paths, some that are evenly spread first: only as many are decoded as are wanted."""
+    first = np.linspace(0, len(paths) - 1, min(_IMAGES, len(paths))).astype(int).tolist()
+    return [*(paths[i] for i in first), *(p for i, p in enumerate(paths) if i not in first)]
 
 
 def _picture(path: Path) -> NDArray[np.uint8] | None:
@@ -85,7 +88,7 @@ def _small(picture: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(cv2.resize(picture, size, interpolation=cv2.INTER_AREA))
 
 
-def _one(model: Model, prediction: Prediction, folder: Path) -> dict[str, Any]:
+def _entry(model: Model, prediction: Prediction, folder: Path) -> dict[str, Any]:
     """What each step makes of an image, its arrays written beside it."""
     assert prediction.path is not None
     file = prediction.path

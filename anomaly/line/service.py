@@ -177,9 +177,9 @@ class InspectionService:
         place, name = visible(str(self.record.file)), visible(self.record.file.name)
         if trouble := self.record.trouble():
             reasons.append(f"no answer can be given: {trouble.replace(place, name)}")
-        told = {"models": states, "record": self.record.changed.replace(place, name)}
-        told["scene"] = {slot.name: slot.scene for slot in models if slot.scene}
-        return {"ready": not reasons, "reason": "; ".join(reasons), **told}
+        health = {"models": states, "record": self.record.changed.replace(place, name)}
+        health["scene"] = {slot.name: slot.scene for slot in models if slot.scene}
+        return {"ready": not reasons, "reason": "; ".join(reasons), **health}
 
     def stop(self) -> None:
         """Let nobody follow any more, and take no more parts."""

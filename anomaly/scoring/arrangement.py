@@ -22,7 +22,7 @@ Vectors = NDArray[np.float32]
 
 LEAST_IMAGES = 20  # of fewer, the farthest one says too little of others
 _KINDS = 32
-_DIMENSIONS = 64  # of the random projection that kinds are told apart in
+_DIMENSIONS = 64  # of the random projection in which patches are clustered
 _SIDE = 16  # coarse patches along an image's shorter side, about
 _SAMPLE, _ROUNDS = 15_000, 25  # of k-means
 _STEEPNESS, _MOST = 2.0, 5.0

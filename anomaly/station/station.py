@@ -29,7 +29,9 @@ from anomaly.station.settings import StationSettings
 log = logging.getLogger(__name__)
 
 _FINAL = ("sent", "late", "lost")
-_GRACE = 0.2  # of the time for a part: so much after its deadline it is still told to the PLC
+_GRACE = (
+    0.2  # of the time for a part: so long after its deadline a verdict is still written to the PLC
+)
 _STUCK_SECONDS = 5.0  # beyond the time for two parts, after which the heartbeat stops
 _COUNTER = "SELECT counter FROM triggers WHERE counter NOT NULL ORDER BY id DESC LIMIT 1"
 _LAST = f"SELECT COALESCE (MAX (id), 0), ({_COUNTER}) FROM triggers"

@@ -118,8 +118,8 @@ def replace_thresholds(
         folder: the model folder, or the run that holds it as `model/`.
         thresholds: the new ones.
         record: what its history is to say; the model's ids before and after are added.
-        pictures: what the images look like that the thresholds come from, by which a changed scene
-            is told; None to keep those that the model has.
+        pictures: (P, SIDE, SIDE, 4), small pictures of the images that the thresholds come from,
+            with which later scenes are compared; None to keep those that the model has.
 
     Returns:
         The id of the model with these thresholds.

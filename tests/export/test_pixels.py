@@ -19,6 +19,7 @@ from conftest import REPOSITORY, SHARED, Command, MadeOnce, run_command, train_a
 from anomaly.backbones.engine import Graph
 from anomaly.backbones.registry import normalisation
 from anomaly.errors import DataError, ModelError
+from anomaly.export import vectors
 from anomaly.export.equality import Camera, compare_pixels
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
@@ -206,6 +207,18 @@ def test_refusals(
     assert code == 2
     assert said in err
     assert not output.exists() or not (output / "model").exists()
+
+
+def test_no_more_images_are_decoded_than_vectors_are_written_of(
+    run_folder: Path, product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = sorted(product.glob("t*/good/*.png"))
+    decoded: list[Path] = []
+    picture = vectors._picture
+    monkeypatch.setattr(vectors, "_picture", lambda path: decoded.append(path) or picture(path))
+    vectors.write_vectors(tmp_path, load_model(run_folder, "cpu", "fp32"), images, None)
+    assert len(images) > len(decoded) == len(list(tmp_path.glob("*.png"))) == 5
+    assert {images[0], images[-1]} <= set(decoded)
 
 
 def write_steps(export: Path, run: Path, folder: Path, wrong: str) -> None:
