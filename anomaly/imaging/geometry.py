@@ -269,6 +269,20 @@ class Sizing:
         return tuple(AxisView(side, size, 0, size, start) for start in starts)
 
 
+def patch_size(view: AnyView, grid: tuple[int, ...]) -> tuple[float, float]:
+    """(height, width) of a patch in original pixels.
+
+    Args:
+        view: of the image.
+        grid: (h, w) of its patches, of the whole mosaic where there are tiles.
+    """
+    height, width = (
+        len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
+        for pieces, count in zip(view.axes, grid, strict=True)
+    )
+    return height, width
+
+
 def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArray[np.float32]:
     """The network's input for one image: the only place where pixels are resized.
 

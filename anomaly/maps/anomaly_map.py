@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import Array, module_of
-from anomaly.imaging.geometry import AnyView, Axis, AxisView, Tiling
+from anomaly.imaging.geometry import AnyView, Axis, AxisView, Tiling, patch_size
 from anomaly.imaging.region import Region
 from anomaly.runtime.parallel import one_blas_thread
 
@@ -94,11 +94,7 @@ class SourceMap:
     @property
     def patch_size(self) -> tuple[float, float]:
         """(height, width) of a patch in original pixels."""
-        height, width = (
-            len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
-            for pieces, count in zip(self.view.axes, self.scores.shape, strict=True)
-        )
-        return height, width
+        return patch_size(self.view, self.scores.shape)
 
     def level(self, threshold: float) -> SourceMap:
         """How high the map has to be at each pixel for that pixel to belong to a defect.

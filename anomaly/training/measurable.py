@@ -13,7 +13,7 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.geometry import AnyView, Sizing
+from anomaly.imaging.geometry import AnyView, Sizing, patch_size
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.region import Region
 from anomaly.scoring.build import judge_of, smallest_area
@@ -91,10 +91,7 @@ def _check_zones(judge: Judge, view: AnyView, grid: Grid, counted: NDArray[np.bo
 
 def _check_sizes(judge: Judge, smallest: float, view: AnyView, counted: NDArray[np.bool_]) -> None:
     """See that no size is below a patch's, nor the smallest defect as large as the image."""
-    height, width = (
-        len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
-        for pieces, count in zip(view.axes, counted.shape, strict=True)
-    )
+    height, width = patch_size(view, counted.shape)
     side = min(height, width)
     least = {"area": height * width, "length": side, "thickness": side}
     wanted = [
