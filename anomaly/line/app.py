@@ -38,6 +38,8 @@ _PAGE = {
     "/": ("line.html", "text/html"),
     "/line.css": ("line.css", "text/css"),
     "/line.js": ("line.js", "text/javascript"),
+    "/words.js": ("words.js", "text/javascript"),
+    "/words.json": ("words.json", "application/json"),
 }
 
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

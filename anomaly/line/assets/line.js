@@ -1,11 +1,13 @@
 // The page for the line: newest part, counts, strip and chart, live by server-sent events.
 // What clients and people have written is only ever put in place as text.
 
+import { language, number, offerLanguages, word } from "./words.js";
+
 const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
 const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
 const KEPT_AS = "known missed defect"; // in a note that the service adds
-const WORDS = { good: "GOOD", review: "REVIEW", reject: "REJECT" };
+const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
 const at = (id) => document.getElementById(id);
 
 let parts = []; // the newest first
@@ -17,11 +19,12 @@ let connected = false; // whether parts are shown as they come
 let drafted = false; // something is typed that wasn't sent
 
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
+const verdictText = (part) => word(part.status === "ok" ? VERDICTS[part.verdict] || "no_verdict" : "not_read");
 const shown = () => parts.find((part) => part.id === chosen);
-const digits = (value) => Number(value).toPrecision(4);
+const digits = (value) => value.toLocaleString(language, { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
 // The hash keeps another record's part of this number out of the browser's memory.
 const heatmap = (part) => `/v1/parts/${part.id}/heatmap?of=${part.image_sha256.slice(0, 16)}`;
-const clock = (part) => new Date(part.time).toLocaleTimeString();
+const clock = (part) => new Date(part.time).toLocaleTimeString(language);
 
 // The part that isn't left for newer ones: somebody has chosen it, or writes about it.
 const held = () => (following && !drafted ? undefined : shown());
@@ -60,11 +63,13 @@ async function counts() {
   midnight.setHours(0, 0, 0, 0);
   const since = midnight.toISOString().replace("Z", "+00:00");
   const found = await json(`/v1/counts?since=${encodeURIComponent(since)}`);
-  const rest = Object.entries(found).filter(([name]) => !(name in WORDS));
-  const rows = [...Object.keys(WORDS).map((name) => [name, found[name] || 0]), ...rest];
+  const rows = Object.entries(VERDICTS).map(([name, key]) => [word(key), found[name] || 0]);
+  const unread = Object.entries(found).filter(([name]) => !(name in VERDICTS) && name !== "no verdict");
+  if (found["no verdict"]) rows.push([word("no_verdict"), found["no verdict"]]);
+  if (unread.length) rows.push([word("not_read"), unread.reduce((sum, [, count]) => sum + count, 0)]);
   at("counts").replaceChildren(...rows.map(([name, count]) => {
     const row = document.createElement("div");
-    row.append(element("dt", name), element("dd", String(count)));
+    row.append(element("dt", name), element("dd", number(count)));
     return row;
   }));
   await alarms();
@@ -75,19 +80,19 @@ async function alarms() {
   const [drift, { models }] = await Promise.all([json("/v1/drift"), json("/v1/models")]);
   const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
   const said = [health.reason, health.record].filter(Boolean);
-  said.push(...Object.entries(health.scene).map(([name, what]) => `SCENE CHANGED, not the parts (${name}): ${what}. All parts are for review. Look at lamp, exposure, lens, camera and product`));
-  if (drifted.length) said.push(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
+  said.push(...Object.entries(health.scene).map(([name, what]) => word("alarm_scene", { model: name, reason: what })));
+  said.push(...drifted.map((model) => word("alarm_drift", { model })));
   said.push(...Object.entries(drift).filter(([, { flagged }]) => flagged).map(([name, { flagged }]) => `${name}: ${flagged}`));
   said.push(...models.filter((model) => model.reason).map((model) => model.refused
-    ? `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`
+    ? word("alarm_refused", { model: model.name, reason: model.reason })
     : `${model.name}: ${model.reason}`));
   at("alarm").hidden = !said.length;
   at("alarm").textContent = said.join(" · ");
-  if (connected) state(health.ready ? "live" : "not ready", health.ready);
+  if (connected) state(health.ready ? "live" : "not_ready", health.ready);
 }
 
-function state(text, good) {
-  at("state").textContent = text;
+function state(key, good) {
+  at("state").textContent = word(key);
   at("state").className = good ? "soft live" : "soft";
 }
 
@@ -100,14 +105,14 @@ function element(tag, text = "", className = "") {
 
 function show() {
   const part = shown();
-  const word = part ? (part.status === "ok" ? WORDS[part.verdict] || "NO VERDICT" : "NOT READ") : "no parts yet";
+  const text = part ? verdictText(part).toLocaleUpperCase(language) : word("no_parts");
   at("verdict").className = part ? kind(part) : "none";
-  at("word").textContent = word;
+  at("word").textContent = text;
   at("number").textContent = part ? `${clock(part)}\n#${part.id}` : "";
   at("reason").textContent = part ? part.reason : "";
   at("said").textContent = part ? description(part) : "";
-  at("model").textContent = part ? part.model : "Line";
-  document.title = part ? `${word} · ${part.model}` : "Line";
+  at("model").textContent = part ? part.model : word("line");
+  document.title = part ? `${text} · ${part.model}` : word("line");
   picture(part);
   feedback(part);
 }
@@ -115,10 +120,12 @@ function show() {
 function description(part) {
   const said = [part.path];
   if (part.image_score !== null) {
-    const times = part.threshold ? ` = ${(part.image_score / part.threshold).toFixed(2)} × reject` : "";
-    said.push(`score ${digits(part.image_score)}${times}`);
+    const score = digits(part.image_score);
+    said.push(part.threshold
+      ? word("score_of_reject", { score, times: number(part.image_score / part.threshold, 2) })
+      : word("score", { score }));
   }
-  if (part.decided_by) said.push(`decided by ${part.decided_by}`);
+  if (part.decided_by) said.push(word("decided_by", { rule: part.decided_by }));
   return said.filter(Boolean).join(" · ");
 }
 
@@ -126,11 +133,11 @@ function picture(part) {
   const image = at("picture"), blank = at("blank");
   image.hidden = !part || !part.picture;
   blank.hidden = !image.hidden;
-  blank.textContent = part ? "No picture of this part is kept." : "The first part that is scored appears here.";
+  blank.textContent = word(part ? "no_picture" : "first_part");
   if (!image.hidden) {
     const address = heatmap(part);
     if (image.getAttribute("src") !== address) image.src = address;
-    image.alt = `heatmap of part ${part.id}`;
+    image.alt = word("heatmap_of", { part: part.id });
   } else {
     image.removeAttribute("src");
   }
@@ -145,10 +152,10 @@ function feedback(part) {
     at(verdict).classList.toggle("chosen", Boolean(said) && said.verdict === verdict);
   }
   if (said) {
-    const who = said.who ? ` by ${said.who}` : "";
+    const who = said.who ? ` ${word("by", { who: said.who })}` : "";
     const type = said.defect_type ? ` (${said.defect_type})` : "";
     const note = said.note ? `: ${said.note}` : "";
-    at("answer").textContent = `Called ${said.verdict}${type}${who}${note}`;
+    at("answer").textContent = `${word(said.verdict === "good" ? "called_good" : "called_defect")}${type}${who}${note}`;
   } else {
     at("answer").textContent = "";
   }
@@ -160,7 +167,7 @@ function strip() {
     const button = element("button", "", kind(part));
     button.dataset.part = part.id;
     button.classList.toggle("chosen", part.id === chosen);
-    button.setAttribute("aria-label", `part ${part.id}, ${part.verdict || part.status}`);
+    button.ariaLabel = word("part_label", { part: part.id, verdict: verdictText(part) });
     if (part.picture) {
       const image = document.createElement("img");
       image.src = heatmap(part);
@@ -171,7 +178,7 @@ function strip() {
       button.append(element("div", "", "gap"));
     }
     const mark = part.feedback ? { good: " ✓", defect: " ✗" }[part.feedback.verdict] : "";
-    button.append(element("span", `${part.verdict || part.status}${mark}`), element("span", clock(part), "soft"));
+    button.append(element("span", `${verdictText(part)}${mark}`), element("span", clock(part), "soft"));
     button.addEventListener("click", () => choose(part.id, false));
     item.append(button);
     return item;
@@ -185,7 +192,7 @@ function chart() {
   const limits = scored.length ? scored[scored.length - 1] : null;
   svg.setAttribute("viewBox", `0 0 ${width || 300} ${height || 120}`);
   svg.replaceChildren();
-  at("scale").textContent = limits && limits.threshold ? "1.0 = reject threshold" : "";
+  at("scale").textContent = limits && limits.threshold ? word("scale") : "";
   if (!limits) return;
   // Each part by its own threshold: models and thresholds may change on the way.
   const high = limits.threshold ? 2.5 : Math.max(...scored.map((part) => part.image_score)) || 1;
@@ -195,7 +202,7 @@ function chart() {
   const line = (level, name, below) => {
     svg.append(shape("line", { x1: 0, x2: width, y1: y(level), y2: y(level), class: `limit ${name}` }));
     const text = shape("text", { x: width - 2, y: y(level) + below, "text-anchor": "end" });
-    text.textContent = name;
+    text.textContent = word(VERDICTS[name]);
     svg.append(text);
   };
   if (limits.threshold) {
@@ -240,7 +247,7 @@ async function say(verdict) {
   const part = shown();
   if (!part || part.status !== "ok") return;
   if (performance.now() - arrived < HASTE) {
-    at("answer").textContent = "Not noted: another part has just come. Look, and press again.";
+    at("answer").textContent = word("too_soon");
     return;
   }
   const body = {
@@ -257,7 +264,7 @@ async function say(verdict) {
     at("note").value = at("type").value = "";
     drafted = false;
   } catch (error) {
-    at("answer").textContent = `Not noted: ${error.message}`;
+    at("answer").textContent = word("not_noted", { reason: error.message });
   }
 }
 
@@ -268,7 +275,7 @@ async function keepMissed() {
     const who = encodeURIComponent(at("who").value.trim());
     take(await json(`/v1/parts/${part.id}/missed?who=${who}`, { method: "POST" }));
   } catch (error) {
-    at("answer").textContent = `Not kept: ${error.message}`;
+    at("answer").textContent = word("not_kept", { reason: error.message });
   }
 }
 
@@ -330,7 +337,7 @@ function listen() {
 
 function lost() {
   connected = false;
-  state("no connection: what is shown may be old", false);
+  state("no_connection", false);
 }
 
 const KEYS = {
@@ -369,9 +376,10 @@ at("filter").addEventListener("click", () => {
 at("picture").addEventListener("error", () => {
   at("picture").hidden = true;
   at("blank").hidden = false;
-  at("blank").textContent = "No picture of this part is kept.";
+  at("blank").textContent = word("no_picture");
 });
 addEventListener("resize", chart);
 setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
 at("who").value = localStorage.getItem("who") || "";
+offerLanguages(at("language"));
 listen();
