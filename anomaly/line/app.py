@@ -23,7 +23,7 @@ from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
-from anomaly.line.guard import credentials
+from anomaly.line.guard import author
 from anomaly.line.period import Period
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, report
@@ -245,11 +245,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     def feedback(
         number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
-        user = credentials(request.headers.get("authorization", ""))[0]
         try:
             service.record.add_feedback(
                 judgement.verdict,
-                who=shown_name(judgement.who or user),
+                who=author(request, judgement.who),
                 part=number,
                 defect_type=judgement.defect_type,
                 note=judgement.note,
@@ -263,12 +262,15 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     def missed(
         number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
     ) -> dict[str, Any]:
-        user = credentials(request.headers.get("authorization", ""))[0]
         try:
-            service.keep_missed(number, shown_name(who.strip() or user))
+            service.keep_missed(number, author(request, who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}
+
+    @app.get("/v1/user", summary="Who asks, by the token; empty where tokens have no names")
+    def user(request: Request) -> dict[str, str]:
+        return {"user": request.scope["user"]}
 
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
