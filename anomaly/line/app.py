@@ -59,6 +59,15 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
+class Acknowledgement(BaseModel):
+    """Who has seen an alarm."""
+
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    key: str = Field(max_length=300)
+    who: str = Field("", max_length=80)
+
+
 class _TextResponse(JSONResponse):
     """Values of which some may hold bytes of file names that are no text: these stand escaped."""
 
@@ -83,6 +92,7 @@ def make_app(service: InspectionService) -> FastAPI:
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
+    _alarm_routes(app, service)
     _report_route(app, service)
     _page_routes(app)
     return app
@@ -296,6 +306,22 @@ async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterat
     yield "retry: 1000\n\n"
     async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
+
+
+def _alarm_routes(app: FastAPI, service: InspectionService) -> None:
+    alarms_now = _for_all(lambda: service.alarms.now())
+
+    @app.get("/v1/alarms", summary="What is wrong, and who has seen it")
+    async def alarms() -> dict[str, Any]:
+        return {"alarms": await alarms_now()}
+
+    @app.post("/v1/alarms/acknowledge", summary="Say that an alarm was seen")
+    def acknowledge(seen: Annotated[Acknowledgement, Body()], request: Request) -> dict[str, Any]:
+        try:
+            service.alarms.acknowledge(seen.key, author(request, seen.who))
+        except DataError as error:
+            raise HTTPException(409, str(error)) from None
+        return {"alarms": service.alarms.now()}
 
 
 def _report_route(app: FastAPI, service: InspectionService) -> None:

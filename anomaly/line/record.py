@@ -6,6 +6,7 @@
     feedback   what people say; a trigger refuses changes
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
+    acknowledgements   who has seen which alarm, when, and when it was over
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
 after the process was killed. A file that is removed or replaced meanwhile is noticed: SQLite would
@@ -154,7 +155,7 @@ class Record:
             what = "removed; it is begun anew in the same place"
             what = "replaced; it goes on in the file that is there" if there else what
             self.changes += 1
-            self.changed = visible(f"{self.file} was {what} ({_now()})")
+            self.changed = visible(f"{self.file} was {what} ({time_now()})")
             log.error("%s", self.changed)
             self._gone = False
         return db
@@ -312,7 +313,7 @@ class Record:
             db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, _now()),
+                (part, sha256, who, verdict, defect_type, note, time_now()),
             )
         return part
 
@@ -558,8 +559,8 @@ def _part(
     return {**row, "feedback": feedback}
 
 
-def _now() -> str:
-    """The time now."""
+def time_now() -> str:
+    """The time now, as the record has it."""
     return _in_milliseconds(datetime.now(UTC))
 
 
