@@ -30,7 +30,8 @@ _SEVERITIES = {
     "alarm_refused": "warning",
     "alarm_record": "warning",
     "alarm_drift": "warning",
-    "alarm_flagged": "warning",
+    "alarm_more": "warning",
+    "alarm_fewer": "warning",
 }
 _OPEN = "SELECT id, alarm, cause, who, time FROM acknowledgements WHERE ended = ''"
 
@@ -96,8 +97,8 @@ def _alarms_of_model(slot: ModelSlot) -> Iterator[Alarm]:
     drift = slot.drifted()
     if drift["alarm"]:
         yield Alarm("alarm_drift", slot.name)
-    if flagged := drift["flagged"]:
-        yield Alarm("alarm_flagged", slot.name, flagged)
+    if drift["compared"] != "as promised":
+        yield Alarm(f"alarm_{drift['compared']}", slot.name)
 
 
 class Alarms:

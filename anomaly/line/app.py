@@ -38,6 +38,7 @@ _PAGE = {
     "/": ("line.html", "text/html"),
     "/line.css": ("line.css", "text/css"),
     "/line.js": ("line.js", "text/javascript"),
+    "/zoom.js": ("zoom.js", "text/javascript"),
     "/words.js": ("words.js", "text/javascript"),
     "/words.json": ("words.json", "application/json"),
 }
@@ -46,6 +47,9 @@ _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
+
+
+_Model = Annotated[str, Query(description="only parts of this model", max_length=300)]
 
 
 class Feedback(BaseModel):
@@ -229,8 +233,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
             int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
         ] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
+        model: _Model = "",
     ) -> dict[str, Any]:
-        return {"parts": service.parts(before, verdict, limit)}
+        return {"parts": service.parts(before, verdict, limit, model)}
 
     @app.get("/v1/parts/{number}", summary="One part")
     def part(number: Number) -> dict[str, Any]:
@@ -245,11 +250,16 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         responses={200: {"content": {"image/jpeg": {}}}},
     )
     def heatmap(number: Number) -> Response:
-        picture = service.heatmap(number)
-        if picture is None:
-            raise HTTPException(404, f"no picture of part {number} is kept")
-        kept = {"Cache-Control": "private, max-age=86400, immutable"}
-        return Response(picture, media_type="image/jpeg", headers=kept)
+        return _picture(number, service.heatmap(number))
+
+    @app.get(
+        "/v1/parts/{number}/photograph",
+        summary="A part's image as a JPEG, whatever kind of file it was, of 4 megapixels at most",
+        response_class=Response,
+        responses={200: {"content": {"image/jpeg": {}}}},
+    )
+    def photograph(number: Number) -> Response:
+        return _picture(number, service.photograph(number))
 
     @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
     def feedback(
@@ -285,9 +295,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
+        model: _Model = "",
     ) -> dict[str, int]:
         try:
-            return service.record.counts(in_utc(since))
+            return service.record.counts(in_utc(since), model)
         except ValueError:
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
@@ -300,6 +311,13 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         followed = service.follow()
         await anext(followed)  # refused where too many follow already
         return StreamingResponse(_events(followed), media_type="text/event-stream")
+
+
+def _picture(number: int, picture: bytes | None) -> Response:
+    if picture is None:
+        raise HTTPException(404, f"no picture of part {number} is kept")
+    kept = {"Cache-Control": "private, max-age=86400, immutable"}
+    return Response(picture, media_type="image/jpeg", headers=kept)
 
 
 async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
