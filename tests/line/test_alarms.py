@@ -43,7 +43,7 @@ def test_each_alarm_names_what_is_wrong(tmp_path: Path) -> None:
 def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(tmp_path: Path) -> None:
     file, current = (
         tmp_path / "line.sqlite",
-        [Alarm("alarm_scene", "disc", "brightness is 9 % lower")],
+        [Alarm("scene", "disc", "brightness is 9 % lower")],
     )
     with closing(Record(file)) as record:
         alarms = Alarms(record, lambda: current)
@@ -57,12 +57,12 @@ def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(tmp_p
                 alarms.acknowledge(key, who)
         alarms.acknowledge("scene:disc", "Ada")
         assert seen() == ["Ada"]
-        current[0] = Alarm("alarm_scene", "disc", "brightness is 12 % lower")
-        current.append(Alarm("alarm_drift", "disc"))
+        current[0] = Alarm("scene", "disc", "brightness is 12 % lower")
+        current.append(Alarm("drift", "disc"))
         assert seen() == ["Ada", None]
         alarms = Alarms(record, lambda: current)  # a restart
         assert seen() == ["Ada", None]
-        current[0] = Alarm("alarm_scene", "disc", "sharpness is 12 % lower")
+        current[0] = Alarm("scene", "disc", "sharpness is 12 % lower")
         assert seen() == [None, None]
         alarms.acknowledge("scene:disc", "Bob")
         kept, current[:] = current[:], []

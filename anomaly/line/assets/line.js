@@ -96,7 +96,7 @@ function showAlarms(found) {
     const button = element("button", word("acknowledge"));
     button.addEventListener("click", () => acknowledge(alarm.key));
     const seen = alarm.seen && word("seen_by", { who: alarm.seen.who, time: minute(alarm.seen) });
-    item.append(element("span", word(alarm.word, alarm)), seen ? element("small", seen) : button);
+    item.append(element("span", word(alarm.kind, alarm)), seen ? element("small", seen) : button);
     return item;
   }));
 }
@@ -280,6 +280,7 @@ function move(by) {
 async function jump() {
   const wanted = Number(at("jump").value);
   at("missing").textContent = "";
+  if (!wanted) return;
   try {
     keep(await json(`/v1/parts/${wanted}`));
     strip();
@@ -405,7 +406,10 @@ const KEYS = {
 };
 
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") document.activeElement.blur();
+  if (event.key === "Escape") {
+    at("jump").value = "";
+    document.activeElement.blur();
+  }
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
   const action = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
   if (action) {
@@ -427,6 +431,7 @@ at("filter").addEventListener("click", () => {
   refresh().catch(lost);
 });
 at("picture").addEventListener("error", () => {
+  at("picture").removeAttribute("src"); // it is tried again with the next part, or H
   at("picture").hidden = true;
   at("blank").hidden = false;
   at("blank").textContent = word(photo ? "no_photograph" : "no_picture");
