@@ -185,7 +185,9 @@ def test_it_speaks_the_language_of_whoever_looks(
         "(() => { const s = document.getElementById('language'); s.value = 'en';"
         "s.dispatchEvent(new Event('change')); })()"
     )
-    page.until("document.getElementById('word')?.textContent", "REJECT")
+    page.until("document.getElementById('word').textContent", "REJECT")
+    assert text(page, "good").startswith("Good")
+    page.until("document.getElementById('state').textContent", "live")
 
 
 def test_photograph_and_heatmap_can_be_looked_at_closely(
