@@ -115,7 +115,8 @@ def test_the_page_says_that_the_scene_is_changed(
     for file in write_parts(tmp_path, 300, 10, 0.65):
         served.score(file.read_bytes())
     alarm = "document.getElementById('alarms')"
-    window.until(f"{alarm}.textContent.includes('disc: THE SCENE HAS CHANGED, not the parts: bri')", True)
+    text = "disc: THE SCENE HAS CHANGED, not the parts: bri"
+    window.until(f"{alarm}.textContent.includes('{text}')", True)
     assert CHANGED in str(window.evaluate("document.getElementById('reason').textContent"))
     for file in write_parts(tmp_path, 400, 10):
         served.score(file.read_bytes())
