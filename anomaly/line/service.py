@@ -17,11 +17,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from anomaly.errors import DataError, visible
 from anomaly.line.bodies import Bodies
 from anomaly.line.engine import BusyError
+from anomaly.line.labelling import photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
-from anomaly.storage.golden import keep_missed
+from anomaly.storage.golden import keep_golden, keep_missed
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,18 @@ class InspectionService:
         """A part's small heatmap; None where it is neither recent nor kept."""
         return self._recent.get(number) or self.record.heatmap(number)
 
+    def picture_file(self, number: int) -> bytes | None:
+        """A part's image file; None where it is neither recent nor kept."""
+        return self._files.get(number) or self.record.picture_file(number)
+
+    def photograph(self, number: int) -> bytes | None:
+        """A part's photograph as a JPEG; None where its file is neither recent nor kept."""
+        if (file := self.picture_file(number)) is None:
+            return None
+        slot = self.registry.models.get((self.record.part(number) or {}).get("model", ""))
+        image = slot.now.long["config"]["image"] if slot and slot.now else {}
+        return photograph(file, image.get("bit_depth"))
+
     def parts(self, before: int | None, verdict: str, limit: int) -> list[dict[str, Any]]:
         """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
         return [self._seen(one) for one in self.record.parts(before, verdict, limit)]
@@ -111,22 +124,61 @@ class InspectionService:
             DataError: it can't be one; the message says why.
             OutputError: no room, or somebody else is changing the run.
         """
-        part = self.record.part(number)
-        file = self._files.get(number) or self.record.picture_file(number)
-        said = part and part["feedback"]
-        if not part or part["verdict"] != "good" or not said or said["verdict"] != "defect":
+        part = self.record.part(number) or {}
+        said = part.get("feedback")
+        if part.get("verdict") != "good" or not said or said["verdict"] != "defect":
             raise DataError(f"part {number} isn't a defect that was called good; nothing is kept")
-        slot = self.registry.models.get(part["model"])
+        self._keep(
+            part, who, "known missed defect", lambda slot, *file: keep_missed(slot.folder, *file)
+        )
+
+    def keep_golden(self, number: int, who: str) -> None:
+        """Make a part that was judged, rightly by its model, a golden part of that.
+
+        Raises:
+            DataError: it can't be one; the message says why.
+            OutputError: no room, no permission, or somebody else is changing the run.
+        """
+        part = self.record.part(number) or {}
+        if not (said := part.get("feedback")):
+            raise DataError(f"nobody has judged part {number}; nothing is kept")
+
+        def keep(slot: ModelSlot, name: str, file: bytes) -> Path:
+            if slot.engine is None:
+                raise DataError(f"{slot.name} isn't in memory; send it a part, and try again")
+            model, good = slot.engine.model, said["verdict"] == "good"
+            return keep_golden(model, slot.folder, name, file, good=good)
+
+        self._keep(part, who, "golden part", keep)
+
+    def _keep(
+        self,
+        part: dict[str, Any],
+        who: str,
+        what: str,
+        keep: Callable[[ModelSlot, str, bytes], Path],
+    ) -> None:
+        """Keep a part's picture beside its model, and note where.
+
+        Args:
+            part: that somebody has judged.
+            who: keeps it.
+            what: it is kept as.
+            keep: takes the model, a name and the file; returns where that is kept.
+        """
+        number, said = part["id"], part["feedback"]
+        file, slot = self.picture_file(number), self.registry.models.get(part["model"])
         if file is None or slot is None:
-            what = "is no picture of it" if file is None else f"is no model {part['model']}"
+            gone = "is no picture of it" if file is None else f"is no model {part['model']}"
             raise DataError(
-                f"part {number} can't be kept: there {what} any more; give the file to anomaly "
-                "missed --keep. serve --keep-good 1 keeps the pictures of all good parts"
+                f"part {number} can't be kept: there {gone} any more; give the file to anomaly "
+                "missed --keep, or put it into the run's golden/ and record it with anomaly "
+                "selfcheck --record. serve --keep-good 1 keeps the pictures of all good parts"
             )
-        kept = keep_missed(slot.folder, f"part-{number}", file)
-        note = "; ".join(filter(None, [said["note"], f"known missed defect: {kept.name}"]))
+        kept = keep(slot, f"part-{number}", file)
+        note = "; ".join(filter(None, [said["note"], f"{what}: {kept.name}"]))
         self.record.add_feedback(
-            "defect", who=who, part=number, defect_type=said["defect_type"], note=note
+            said["verdict"], who=who, part=number, defect_type=said["defect_type"], note=note
         )
         self.changed(number)
 
