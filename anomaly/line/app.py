@@ -23,7 +23,7 @@ from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
-from anomaly.line.guard import credentials
+from anomaly.line.guard import author
 from anomaly.line.labelling import mask_of, queue
 from anomaly.line.period import Period
 from anomaly.line.record import in_utc
@@ -84,6 +84,15 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
+class Acknowledgement(BaseModel):
+    """Who has seen an alarm."""
+
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    key: str = Field(max_length=300)
+    who: str = Field("", max_length=80)
+
+
 class _TextResponse(JSONResponse):
     """Values of which some may hold bytes of file names that are no text: these stand escaped."""
 
@@ -108,6 +117,7 @@ def make_app(service: InspectionService) -> FastAPI:
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
+    _alarm_routes(app, service)
     _report_route(app, service)
     _page_routes(app)
     return app
@@ -275,11 +285,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     def feedback(
         number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
-        user = credentials(request.headers.get("authorization", ""))[0]
         try:
             service.record.add_feedback(
                 judgement.verdict,
-                who=shown_name(judgement.who or user),
+                who=author(request, judgement.who),
                 part=number,
                 defect_type=judgement.defect_type,
                 note=judgement.note,
@@ -297,10 +306,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         request: Request,
         who: Annotated[str, Query(max_length=80)] = "",
     ) -> dict[str, Any]:
-        user = credentials(request.headers.get("authorization", ""))[0]
         add = service.keep_missed if kept == "missed" else service.keep_golden
         try:
-            add(number, shown_name(who.strip() or user))
+            add(number, author(request, who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}
@@ -310,6 +318,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         model: str = "", limit: Annotated[int, Query(ge=1, le=500)] = 50
     ) -> dict[str, Any]:
         return queue(service.record.file, model, limit)
+
+    @app.get("/v1/user", summary="Who asks, by the token; empty where tokens have no names")
+    def user(request: Request) -> dict[str, str]:
+        return {"user": request.scope["user"]}
 
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
@@ -358,6 +370,22 @@ async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterat
     yield "retry: 1000\n\n"
     async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
+
+
+def _alarm_routes(app: FastAPI, service: InspectionService) -> None:
+    alarms_now = _for_all(lambda: service.alarms.now())
+
+    @app.get("/v1/alarms", summary="What is wrong, and who has seen it")
+    async def alarms() -> dict[str, Any]:
+        return {"alarms": await alarms_now()}
+
+    @app.post("/v1/alarms/acknowledge", summary="Say that an alarm was seen")
+    def acknowledge(seen: Annotated[Acknowledgement, Body()], request: Request) -> dict[str, Any]:
+        try:
+            service.alarms.acknowledge(seen.key, author(request, seen.who))
+        except DataError as error:
+            raise HTTPException(409, str(error)) from None
+        return {"alarms": service.alarms.now()}
 
 
 def _report_route(app: FastAPI, service: InspectionService) -> None:

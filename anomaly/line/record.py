@@ -7,6 +7,7 @@
     marks      masks of defects, as PNG files, that people have drawn beside their feedback
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
+    acknowledgements   who has seen which alarm, when, and when it was over
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
 after the process was killed. A file that is removed or replaced meanwhile is noticed: SQLite would
@@ -160,7 +161,7 @@ class Record:
             what = "removed; it is begun anew in the same place"
             what = "replaced; it goes on in the file that is there" if there else what
             self.changes += 1
-            self.changed = visible(f"{self.file} was {what} ({_now()})")
+            self.changed = visible(f"{self.file} was {what} ({time_now()})")
             log.error("%s", self.changed)
             self._gone = False
         return db
@@ -320,7 +321,7 @@ class Record:
             cursor = db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, _now()),
+                (part, sha256, who, verdict, defect_type, note, time_now()),
             )
             if mark:
                 db.execute("INSERT INTO marks VALUES (?, ?)", (cursor.lastrowid, mark))
@@ -568,8 +569,8 @@ def _part(
     return {**row, "feedback": feedback}
 
 
-def _now() -> str:
-    """The time now."""
+def time_now() -> str:
+    """The time now, as the record has it."""
     return _in_milliseconds(datetime.now(UTC))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.errors import DataError, visible
+from anomaly.line.alarms import Alarms, alarms_of
 from anomaly.line.bodies import Bodies
 from anomaly.line.engine import BusyError
 from anomaly.line.labelling import photograph
@@ -67,6 +68,8 @@ class InspectionService:
         )
         self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
         self.stopping = False
+        models = self.registry.models.values()
+        self.alarms = Alarms(record, lambda: alarms_of(models, record, self.stopping))
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -78,6 +81,7 @@ class InspectionService:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.registry)
+        self._open.enter_context(self.alarms)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,7 +56,7 @@ def address(line: InspectionService, monkeypatch: pytest.MonkeyPatch) -> Iterato
     stop = threading.Event()
     listener = server.listening("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # slow readers are seen soon
-    running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
+    running = threading.Thread(target=server.serve, args=(line, listener, {"": TOKEN}, stop.is_set))
     running.start()
     end = time.monotonic() + 60
     while True:

@@ -381,5 +381,9 @@ at("picture").addEventListener("error", () => {
 addEventListener("resize", chart);
 setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
 at("who").value = localStorage.getItem("who") || "";
+json("/v1/user").then(({ user }) => {
+  if (user) at("who").value = user;
+  at("who").readOnly = Boolean(user); // the record takes it from the token
+});
 offerLanguages(at("language"));
 listen();
