@@ -90,7 +90,8 @@ function point(event) {
   return [x, y];
 }
 
-const radius = () => (at("size").value / 200) * Math.max(picture.naturalWidth, picture.naturalHeight);
+const size = () => marks.viewBox.baseVal; // the photograph's, also while its heatmap is shown
+const radius = () => (at("size").value / 200) * Math.max(size().width, size().height);
 
 function shape(tag, attributes) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -143,7 +144,7 @@ function end(event) {
 function mark() {
   const rounded = (values) => values.map((value) => Math.round(10 * value) / 10);
   return {
-    width: picture.naturalWidth,
+    width: size().width,
     rectangles: drawn.filter(({ corners }) => corners).map(({ corners }) => edges(corners)),
     strokes: drawn.filter(({ points }) => points).map((stroke) => ({ radius: rounded([stroke.radius])[0], points: stroke.points.map(rounded) })),
   };
@@ -227,8 +228,10 @@ function skip() {
   else once(load, "not_noted");
 }
 
+const heated = () => at("heatmap").getAttribute("aria-pressed") === "true";
+
 function toggleHeatmap() {
-  const on = at("heatmap").getAttribute("aria-pressed") !== "true";
+  const on = !heated();
   at("heatmap").setAttribute("aria-pressed", String(on));
   picture.src = address(shown(), on ? "heatmap" : "photograph");
 }
@@ -264,17 +267,22 @@ marks.addEventListener("pointermove", go);
 marks.addEventListener("pointerup", end);
 marks.addEventListener("pointercancel", end);
 picture.addEventListener("load", () => {
-  if (at("heatmap").getAttribute("aria-pressed") === "true") return;
+  if (heated()) return;
   marks.setAttribute("viewBox", `0 0 ${picture.naturalWidth} ${picture.naturalHeight}`);
   marks.setAttribute("visibility", "visible");
   draw();
 });
-picture.addEventListener("error", () => { // its picture had to make room meanwhile
-  parts.splice(place, 1);
+picture.addEventListener("error", () => {
+  if (heated()) return toggleHeatmap();
+  parts.splice(place, 1); // its picture had to make room meanwhile
   if (parts[place]) show();
   else load().catch((error) => answer(error.message));
 });
 at("who").value = localStorage.getItem("who") || "";
+json("/v1/user").then(({ user }) => {
+  if (user) at("who").value = user;
+  at("who").readOnly = Boolean(user); // the record takes it from the token
+}).catch(() => {});
 offerLanguages(at("language"));
 choose("rectangle");
 load().catch((error) => answer(error.message));
