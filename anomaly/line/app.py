@@ -42,6 +42,7 @@ _PAGE = {
     "/label": ("label.html", "text/html"),
     "/label.css": ("label.css", "text/css"),
     "/label.js": ("label.js", "text/javascript"),
+    "/zoom.js": ("zoom.js", "text/javascript"),
     "/words.js": ("words.js", "text/javascript"),
     "/words.json": ("words.json", "application/json"),
 }
@@ -52,6 +53,7 @@ Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
 
 
+_Model = Annotated[str, Query(description="only parts of this model", max_length=300)]
 _Pixel = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -254,8 +256,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
             int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
         ] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
+        model: _Model = "",
     ) -> dict[str, Any]:
-        return {"parts": service.parts(before, verdict, limit)}
+        return {"parts": service.parts(before, verdict, limit, model)}
 
     @app.get("/v1/parts/{number}", summary="One part")
     def part(number: Number) -> dict[str, Any]:
@@ -274,7 +277,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get(
         "/v1/parts/{number}/photograph",
-        summary="A part's photograph, made small where it is large",
+        summary="A part's image as a JPEG, whatever kind of file it was, of 4 megapixels at most",
         response_class=Response,
         responses={200: {"content": {"image/jpeg": {}}}},
     )
@@ -326,9 +329,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
+        model: _Model = "",
     ) -> dict[str, int]:
         try:
-            return service.record.counts(in_utc(since))
+            return service.record.counts(in_utc(since), model)
         except ValueError:
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
@@ -343,11 +347,11 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         return StreamingResponse(_events(followed), media_type="text/event-stream")
 
 
-def _picture(number: int, jpeg: bytes | None) -> Response:
-    if jpeg is None:
+def _picture(number: int, picture: bytes | None) -> Response:
+    if picture is None:
         raise HTTPException(404, f"no picture of part {number} is kept")
     kept = {"Cache-Control": "private, max-age=86400, immutable"}
-    return Response(jpeg, media_type="image/jpeg", headers=kept)
+    return Response(picture, media_type="image/jpeg", headers=kept)
 
 
 def _mask(service: InspectionService, number: int, judgement: Feedback) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 
 from anomaly.calibration.cusum import HORIZON, Level, Watched, limit_of
 from anomaly.calibration.model_thresholds import Thresholds
-from anomaly.calibration.production import DEFECT_SHARE, flagged_line
+from anomaly.calibration.production import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
 from anomaly.calibration.rates import percent, rate_of
 from anomaly.calibration.thresholds import Threshold
 from anomaly.errors import DataError, why
@@ -116,15 +116,17 @@ class Drift:
             lines.append(line)
         return lines
 
-    def flagged(self, review: Threshold, model: str) -> str:
-        """Where more or fewer parts than promised are flagged, for people; empty elsewhere.
+    def flagged(self, review: Threshold, model: str) -> tuple[Comparison, str]:
+        """Whether more or fewer parts than promised are flagged, and a line for people if so.
 
         Args:
             review: the review threshold, which is one of the levels or promises nothing.
             model: the model's folder, for a command.
         """
-        above = [one.above for one in self.watched if one.level.value == review.value]
-        return flagged_line(above[0], self.parts, review.false_rejects, model) if above else ""
+        for above in [one.above for one in self.watched if one.level.value == review.value]:
+            counted = above, self.parts, review.false_rejects
+            return compare_flagged(*counted), flagged_line(*counted, model)
+        return "as promised", ""
 
 
 _WIDTH, _HEIGHT = 1000, 200

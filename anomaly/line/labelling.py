@@ -1,4 +1,4 @@
-"""Judging kept parts after a shift: which ones first, their photographs, and masks of defects."""
+"""Judging kept parts after a shift: which ones first, and masks of what is marked on them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from anomaly.datasets.samples import NEARLY_ALL
 from anomaly.errors import DataError
-from anomaly.imaging.read import read_header, read_image
+from anomaly.imaging.read import read_header
 from anomaly.line.record import JUDGED, open_to_read
-from anomaly.maps.encoding import thumbnail
-from anomaly.maps.heatmap import display, encode_png
+from anomaly.maps.heatmap import encode_png
 
 _NEAR = 0.1  # of a threshold: so close to it a verdict is in doubt
 _CHECKS = 10  # good parts that are looked at as a check
-_PHOTOGRAPH_PIXELS = 4_000_000
 _MOST_PAINTED = 100_000_000  # pixels that the strokes of one mark may be near to
 
 # The newest part of each image with a picture; those of one model, or all.
@@ -96,12 +94,6 @@ def _margin(part: dict[str, Any]) -> float:
     """Distance of the score to the nearer threshold, as a share of it."""
     limits = filter(None, (part["review_threshold"], part["threshold"]))
     return min((abs(part["image_score"] / limit - 1) for limit in limits), default=math.inf)
-
-
-def photograph(file: bytes, bit_depth: int | None = None) -> bytes:
-    """An image file as a JPEG that browsers show, at a whole fraction of its size."""
-    picture = display(read_image(file, bit_depth=bit_depth))
-    return thumbnail(picture, _PHOTOGRAPH_PIXELS).photo
 
 
 def mask_of(

@@ -336,7 +336,7 @@ class Record:
         return str(parts[0][0])
 
     def parts(
-        self, before: int | None = None, verdict: str = "", limit: int = 60
+        self, before: int | None = None, verdict: str = "", limit: int = 60, model: str = ""
     ) -> list[dict[str, Any]]:
         """The newest parts, the newest first.
 
@@ -344,12 +344,13 @@ class Record:
             before: only those with a lower number.
             verdict: only those with this verdict; empty for all.
             limit: so many at most.
+            model: only those of this model; empty for all.
 
         Returns:
             Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
             and what a person said last (`feedback`).
         """
-        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
+        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
         conditions = {condition: value for condition, value in wanted.items() if value}
         where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
         rows = self.read(
@@ -372,12 +373,17 @@ class Record:
         rows = self.read("SELECT file FROM pictures WHERE part = ?", (number,))
         return rows[0][0] if rows else None
 
-    def counts(self, since: str) -> dict[str, int]:
-        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
+    def counts(self, since: str, model: str = "") -> dict[str, int]:
+        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status.
+
+        Args:
+            since: the time.
+            model: only its parts; empty for all.
+        """
         rows = self.read(
             "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
-            " FROM parts WHERE time >= ? GROUP BY outcome",
-            (since,),
+            " FROM parts WHERE time >= ? AND ? IN (model, '') GROUP BY outcome",
+            (since, model),
         )
         return {outcome or "no verdict": count for outcome, count in rows}
 

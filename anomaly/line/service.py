@@ -15,14 +15,16 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.errors import DataError, visible
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.read import MAX_PIXELS
 from anomaly.line.alarms import Alarms, alarms_of
 from anomaly.line.bodies import Bodies
-from anomaly.line.engine import BusyError
-from anomaly.line.labelling import photograph
+from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
+from anomaly.runtime.parallel import locked_cached_property
 from anomaly.storage.golden import keep_golden, keep_missed
 
 if TYPE_CHECKING:
@@ -96,16 +98,31 @@ class InspectionService:
         return self._files.get(number) or self.record.picture_file(number)
 
     def photograph(self, number: int) -> bytes | None:
-        """A part's photograph as a JPEG; None where its file is neither recent nor kept."""
-        if (file := self.picture_file(number)) is None:
-            return None
-        slot = self.registry.models.get((self.record.part(number) or {}).get("model", ""))
-        image = slot.now.long["config"]["image"] if slot and slot.now else {}
-        return photograph(file, image.get("bit_depth"))
+        """A part's image as a JPEG for a browser; None where it is neither recent nor kept.
 
-    def parts(self, before: int | None, verdict: str, limit: int) -> list[dict[str, Any]]:
+        Raises:
+            ImageError: decoding it took too long or too much.
+        """
+        part = self.record.part(number)
+        file = self.picture_file(number)
+        if part is None or file is None:
+            return None
+        slot = self.registry.models.get(part["model"])
+        image = slot.now.long["config"]["image"] if slot and slot.now else {}
+        limits = image.get("max_pixels", MAX_PIXELS), image.get("bit_depth")
+        decoded = self._decoders.call(photograph, file, *limits, about=Path(part["path"]))
+        return bytes(decoded)
+
+    @locked_cached_property
+    def _decoders(self) -> Decoders:
+        """A process for the pages' photographs, beside those that production needs."""
+        return self._open.enter_context(Decoders(1))
+
+    def parts(
+        self, before: int | None, verdict: str, limit: int, model: str
+    ) -> list[dict[str, Any]]:
         """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
-        return [self._seen(one) for one in self.record.parts(before, verdict, limit)]
+        return [self._seen(one) for one in self.record.parts(before, verdict, limit, model)]
 
     def part(self, number: int) -> dict[str, Any] | None:
         """One part; None where there is none of this number."""

@@ -262,11 +262,12 @@ class ModelSlot:
         """Whether its newest parts have drifted, as `anomaly drift` says, and what was seen.
 
         Returns:
-            `alarm`; `lines`, what was seen of each level; `flagged`, where more or fewer parts than
-            promised are flagged, empty elsewhere.
+            `alarm`; `lines`, what was seen of each level; `compared`, whether `more` or `fewer`
+            parts are flagged than promised, and `flagged`, where that is so, a line for people.
         """
         if not (self.now and self.now.drift and self.now.review):
-            return {"alarm": False, "lines": [], "flagged": ""}
+            return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
         drift = self.now.drift.look(self.record)
-        flagged = drift.flagged(self.now.review, str(self.folder))
-        return {"alarm": drift.alarm is not None, "lines": drift.lines(), "flagged": flagged}
+        compared, flagged = drift.flagged(self.now.review, str(self.folder))
+        said = {"alarm": drift.alarm is not None, "lines": drift.lines()}
+        return said | {"compared": compared, "flagged": flagged}

@@ -41,7 +41,10 @@ def test_each_alarm_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(tmp_path: Path) -> None:
-    file, current = tmp_path / "line.sqlite", [Alarm("alarm_flagged", "disc", "9 of 20, more")]
+    file, current = (
+        tmp_path / "line.sqlite",
+        [Alarm("scene", "disc", "brightness is 9 % lower")],
+    )
     with closing(Record(file)) as record:
         alarms = Alarms(record, lambda: current)
 
@@ -49,23 +52,23 @@ def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(tmp_p
             return [alarm["seen"] and alarm["seen"]["who"] for alarm in alarms.now()]
 
         assert seen() == [None]
-        for key, who in (("drift:disc", "Ada"), ("flagged:disc", "")):
+        for key, who in (("drift:disc", "Ada"), ("scene:disc", "")):
             with pytest.raises(DataError):
                 alarms.acknowledge(key, who)
-        alarms.acknowledge("flagged:disc", "Ada")
+        alarms.acknowledge("scene:disc", "Ada")
         assert seen() == ["Ada"]
-        current[0] = Alarm("alarm_flagged", "disc", "12 of 24, more")
-        current.append(Alarm("alarm_drift", "disc"))
+        current[0] = Alarm("scene", "disc", "brightness is 12 % lower")
+        current.append(Alarm("drift", "disc"))
         assert seen() == ["Ada", None]
         alarms = Alarms(record, lambda: current)  # a restart
         assert seen() == ["Ada", None]
-        current[0] = Alarm("alarm_flagged", "disc", "0 of 90, fewer")
+        current[0] = Alarm("scene", "disc", "sharpness is 12 % lower")
         assert seen() == [None, None]
-        alarms.acknowledge("flagged:disc", "Bob")
+        alarms.acknowledge("scene:disc", "Bob")
         kept, current[:] = current[:], []
         assert seen() == []
         current[:] = kept
         assert seen() == [None, None]
     with closing(sqlite3.connect(file)) as db:
         rows = db.execute("SELECT alarm, who, time <> '', ended <> '' FROM acknowledgements")
-        assert rows.fetchall() == [("flagged:disc", "Ada", 1, 1), ("flagged:disc", "Bob", 1, 1)]
+        assert rows.fetchall() == [("scene:disc", "Ada", 1, 1), ("scene:disc", "Bob", 1, 1)]

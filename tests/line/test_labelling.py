@@ -20,8 +20,9 @@ from test_record import answer
 
 from anomaly.datasets import ground_truth, open_dataset
 from anomaly.errors import DataError
+from anomaly.line.engine import photograph
 from anomaly.line.feedback import confirmed_parts
-from anomaly.line.labelling import mask_of, photograph, queue
+from anomaly.line.labelling import mask_of, queue
 from anomaly.line.period import Period, parts_of
 from anomaly.line.record import Answer, Keeping, Record
 from anomaly.training.tuning import search
@@ -133,7 +134,7 @@ def test_a_mask_is_what_was_drawn() -> None:
     assert (mask != expected).sum() <= 3  # on the very edge, where points on the way lie apart
     # On a photograph that was made small, pixels stand for more of the image's.
     file = picture(1600, 2600)
-    shown = cv2.imdecode(np.frombuffer(photograph(file), np.uint8), cv2.IMREAD_COLOR)
+    shown = cv2.imdecode(np.frombuffer(photograph(file, 10**8, None), np.uint8), cv2.IMREAD_COLOR)
     assert shown.shape == (800, 1300, 3)
     mask = pixels_of(mask_of(file, shown.shape[1], [[100, 100, 101, 102]]))
     assert np.argwhere(mask).tolist() == [[y, x] for y in range(200, 204) for x in (200, 201)]

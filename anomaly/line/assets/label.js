@@ -2,12 +2,14 @@
 // What clients and people have written is only ever put in place as text.
 
 import { language, number, offerLanguages, word } from "./words.js";
+import { zoomable } from "./zoom.js";
 
 const WHY = { review: "why_review", near: "why_near", unlike: "why_unlike", check: "why_check", reject: "why_reject" };
 const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
 const CAUGHT = { good: ["good"], defect: ["review", "reject"] }; // the model's verdicts that are right
 const at = (id) => document.getElementById(id);
 const marks = at("marks"), picture = at("picture");
+const zoom = zoomable(at("frame"), at("layers"), () => {}); // by wheel: dragging draws
 
 let parts = []; // to judge, the worthiest first
 let place = 0; // of the part that is shown
@@ -43,6 +45,7 @@ function show(marked = [], kind = "") {
   const part = shown();
   drawn = marked;
   begun = null;
+  zoom.reset();
   at("type").value = kind;
   at("left").textContent = word("left_to_judge", { count: number(left) });
   at("why").textContent = part ? word(WHY[part.why]) : "";
@@ -56,7 +59,7 @@ function show(marked = [], kind = "") {
   picture.hidden = !part;
   if (part) {
     picture.src = address(part, "photograph");
-    picture.alt = word("photograph_of", { part: part.id });
+    picture.alt = word("picture_of", { picture: word("photograph"), part: part.id });
   } else picture.removeAttribute("src");
   const next = parts[place + 1];
   if (next) new Image().src = address(next, "photograph");
@@ -66,10 +69,8 @@ function show(marked = [], kind = "") {
 function description(part) {
   const said = [part.model, `#${part.id}`, part.path, new Date(part.time).toLocaleString(language, { dateStyle: "short", timeStyle: "short" })];
   if (part.verdict) said.push(word(VERDICTS[part.verdict]));
-  const score = digits(part.image_score);
-  said.push(part.threshold
-    ? word("score_of_reject", { score, times: number(part.image_score / part.threshold, 2) })
-    : word("score", { score }));
+  const times = part.threshold ? ` = ${number(part.image_score / part.threshold, 2)} ${word("of_reject")}` : "";
+  said.push(word("score", { score: digits(part.image_score) }) + times);
   return [...said, part.reason].filter(Boolean).join(" · ");
 }
 
@@ -262,6 +263,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   if (!at(id).disabled) ACTIONS[id]();
 });
+for (const name of ["pointermove", "dblclick"]) marks.addEventListener(name, (event) => event.stopPropagation());
 marks.addEventListener("pointerdown", begin);
 marks.addEventListener("pointermove", go);
 marks.addEventListener("pointerup", end);

@@ -6,7 +6,8 @@ CREATE TABLE IF NOT EXISTS parts (
 CREATE INDEX IF NOT EXISTS parts_by_time ON parts (time, model, status, verdict);
 CREATE INDEX IF NOT EXISTS parts_by_verdict ON parts (verdict, id);
 CREATE INDEX IF NOT EXISTS parts_by_image ON parts (sha256, id);
-CREATE INDEX IF NOT EXISTS parts_by_model ON parts (model_id, id);
+CREATE INDEX IF NOT EXISTS parts_by_model ON parts (model, id);
+CREATE INDEX IF NOT EXISTS parts_by_version ON parts (model_id, id);
 CREATE TABLE IF NOT EXISTS pictures (
     part INTEGER PRIMARY KEY REFERENCES parts (id), asked INTEGER NOT NULL, bytes INTEGER NOT NULL,
     file BLOB NOT NULL, heatmap BLOB);
