@@ -19,8 +19,7 @@ VISIBLE = "document.getElementById('marks').getAttribute('visibility')"
 SHOWN = """(({x, y, width, height}, {naturalWidth: w, naturalHeight: h}) => {
   const scale = Math.min(width / w, height / h);
   return [x + (width - scale * w) / 2, y + (height - scale * h) / 2, scale];
-})(document.getElementById('part').querySelector('figure').getBoundingClientRect(),
-   document.getElementById('picture'))"""
+})(picture.getBoundingClientRect(), picture)"""
 
 
 def text(page: Browser, element: str) -> str:
@@ -86,6 +85,10 @@ def test_parts_are_judged_and_marked(
         page.press("g")
         page.until("document.getElementById('left').textContent", to_judge.format(3))
         page.until(VISIBLE, "visible")
+        if not finger:  # a closer look
+            middle = {"x": size[0] // 3, "y": size[1] // 2, "deltaX": 0, "deltaY": -60}
+            page.call("Input.dispatchMouseEvent", type="mouseWheel", **middle)
+            page.until("document.getElementById('layers').style.transform.includes('(1.2')", True)
         left, top, scale = page.evaluate(SHOWN)
 
         def on_screen(*points: tuple[float, float]) -> list[tuple[int, int]]:
@@ -97,7 +100,7 @@ def test_parts_are_judged_and_marked(
         drag(page, box, finger)
         page.press("b")
         drag(page, way, finger)
-        drag(page, on_screen((5, 5), (15, 9)), finger)
+        drag(page, on_screen((30, 50), (40, 60)), finger)
         page.press("u")  # the last stroke
         page.press("g")
         page.until("document.getElementById('answer').textContent.slice(0, 1) === '#'", False)

@@ -174,7 +174,7 @@ async function once(act, failed) {
 
 async function judge(verdict) {
   const part = shown();
-  if (!part || !picture.complete || busy) return;
+  if (!part || marks.getAttribute("visibility") !== "visible" || busy) return; // nobody has seen it
   if (verdict === "good" && drawn.length) return answer(word("mark_on_good"));
   await once(async () => {
     const kind = verdict === "defect" ? at("type").value.trim() : "";
