@@ -65,7 +65,7 @@ def alarms_of(models: Iterable[ModelSlot], record: Record, stopping: bool) -> It
         if drift["alarm"]:
             yield Alarm("drift", slot.name)
         if drift["flagged"]:
-            yield Alarm(drift["compared"], slot.name)
+            yield Alarm("more" if drift["compared"] == "more" else "fewer", slot.name)
 
 
 class Alarms:

@@ -86,15 +86,6 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
-class Acknowledgement(BaseModel):
-    """Who has seen an alarm."""
-
-    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
-
-    key: str = Field(max_length=300)
-    who: str = Field("", max_length=80)
-
-
 class _TextResponse(JSONResponse):
     """Values of which some may hold bytes of file names that are no text: these stand escaped."""
 
@@ -384,9 +375,13 @@ def _alarm_routes(app: FastAPI, service: InspectionService) -> None:
         return {"alarms": await alarms_now()}
 
     @app.post("/v1/alarms/acknowledge", summary="Say that an alarm was seen")
-    def acknowledge(seen: Annotated[Acknowledgement, Body()], request: Request) -> dict[str, Any]:
+    def acknowledge(
+        request: Request,
+        key: Annotated[str, Body(max_length=300)],
+        who: Annotated[str, Body(max_length=80)] = "",
+    ) -> dict[str, Any]:
         try:
-            service.alarms.acknowledge(seen.key, author(request, seen.who))
+            service.alarms.acknowledge(key, author(request, who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return {"alarms": service.alarms.now()}

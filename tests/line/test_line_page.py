@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import time
@@ -185,7 +184,9 @@ def test_it_speaks_the_language_of_whoever_looks(
         "(() => { const s = document.getElementById('language'); s.value = 'en';"
         "s.dispatchEvent(new Event('change')); })()"
     )
-    page.until("document.getElementById('word')?.textContent", "REJECT")
+    page.until("document.getElementById('word').textContent", "REJECT")
+    assert text(page, "good").startswith("Good")
+    page.until("document.getElementById('state').textContent", "live")
 
 
 def test_photograph_and_heatmap_can_be_looked_at_closely(
@@ -232,10 +233,7 @@ def several(run_folder: Path, tmp_path: Path) -> Iterator[Served]:
     """A service with two models, and one that has failed."""
     for name in ("cup", "disc", "ring"):
         shutil.copytree(run_folder, tmp_path / "models" / name)
-    weights = max(
-        (tmp_path / "models" / "ring" / "model").iterdir(), key=lambda f: f.stat().st_size
-    )
-    weights.write_bytes(weights.read_bytes()[:-1])
+    (tmp_path / "models" / "ring" / "model" / "scorer.safetensors").unlink()
     served = start(tmp_path / "models")
     try:
         end, states = time.monotonic() + 300, [""]
@@ -256,7 +254,8 @@ def test_one_of_several_models_any_part_and_a_model_that_has_failed(
 ) -> None:
     data = (product / "test" / "spot" / "000.png").read_bytes()
     first = several.score(data, model="cup")[1]["id"]
-    last = [several.score(data, model="disc")[1]["id"] for _ in range(62)][-1]
+    for _ in range(62):
+        several.score(data, model="disc")
     window.open(f"http://127.0.0.1:{several.port}/?lang=en")
     window.until("document.getElementById('state').textContent", "not ready")
     rejects = "document.querySelector('#counts div:nth-child(3) dd').textContent"
@@ -282,7 +281,6 @@ def test_one_of_several_models_any_part_and_a_model_that_has_failed(
     several.score(data, model="disc")
     second = several.score(data, model="cup")[1]["id"]
     window.until(f"{strip}.join()", f"{second},{first}")
-    assert second > last
     # Each alarm says what failed, and is quiet once somebody has seen it.
     listed = "[...document.querySelectorAll('#alarms li')]"
     assert window.evaluate(f"{listed}[0].className") == "error"
@@ -295,7 +293,4 @@ def test_one_of_several_models_any_part_and_a_model_that_has_failed(
     window.until(f"{listed}.some((item) => item.className === 'error seen')", True)
     assert "seen by Ada, " in window.evaluate(f"{listed}[0].textContent")
     assert several.get("/v1/alarms")["alarms"][0]["seen"]["who"] == "Ada"
-    body = json.dumps({"key": "drift:ring", "who": "Ada"}).encode()
-    kind = {"Content-Type": "application/json"}
-    assert several.ask("POST", "/v1/alarms/acknowledge", body, kind)[0] == 409
     window.open("about:blank")

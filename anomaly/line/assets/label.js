@@ -285,6 +285,6 @@ json("/v1/user").then(({ user }) => {
   if (user) at("who").value = user;
   at("who").readOnly = Boolean(user); // the record takes it from the token
 }).catch(() => {});
-offerLanguages(at("language"));
+offerLanguages(at("language"), () => show(drawn, at("type").value));
 choose("rectangle");
 load().catch((error) => answer(error.message));

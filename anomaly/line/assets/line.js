@@ -454,10 +454,13 @@ json("/v1/user").then(({ user }) => {
   if (user) at("who").value = user;
   at("who").readOnly = Boolean(user); // the record takes it from the token
 });
-offerLanguages(at("language"));
+offerLanguages(at("language"), () => {
+  listed = "";
+  refresh().catch(lost);
+});
 json("/v1/models").then(({ models }) => {
   const names = models.map(({ name }) => name), last = localStorage.getItem("model");
-  at("models").replaceChildren(new Option(word("all_models"), ""), ...names.map((name) => new Option(name)));
+  at("models").append(...names.map((name) => new Option(name)));
   at("models").hidden = names.length < 2;
   at("models").value = model = names.length > 1 && names.includes(last) ? last : "";
 }).catch(lost).finally(listen);

@@ -7,7 +7,7 @@ const TABLE = await (await fetch("/words.json")).json();
 
 const address = new URL(location);
 const wanted = [address.searchParams.get("lang"), localStorage.getItem("language"), ...navigator.languages];
-export const language = wanted.map((name) => (name || "").slice(0, 2).toLowerCase()).find((name) => name in LANGUAGES) || "en";
+export let language = wanted.map((name) => (name || "").slice(0, 2).toLowerCase()).find((name) => name in LANGUAGES) || "en";
 
 // A text of the table, with values in place of its {names}.
 export const word = (key, values = {}) =>
@@ -20,22 +20,24 @@ export const number = (value, digits) =>
 // Puts words into the elements that name them: data-word as text, data-label for those who listen,
 // data-hint for a mouse that rests.
 export function fill(root = document) {
+  document.documentElement.lang = language;
   for (const [name, property] of Object.entries(PLACES)) {
     for (const node of root.querySelectorAll(`[data-${name}]`)) node[property] = word(node.dataset[name]);
   }
 }
 
-// Makes a select offer the languages; another one loads the page anew.
-export function offerLanguages(select) {
+// Makes a select offer the languages; with another one, `changed` says what isn't in elements.
+export function offerLanguages(select, changed = () => location.reload()) {
   select.replaceChildren(...Object.entries(LANGUAGES).map(([value, name]) => new Option(name, value, false, value === language)));
   select.addEventListener("change", () => {
-    localStorage.setItem("language", select.value);
+    language = select.value;
+    localStorage.setItem("language", language);
     address.searchParams.delete("lang");
     history.replaceState(null, "", address);
-    location.reload();
+    fill();
+    changed();
   });
 }
 
 if (address.searchParams.has("lang")) localStorage.setItem("language", language);
-document.documentElement.lang = language;
 fill();
