@@ -346,11 +346,7 @@ def _picture(number: int, picture: bytes | None) -> Response:
 
 
 def _mask(service: InspectionService, number: int, judgement: Feedback) -> bytes:
-    """The mask that a judgement's mark makes; empty where it has none.
-
-    Raises:
-        DataError: the part is no defect, has no picture, or the mark can't be taken.
-    """
+    """The mask of a judgement's mark, empty where it has none; a DataError where it can't be."""
     if (mark := judgement.mark) is None:
         return b""
     file = service.picture_file(number)

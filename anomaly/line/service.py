@@ -154,12 +154,7 @@ class InspectionService:
         )
 
     def keep_golden(self, number: int, who: str) -> None:
-        """Make a part that was judged, rightly by its model, a golden part of that.
-
-        Raises:
-            DataError: it can't be one; the message says why.
-            OutputError: no room, no permission, or somebody else is changing the run.
-        """
+        """Make a part that its model judges rightly a golden part of that; as `keep_missed`."""
         part = self.record.part(number) or {}
         if not (said := part.get("feedback")):
             raise DataError(f"nobody has judged part {number}; nothing is kept")
@@ -179,13 +174,9 @@ class InspectionService:
         what: str,
         keep: Callable[[ModelSlot, str, bytes], Path],
     ) -> None:
-        """Keep a part's picture beside its model, and note where.
+        """Keep a judged part's picture beside its model, and note as `what` and where.
 
-        Args:
-            part: that somebody has judged.
-            who: keeps it.
-            what: it is kept as.
-            keep: takes the model, a name and the file; returns where that is kept.
+        `keep` takes the model, a name and the file, and returns where that is.
         """
         number, said = part["id"], part["feedback"]
         file, slot = self.picture_file(number), self.registry.models.get(part["model"])

@@ -162,20 +162,11 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
 def keep_golden(model: Model, folder: Path, name: str, file: bytes, *, good: bool) -> Path:
     """Make a part that a model judges rightly one of its run's golden parts, with today's score.
 
-    Args:
-        model: the model.
-        folder: its folder, `model/` of a run.
-        name: of the image's file.
-        file: its bytes.
-        good: whether people call the part good.
-
-    Returns:
-        Where it is kept.
+    Takes and returns what `keep_missed` does; `good` is whether people call the part good.
 
     Raises:
-        DataError: the model says otherwise, isn't in a run, or other golden parts there aren't
-            recorded.
-        OutputError: no room, no permission, or somebody else is changing the run.
+        DataError: as `keep_missed`, or the model says otherwise.
+        OutputError: as `keep_missed`.
     """
     golden = _golden_in(folder)
     place = golden / _file_name(name, file)

@@ -108,8 +108,7 @@ function edges([[x0, y0], [x1, y1]]) {
 function draw() {
   at("drawn").replaceChildren(...[...drawn, begun].filter(Boolean).map((mark) => {
     if (mark.points) {
-      const way = mark.points.length > 1 ? mark.points : [mark.points[0], mark.points[0]];
-      return shape("polyline", { points: way.join(" "), "stroke-width": 2 * mark.radius });
+      return shape("polyline", { points: [mark.points[0], ...mark.points].join(" "), "stroke-width": 2 * mark.radius });
     }
     const [x, y, right, bottom] = edges(mark.corners);
     return shape("rect", { x, y, width: right - x, height: bottom - y });
@@ -197,14 +196,11 @@ function offerToKeep() {
   at("golden").hidden = !said || !CAUGHT[said.verdict].includes(last.verdict);
 }
 
-function keep(what) {
-  if (at(what).hidden) return;
-  once(async () => {
-    last = await json(`/v1/parts/${last.id}/${what}?who=${encodeURIComponent(at("who").value.trim())}`, {});
-    answer(`#${last.id}: ${word(what === "missed" ? "kept_missed" : "kept_golden")}`);
-    at(what).hidden = true;
-  }, "not_kept");
-}
+const keep = (what) => at(what).hidden || once(async () => {
+  last = await json(`/v1/parts/${last.id}/${what}?who=${encodeURIComponent(at("who").value.trim())}`, {});
+  answer(`#${last.id}: ${word(what === "missed" ? "kept_missed" : "kept_golden")}`);
+  at(what).hidden = true;
+}, "not_kept");
 
 function undo() {
   if (drawn.length) {
