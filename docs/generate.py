@@ -43,6 +43,7 @@ OUTSIDE |= {
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
     "A whole line": "line.md",
+    "Label parts": "labelling.md",
     "From camera to PLC": "station.md",
     "Deployment": "deployment.md",
     "Millions of images": "scale.md",

@@ -23,7 +23,7 @@ GOOD = "good"
 SPLITS = ("train", "validation", "test")
 _TEST_SHARE = 5  # one good image in five
 # A mask that marks as much of its image is inverted, or has a background that isn't 0.
-_NEARLY_ALL = 0.98
+NEARLY_ALL = 0.98
 _UPRIGHT, _SIDEWAYS = 1, 5  # EXIF orientations; from 5 on the sides are swapped
 
 
@@ -133,7 +133,7 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
                 "mask_size",
             )
         whole |= mask
-    if sample.is_defect and (marked := float(whole.mean())) >= _NEARLY_ALL:
+    if sample.is_defect and (marked := float(whole.mean())) >= NEARLY_ALL:
         raise MaskError(
             f"{sample.mask_path} marks {marked:.1%} of {sample.path} as defect. If the defect is "
             "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, set "

@@ -151,8 +151,8 @@ def _read(mask: Path, size: tuple[int, int]) -> NDArray[np.bool_]:
 
 
 def _mask_of(image: Path) -> Path | None:
-    truth = image.parents[min(2, len(image.parents) - 1)] / "ground_truth" / image.parent.name
-    return Masks().of(image, [truth])
+    around = image.parents[2:0:-1]
+    return Masks().of(image, [place / "ground_truth" / image.parent.name for place in around])
 
 
 def _inside(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> str:

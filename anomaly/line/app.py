@@ -24,6 +24,7 @@ from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
 from anomaly.line.guard import author
+from anomaly.line.labelling import mask_of, queue
 from anomaly.line.period import Period
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, report
@@ -38,6 +39,9 @@ _PAGE = {
     "/": ("line.html", "text/html"),
     "/line.css": ("line.css", "text/css"),
     "/line.js": ("line.js", "text/javascript"),
+    "/label": ("label.html", "text/html"),
+    "/label.css": ("label.css", "text/css"),
+    "/label.js": ("label.js", "text/javascript"),
     "/zoom.js": ("zoom.js", "text/javascript"),
     "/words.js": ("words.js", "text/javascript"),
     "/words.json": ("words.json", "application/json"),
@@ -50,6 +54,24 @@ Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
 
 
 _Model = Annotated[str, Query(description="only parts of this model", max_length=300)]
+_Pixel = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
+class Stroke(BaseModel):
+    """The way of a brush."""
+
+    radius: float = Field(gt=0, le=1e6)
+    points: list[tuple[_Pixel, _Pixel]] = Field(min_length=1)
+
+
+class Mark(BaseModel):
+    """Where a defect is, in pixels of the photograph that `/v1/parts/N/photograph` gives."""
+
+    width: int = Field(ge=1, le=1_000_000, description="of that photograph")
+    rectangles: list[tuple[_Pixel, _Pixel, _Pixel, _Pixel]] = Field(
+        [], description="left, top, right and bottom edges"
+    )
+    strokes: list[Stroke] = []
 
 
 class Feedback(BaseModel):
@@ -57,7 +79,8 @@ class Feedback(BaseModel):
 
     model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
 
-    verdict: Literal["good", "defect"]
+    verdict: Literal["good", "defect", ""] = Field(description="empty withdraws what was said")
+    mark: Mark | None = None
     defect_type: str = Field("", max_length=80)
     note: str = Field("", max_length=2000)
     who: str = Field("", max_length=80)
@@ -263,21 +286,32 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
                 part=number,
                 defect_type=judgement.defect_type,
                 note=judgement.note,
+                mark=_mask(service, number, judgement),
             )
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         service.changed(number)
         return service.part(number) or {}
 
-    @app.post("/v1/parts/{number}/missed", summary="Keep a defect that was called good")
-    def missed(
-        number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
+    @app.post("/v1/parts/{number}/{kept}", summary="Keep a missed defect, or a golden part")
+    def keep(
+        number: Number,
+        kept: Literal["missed", "golden"],
+        request: Request,
+        who: Annotated[str, Query(max_length=80)] = "",
     ) -> dict[str, Any]:
+        add = service.keep_missed if kept == "missed" else service.keep_golden
         try:
-            service.keep_missed(number, author(request, who))
+            add(number, author(request, who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}
+
+    @app.get("/v1/labelling", summary="Kept parts that nobody has judged, the worthiest first")
+    def labelling(
+        model: str = "", limit: Annotated[int, Query(ge=1, le=500)] = 50
+    ) -> dict[str, Any]:
+        return queue(service.record.file, model, limit)
 
     @app.get("/v1/user", summary="Who asks, by the token; empty where tokens have no names")
     def user(request: Request) -> dict[str, str]:
@@ -309,6 +343,18 @@ def _picture(number: int, picture: bytes | None) -> Response:
         raise HTTPException(404, f"no picture of part {number} is kept")
     kept = {"Cache-Control": "private, max-age=86400, immutable"}
     return Response(picture, media_type="image/jpeg", headers=kept)
+
+
+def _mask(service: InspectionService, number: int, judgement: Feedback) -> bytes:
+    """The mask of a judgement's mark, empty where it has none; a DataError where it can't be."""
+    if (mark := judgement.mark) is None:
+        return b""
+    file = service.picture_file(number)
+    if judgement.verdict != "defect" or file is None:
+        why = "no picture of it is kept" if file is None else "only defects are marked"
+        raise DataError(f"part {number} can't be marked: {why}; nothing is noted")
+    strokes = [(stroke.radius, stroke.points) for stroke in mark.strokes]
+    return mask_of(file, mark.width, mark.rectangles, strokes)
 
 
 async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:

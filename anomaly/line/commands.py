@@ -186,7 +186,7 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="write the pictures of all parts that were judged there, as good/ and defect/TYPE/ in "
-        "a folder for each model",
+        "a folder for each model, and masks of defects as ground_truth/TYPE/",
     )
     parser.add_argument("--type", default="", help="kind of defect")
     parser.add_argument("--note", default="", help="anything else")
@@ -236,8 +236,11 @@ def _feedback(options: argparse.Namespace) -> int:
 def _save(record: Path, folder: Path) -> int:
     for model, counts in save_pictures(record, folder).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
+        masks = f", {counts['masks']} with a mask" if counts["masks"] else ""
         place = folder / model_folder(model)
-        print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
+        print(
+            f"{model}: {counts['good']} good, {counts['defect']} defective{masks}{lost}; in {place}"
+        )
     return 0
 
 

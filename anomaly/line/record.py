@@ -3,7 +3,8 @@
     parts      one row for each answer, in the order of answers; never changed
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
-    feedback   what people say; a trigger refuses changes
+    feedback   what people say, an empty verdict to withdraw it; a trigger refuses changes
+    marks      masks of defects, as PNG files, that people have drawn beside their feedback
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
     acknowledgements   who has seen which alarm, when, and when it was over
@@ -47,6 +48,11 @@ _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
+"""
+# The last word on each image, unless it was withdrawn.
+JUDGED = """
+(SELECT part, sha256, verdict, defect_type, id FROM feedback
+ WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256))
 """
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
@@ -286,16 +292,18 @@ class Record:
         sha256: str = "",
         defect_type: str = "",
         note: str = "",
+        mark: bytes = b"",
     ) -> int | None:
         """Write down what a person says of a part.
 
         Args:
-            verdict: `good` or `defect`.
+            verdict: `good` or `defect`; empty to withdraw what was said before.
             who: says so.
             part: its number; None takes the newest one of this image, if there is any.
             sha256: of the image; taken from the part where there is one.
             defect_type: what is wrong with it.
             note: anything.
+            mark: mask of the defect, a PNG file of the image's size; empty for none.
 
         Returns:
             The part's number; None for an image that was never scored here.
@@ -310,11 +318,13 @@ class Record:
             else:
                 newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
                 part = db.execute(newest, (sha256,)).fetchone()[0]
-            db.execute(
+            cursor = db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (part, sha256, who, verdict, defect_type, note, time_now()),
             )
+            if mark:
+                db.execute("INSERT INTO marks VALUES (?, ?)", (cursor.lastrowid, mark))
         return part
 
     def check_part(self, number: int) -> str:
@@ -557,7 +567,7 @@ def _part(
     number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
 ) -> dict[str, Any]:
     feedback = None
-    if verdict is not None:
+    if verdict:  # not withdrawn
         feedback = dict(
             zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True)
         )

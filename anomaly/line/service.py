@@ -25,7 +25,7 @@ from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
 from anomaly.runtime.parallel import locked_cached_property
-from anomaly.storage.golden import keep_missed
+from anomaly.storage.golden import keep_golden, keep_missed
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,10 @@ class InspectionService:
         """A part's small heatmap; None where it is neither recent nor kept."""
         return self._recent.get(number) or self.record.heatmap(number)
 
+    def picture_file(self, number: int) -> bytes | None:
+        """A part's image file; None where it is neither recent nor kept."""
+        return self._files.get(number) or self.record.picture_file(number)
+
     def photograph(self, number: int) -> bytes | None:
         """A part's image as a JPEG for a browser; None where it is neither recent nor kept.
 
@@ -100,7 +104,7 @@ class InspectionService:
             ImageError: decoding it took too long or too much.
         """
         part = self.record.part(number)
-        file = self._files.get(number) or self.record.picture_file(number)
+        file = self.picture_file(number)
         if part is None or file is None:
             return None
         slot = self.registry.models.get(part["model"])
@@ -141,22 +145,52 @@ class InspectionService:
             DataError: it can't be one; the message says why.
             OutputError: no room, or somebody else is changing the run.
         """
-        part = self.record.part(number)
-        file = self._files.get(number) or self.record.picture_file(number)
-        said = part and part["feedback"]
-        if not part or part["verdict"] != "good" or not said or said["verdict"] != "defect":
+        part = self.record.part(number) or {}
+        said = part.get("feedback")
+        if part.get("verdict") != "good" or not said or said["verdict"] != "defect":
             raise DataError(f"part {number} isn't a defect that was called good; nothing is kept")
-        slot = self.registry.models.get(part["model"])
+        self._keep(
+            part, who, "known missed defect", lambda slot, *file: keep_missed(slot.folder, *file)
+        )
+
+    def keep_golden(self, number: int, who: str) -> None:
+        """Make a part that its model judges rightly a golden part of that; as `keep_missed`."""
+        part = self.record.part(number) or {}
+        if not (said := part.get("feedback")):
+            raise DataError(f"nobody has judged part {number}; nothing is kept")
+
+        def keep(slot: ModelSlot, name: str, file: bytes) -> Path:
+            if slot.engine is None:
+                raise DataError(f"{slot.name} isn't in memory; send it a part, and try again")
+            model, good = slot.engine.model, said["verdict"] == "good"
+            return keep_golden(model, slot.folder, name, file, good=good)
+
+        self._keep(part, who, "golden part", keep)
+
+    def _keep(
+        self,
+        part: dict[str, Any],
+        who: str,
+        what: str,
+        keep: Callable[[ModelSlot, str, bytes], Path],
+    ) -> None:
+        """Keep a judged part's picture beside its model, and note as `what` and where.
+
+        `keep` takes the model, a name and the file, and returns where that is.
+        """
+        number, said = part["id"], part["feedback"]
+        file, slot = self.picture_file(number), self.registry.models.get(part["model"])
         if file is None or slot is None:
-            what = "is no picture of it" if file is None else f"is no model {part['model']}"
+            gone = "is no picture of it" if file is None else f"is no model {part['model']}"
             raise DataError(
-                f"part {number} can't be kept: there {what} any more; give the file to anomaly "
-                "missed --keep. serve --keep-good 1 keeps the pictures of all good parts"
+                f"part {number} can't be kept: there {gone} any more; give the file to anomaly "
+                "missed --keep, or put it into the run's golden/ and record it with anomaly "
+                "selfcheck --record. serve --keep-good 1 keeps the pictures of all good parts"
             )
-        kept = keep_missed(slot.folder, f"part-{number}", file)
-        note = "; ".join(filter(None, [said["note"], f"known missed defect: {kept.name}"]))
+        kept = keep(slot, f"part-{number}", file)
+        note = "; ".join(filter(None, [said["note"], f"{what}: {kept.name}"]))
         self.record.add_feedback(
-            "defect", who=who, part=number, defect_type=said["defect_type"], note=note
+            said["verdict"], who=who, part=number, defect_type=said["defect_type"], note=note
         )
         self.changed(number)
 

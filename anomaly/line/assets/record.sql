@@ -16,6 +16,9 @@ CREATE TABLE IF NOT EXISTS feedback (
     sha256 TEXT NOT NULL, who TEXT NOT NULL, verdict TEXT NOT NULL, defect_type TEXT NOT NULL,
     note TEXT NOT NULL, time TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS feedback_by_part ON feedback (part, id);
+CREATE INDEX IF NOT EXISTS feedback_by_image ON feedback (sha256, id);
+CREATE TABLE IF NOT EXISTS marks (
+    feedback INTEGER PRIMARY KEY REFERENCES feedback (id), png BLOB NOT NULL);
 CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
 CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
