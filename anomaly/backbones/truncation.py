@@ -135,8 +135,8 @@ def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[st
     for path in paths:
         if calls[path] > 1:
             raise LayerError(
-                f"layer {path!r} of {name} runs {calls[path]} times in one pass, so that it isn't "
-                "said which output is meant; choose another layer"
+                f"layer {path!r} of {name} runs {calls[path]} times in one pass, so its output is "
+                "ambiguous; choose another layer"
             )
         if path not in outputs:
             raise LayerError(f"layer {path!r} gives several tensors; choose another layer")

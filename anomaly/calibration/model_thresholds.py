@@ -28,7 +28,7 @@ from anomaly.calibration.thresholds import (
 _HIGHEST = 5
 _WORTH_A_WORD = 0.1
 _CONFIDENCE = 0.95
-_ASSUMES = "this holds for images like these: same lot, lamp and camera"
+_ASSUMES = "valid only for images like these: same lot, lamp and camera"
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,10 @@ class Thresholds:
     def lines(self) -> list[str]:
         """What the thresholds are and how far to trust them, for people."""
         both = self.calibration
-        own = "; zones with a rate of their own apart" if self.zones else ""
+        own = "; zones with their own rate are listed separately" if self.zones else ""
         lines = [f"thresholds {self.label} on {self.good.source}{own}"]
         if self.review == self.image:
-            lines.append(
-                f"reject above {self.image:.5g}, nothing to review: {both.reject.statement}"
-            )
+            lines.append(f"reject above {self.image:.5g}, no review zone: {both.reject.statement}")
         else:
             lines.append(f"review above {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
@@ -132,7 +130,7 @@ class Thresholds:
                 for name, own in self.zones.items()
             ),
             *(
-                f"{name} of zones and rest together: {threshold_at(value, every).statement}"
+                f"{name} in the whole image, zones included: {threshold_at(value, every).statement}"
                 for name, value in {"review": self.review, "reject": self.image}.items()
                 if name == "reject" or self.review < self.image
             ),
@@ -164,9 +162,8 @@ class Thresholds:
     def raised_lines(self) -> list[str]:
         """What `raised_by` finds, for people."""
         return [
-            f"{name} scores {score:.5g} and raises the reject threshold: without it"
-            f"{f' and the {i} before' if i else ''} that would be {value:.5g} instead of "
-            f"{self.image:.5g}"
+            f"{name} scores {score:.5g}; without it{f' and the {i} above' if i else ''} the reject "
+            f"threshold would be {value:.5g} instead of {self.image:.5g}"
             for i, (name, score, value) in enumerate(self.raised_by())
         ]
 

@@ -85,8 +85,10 @@ def flagged_line(
         f"{'These' if all_good else 'Either many parts are defective, or these'} images differ "
         "from the training images"
         if comparison == "more"
-        else f", at least {percent(promised.low)}. The thresholds are too high for these images, "
-        "and defects pass that could be caught"
+        else (
+            f", at least {percent(promised.low)}. The thresholds are too high for these images: "
+            "defects pass that could be caught"
+        )
     )
     options = "--production FOLDER --at-most-defective 5%"
     return f"{shares}{why}. See: anomaly calibrate --model {shlex.quote(model)} {options}"
@@ -115,10 +117,11 @@ class ProductionChoice:
         low, high = self.review_range
         highest = "image is" if self.defects == 1 else f"{self.defects} images are"
         return [
-            f"taken for defects, half of the {self.defects} there may be: {_named(self.left_out)}",
-            f"review would begin at {low:.5g} if the highest {highest} defective, at {high:.5g} if "
-            f"none is. To know better, look at the {len(self.deciding)} images above {low:.5g}, "
-            f"take out the defects and give --at-most-defective 0%: {_named(self.deciding)}",
+            f"treated as defects, half of the {self.defects} that may be: {_named(self.left_out)}",
+            f"the review threshold would be {low:.5g} if the highest {highest} defective, and "
+            f"{high:.5g} if none is. For an exact value, look at the {len(self.deciding)} images "
+            f"above {low:.5g}, remove the defects and give --at-most-defective 0%: "
+            f"{_named(self.deciding)}",
         ]
 
 

@@ -11,8 +11,8 @@ from anomaly.calibration.rates import percent, supported_rate
 from anomaly.errors import DataError
 
 _FOR_THE_REST = (
-    "Rates and bounds are for parts like the images that stayed; where parts like those left out "
-    "are good, and come again, more good parts will be flagged than is said"
+    "The rates hold for parts like the images that remain; if parts like those left out are good "
+    "and occur again, more good parts will be flagged"
 )
 
 
@@ -149,12 +149,12 @@ class GoodScores:
         cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
             cautions.append(
-                f"{self.stood_out} more stood out from all others and were left out "
-                f"(model.leave_out_suspects). {_FOR_THE_REST}"
+                "left out because they look unlike all others (model.leave_out_suspects): "
+                f"{self.stood_out}. {_FOR_THE_REST}"
             )
         if self.left_out:
             names = ", ".join(image.name for image in self.left_out)
-            cautions.append(f"{len(self.left_out)} more left out by hand: {names}. {_FOR_THE_REST}")
+            cautions.append(f"left out by hand: {len(self.left_out)} ({names}). {_FOR_THE_REST}")
         return cautions
 
     def _caution_of_groups(self, groups: int) -> str:
@@ -162,8 +162,8 @@ class GoodScores:
         if groups > 1 and self.left_out:  # of which groups isn't kept
             count += " at most"
         return (
-            f"the images come from {count}: if those of a group are alike, the bounds promise too "
-            f"much. {count} can't guarantee a false-reject rate below "
+            f"the images come from {count}: if images of one group are alike, the upper bounds are "
+            f"too low. {count} can't guarantee a false-reject rate below "
             f"{percent(supported_rate(groups))}"
         )
 

@@ -80,7 +80,7 @@ class Threshold:
     def statement(self) -> str:
         """What to expect, as a sentence for people."""
         rate = self.false_rejects
-        chosen = ", wherever the threshold was put" if self.target is None else ""
+        chosen = ", wherever the threshold is set" if self.target is None else ""
         statement = (
             f"flags about {percent(rate.expected)} of good parts, at most "
             f"{percent(rate.at_most)} ({percent(self.confidence)} confidence, "
@@ -92,7 +92,7 @@ class Threshold:
             needed = images_needed(self.target, self.confidence)
             return f"{statement}; a target of {percent(self.target)} needs {needed} good images"
         needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
-        return f"{statement}; {percent(self.target)} in the mean needs {needed} good images"
+        return f"{statement}; {percent(self.target)} on average needs {needed} good images"
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ def calibrate(
     """
     if reject_rate > review_rate:
         raise ValueError(
-            f"more good parts can't be rejected ({reject_rate}) than reviewed ({review_rate})"
+            f"the reject rate ({reject_rate}) is above the review rate ({review_rate}); make it "
+            "lower or equal"
         )
     return Calibration(
         review=threshold_for_expected_rate(scores, review_rate, confidence),

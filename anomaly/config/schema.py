@@ -549,8 +549,8 @@ class Config(_Section):
                     raise ValueError(f"two rules are called {rule.name!r}; name each differently")
                 if before.takes_all_of(rule, self.image.mm_per_pixel):
                     raise ValueError(
-                        f"rule {rule.name!r} never decides: all its regions are decided by "
-                        f"{before.name!r}, which stands before it; put it first"
+                        f"rule {rule.name!r} never applies: {before.name!r} comes before it and "
+                        f"decides the same regions; put {rule.name!r} first"
                     )
         return self
 
@@ -564,7 +564,7 @@ class Config(_Section):
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
             if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(
-                    f"{key} needs model.kind=patchcore or subspace: {self.model.kind} learns each "
-                    "place of the image by itself"
+                    f"{key} needs model.kind=patchcore or subspace, because {self.model.kind} "
+                    "learns each position separately; change one of these"
                 )
         return self

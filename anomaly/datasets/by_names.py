@@ -170,8 +170,8 @@ def check_folders(images: Iterable[Path], folder: Path, remedy: Callable[[Path],
         said = label_of(bad.name) in (Label.UNKNOWN, Label.GOOD)
         why = "beside folders named as good it may hold" if said else "by its name it holds"
         raise DataError(
-            f"the images in {bad} would be taken as good{all_in}, but {why} others: {remedy(bad)}. "
-            "If they are good, rename that folder"
+            f"the images in {bad} would be taken as good{all_in}, but {why} other images: "
+            f"{remedy(bad)}. If they are good, rename that folder"
         )
 
 
@@ -207,10 +207,10 @@ def check_defects(images: Iterable[Path], folder: Path) -> None:
         label = label_of(place.name, alone=place == top)
         inner = place != top or says_masks(top.name)
         if label is Label.GOOD or (label is Label.ASIDE and inner):
-            told = "it is good" if label is Label.GOOD else "it shows no part"
+            told = "they are good" if label is Label.GOOD else "they show no part"
             raise DataError(
-                f"what is in {place} lies among defects, but its folder's name says that {told}; "
-                "move it elsewhere, or rename the folder"
+                f"the images in {place} lie among defects, but the folder's name says that {told}; "
+                "move them elsewhere, or rename the folder"
             )
     check_files(paths, folder, Label.DEFECTIVE)
 
@@ -236,7 +236,7 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
 def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> DataError:
     """The error of folders, or files, whose names don't tell."""
     return DataError(
-        f"{folder}: the names of these {what} don't tell whether images are good or defective: "
+        f"{folder}: the names of these {what} don't say whether images are good or defective: "
         f"{some(names)}. Rename them (`good …`, `defect …`), move them elsewhere, or list the "
         "images in a CSV file with the columns path and label (data.format=csv)"
     )

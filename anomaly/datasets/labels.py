@@ -98,7 +98,7 @@ def meant_by(label: str, where: str) -> str:
     said = label_of(label)
     if said in (Label.UNCLEAR, Label.ASIDE) or not any(map(str.isalnum, label)):
         raise DataError(
-            f"{where}: the label {label!r} doesn't tell whether the image is good; write `good` or "
+            f"{where}: the label {label!r} doesn't say whether the image is good; write `good` or "
             "a kind of defect, or remove the line"
         )
     return Label.GOOD.value if said is Label.GOOD else "defect" if _ONE.fullmatch(label) else label

@@ -61,7 +61,7 @@ def recognise(
     if not place.exists():
         raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
     if layout is not None:
-        return (Recognised(layout, place, "as you say"),)
+        return (Recognised(layout, place, "as you chose"),)
     if not is_folder(place):
         if place.suffix.lower() not in LIST_SUFFIXES:
             raise DataError(
@@ -93,8 +93,8 @@ def _check_whole(place: Path) -> None:
             if known.name != "visa" and known.fits(around):
                 raise DataError(
                     f"{place} is a part of {around}, which looks like a data set of its own "
-                    f"({known.name}: {known.reason}); give {around}, or say --format folder where "
-                    f"all images in {place} are good"
+                    f"({known.name}: {known.reason}); give {around}, or add --format folder if all "
+                    f"images in {place} are good"
                 )
 
 
@@ -249,7 +249,7 @@ def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None)
     if len(candidates) == 1:
         return candidates[0]
     listed = ", ".join(f"{c.layout} ({c.reason})" for c in candidates)
-    untold = DataError(f"{candidates[0].root} can be {listed}; say which with --format")
+    untold = DataError(f"{candidates[0].root} can be {listed}; choose one with --format")
     if ask is None:
         raise untold
     try:

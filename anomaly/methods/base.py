@@ -164,7 +164,7 @@ def check_disjoint(numbers: Sequence[Mapping[int, int]]) -> None:
     several = sum(map(len, numbers)) - len({i for known in numbers for i in known.values()})
     if several:
         raise ModelError(
-            f"{several} training images were learned from more than once, and would count so; "
+            f"{several} training images are in more than one of the models and would count twice; "
             "merge models that share no images"
         )
 

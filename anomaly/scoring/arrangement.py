@@ -74,8 +74,8 @@ class Arrangement:
             coarse.update(zip(images, zip(patches, weights, strict=True), strict=True))
         if projection is None or len(coarse) < LEAST_IMAGES:
             raise DataError(
-                f"model.arrangement needs {LEAST_IMAGES} good images or more to tell how parts are "
-                f"arranged; there are {len(coarse)}. Add images, or leave the setting off"
+                f"model.arrangement needs at least {LEAST_IMAGES} good images to learn how parts "
+                f"are arranged; there are {len(coarse)}. Add images, or leave the setting out"
             )
         shown = [coarse[i] for i in sorted(coarse)]
         points = np.concatenate([patches[weights > 0] for patches, weights in shown])

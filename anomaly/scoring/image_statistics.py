@@ -347,9 +347,9 @@ class TrainingStatistics:
         away = float(self._standardised(image.mean_embedding() - self.mean, self.variance))
         if away > FARTHER * self.seen_distance and self.distance(image) > LEAST_DISTANCE:
             return (
-                f"as a whole the image is {away:.2g} from the training images, and the farthest "
-                f"of these is {self.seen_distance:.2g} from the others (another product, or turned "
-                "or cut out differently?)"
+                f"the image as a whole lies at distance {away:.2g} from the training images, which "
+                f"lie at most {self.seen_distance:.2g} from each other (another product, or turned "
+                "or cropped differently?)"
             )
         return ""
 
@@ -421,7 +421,7 @@ class TrainingStatistics:
             or (tensors["variance"] < 0).any()
             or tensors["spread"] <= 0
         ):
-            raise ModelError("what says how the training images look is damaged")
+            raise ModelError("the statistics of the training images are damaged")
         bounds = dict(zip(_LEAST_FACTOR, tensors["bounds"].tolist(), strict=True))
         return cls(
             ranges={name: (b[0], b[1]) for name, b in bounds.items()},

@@ -210,7 +210,7 @@ class Prediction:
     def _limits(self) -> Thresholds:
         if self.thresholds is None:
             raise ModelError(
-                "the model has no thresholds, so nothing says where marking starts; find some with "
+                "the model has no thresholds, so no defects can be marked; find thresholds with "
                 "detector.calibrate(good_images)"
             )
         return self.thresholds

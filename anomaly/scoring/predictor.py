@@ -406,8 +406,6 @@ def check_product(folder: object, products: Mapping[str, object], product: str) 
         ModelError: it isn't.
     """
     if not products:
-        raise ModelError(
-            f"{folder} is the model of one product; leave out which one it is ({product})"
-        )
+        raise ModelError(f"{folder} is the model of one product; leave the product out ({product})")
     if product not in products:
         raise ModelError(f"{folder} has no product {product!r}; it has {', '.join(products)}")

@@ -49,8 +49,9 @@ _FALSE_ALARMS = 0.001  # chance that any sum reaches its limit within `HORIZON` 
 _LATEST = 8  # parts whose median says by how much the scene has changed; twice as many are kept
 
 _CHANGED = (
-    "%sscene changed at part %d: %s. Look at lamp, exposure, lens, camera and product. Parts are "
-    "for review until they look right again; anomaly update teaches the model a look that stays"
+    "%sscene changed at part %d: %s. Check lamp, exposure, lens, camera and product. Parts are "
+    "for review until the scene looks right again; if the change stays, let the model learn it "
+    "with anomaly update"
 )
 
 Picture = NDArray[np.float16]

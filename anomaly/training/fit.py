@@ -162,7 +162,8 @@ def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) 
     )
     poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
     log.info(
-        "parts are seen as the one in %s lies; image.region and image.ignore are drawn on that",
+        "all parts are brought into the pose of %s; draw image.region and image.ignore on that "
+        "image",
         pictures[poses.index][0],
     )
     return poses.reference
@@ -314,8 +315,9 @@ def _warn_of_copies(pictures: Mapping[int, str]) -> None:
     different = len(set(pictures.values()))
     if copies := len(pictures) - different:
         log.warning(
-            "%d of %d training images are copies of others; different ones: %d. Each counts once "
-            "for the thresholds, and copies teach nothing: photograph more parts in their place",
+            "%d of %d training images are copies of others, which leaves %d different images. "
+            "Copies count once for the thresholds and teach nothing: photograph more parts "
+            "instead",
             copies,
             len(pictures),
             different,

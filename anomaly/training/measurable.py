@@ -84,8 +84,8 @@ def _check_zones(judge: Judge, view: AnyView, grid: Grid, counted: NDArray[np.bo
             rest &= ~inside
     if not rest.any():
         raise ConfigError(
-            "the zones with a reject_rate leave nothing of the image; leave one of them out, and "
-            "give its rate as calibration.reject_rate, which is the rest's"
+            "the zones with a reject_rate cover the whole image; remove one of them, and give its "
+            "rate as calibration.reject_rate, which holds outside zones"
         )
 
 

@@ -45,7 +45,7 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
     """
     first = detectors[0]
     if len(detectors) < 2:
-        raise ModelError("one model is no two to merge; give another one")
+        raise ModelError("merging takes two models or more; give another one")
     for detector, name in zip(detectors, names, strict=True):
         if isinstance(detector.extractor, ExportedNetwork):
             raise ModelError(f"{name} is exported; merge the models that were exported, and export")
@@ -152,13 +152,13 @@ def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds 
             parts.append(replace(good.with_rows(fresh), left_out=()))
     if not parts:
         raise ModelError(
-            "each image behind the models' thresholds was left out by hand of one of them; give "
-            "them other thresholds first (anomaly calibrate)"
+            "no good image is left for thresholds, because each was left out by hand in one of "
+            "the models; give the models other thresholds first (anomaly calibrate)"
         )
     joined = reduce(lambda a, b: a.joined(b, ""), parts)
     unique = unique_names([*joined.names, *(out.name for out in left_out.values())], ())
     count = len(joined.names)
-    source = f"{count} good images, each scored by one of the models merged, which hadn't seen it"
+    source = f"{count} good images, each scored by a merged model that hadn't seen it"
     out = [
         image._replace(place=count + i, name=unique[count + i])
         for i, image in enumerate(left_out.values())
@@ -190,8 +190,8 @@ def _warn_of_other_thresholds(detectors: Sequence[Model], names: Sequence[str]) 
             )
         elif (rates := detector.rates()) != wanted:
             log.warning(
-                "%s: its thresholds are for %s of good parts not called good and %s rejected; "
-                "those of the merged model are for %s and %s, as those of %s",
+                "%s: its thresholds flag %s of good parts and reject %s; those of the merged "
+                "model flag %s and reject %s, like those of %s",
                 name,
                 *map(percent, (*rates, *wanted)),
                 names[0],

@@ -51,7 +51,7 @@ def test_a_planted_defect_is_marked_where_it_lies(
     settings: tuple[str, ...], plates: Path, tmp_path: Path, command: Command
 ) -> None:
     run, said = trained(command, plates, tmp_path / "run", *settings)
-    assert "parts are seen as the one in" in said
+    assert "all parts are brought into the pose of" in said
     inferred(command, run, plates / "test" / "spot", tmp_path / "out")
     found = rows(tmp_path / "out", "regions.csv")
     for i, pose in enumerate(poses(4, 3, 180)):
@@ -124,7 +124,7 @@ def test_surfaces_are_refused_in_words(tmp_path: Path, command: Command) -> None
     arguments = train_arguments(tmp_path / "cloth", tmp_path / "run", "image.align=shift")
     code, _, err = command("train", arguments)
     assert code == 2
-    assert "no part whose pose can be found" in err
+    assert "the pose of the part can't be found" in err
     assert "train with image.align=none" in err
     assert "Traceback" not in err
 

@@ -117,7 +117,7 @@ class Search:
             AnomalyError: the settings that are there can't be trained.
         """
         self._began = time.monotonic()
-        self.say(f"settings are tried for {_minutes(self.budget)} at most, yours first")
+        self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
         planned = steps(self.config, networks_on_disk())
         if len(self.images.defects) < LEAST_DEFECTS:  # only what good images can tell
             planned = [step for step in planned if step.axis in (POSE, TURNS)]
@@ -156,7 +156,7 @@ class Search:
         left = self.budget - (time.monotonic() - self._began)
         name = " and ".join(map(str, changes))
         if expected > left:
-            why = f"takes about {_minutes(expected)}, and {_minutes(left)} are left"
+            why = f"takes about {_minutes(expected)}, but only {_minutes(left)} are left"
             self.skipped.append(Skipped(changes, why))
             self.say(f"left out: {name}, which {why}")
             return False
