@@ -110,9 +110,7 @@ def passed_over(folder: Path) -> int:
 def say_passed_over(count: int) -> str:
     """What is said of files in folders whose names aren't pictures'."""
     files = "1 file is" if count == 1 else f"{count} files are"
-    return (
-        f"{files} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …)"
-    )
+    return f"{files} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …)"
 
 
 def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
