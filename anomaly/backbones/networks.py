@@ -213,7 +213,7 @@ def timm_network(name: str) -> nn.Module:
     tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{kind}.*")]
     if tag and tag not in tags:
         raise ConfigError(
-            f"backbone.name {name!r}: timm {timm.__version__} knows no weights {tag!r} of {kind}; "
+            f"backbone.name {name!r}: timm {timm.__version__} has no weights {tag!r} of {kind}; "
             f"{nearest(tag, tags)}"
         )
     try:

@@ -101,7 +101,7 @@ class _SideError(LayerError):
 
 
 def probes(network: nn.Module) -> tuple[int, ...]:
-    """Sides of square images of which a network should take one: `PROBES`, or its makers' own."""
+    """Sides of square images to try on a network: `PROBES`, or the side its makers state."""
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 

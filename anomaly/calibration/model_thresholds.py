@@ -81,7 +81,7 @@ class Thresholds:
         return self.image / own if own > 0 and self.image > 0 else 1.0
 
     def image_score(self, scores: Sequence[float]) -> tuple[float, str]:
-        """The image score, and the zone that it is of; empty for the rest of the image.
+        """The image score and the name of its zone; an empty name outside all zones.
 
         It is the highest of the rest's score and of the zones', weighted: it is above the reject
         threshold where one of them is above its own.

@@ -96,7 +96,7 @@ def flagged_line(
 
 @dataclass(frozen=True, eq=False)
 class ProductionChoice:
-    """Thresholds from production images of which nobody has said which are defective.
+    """Thresholds from production images that nobody has sorted.
 
     Attributes:
         thresholds: with bounds that hold wherever the defects score.
@@ -132,7 +132,7 @@ def thresholds_from_production(
     review_rate: float,
     reject_rate: float,
 ) -> ProductionChoice:
-    """Thresholds for production images, some of which may be defective.
+    """Thresholds from production images if some of them may be defective.
 
     Of n images at most d are defective, wherever they score. So the score that a share r of the
     good ones exceeds lies between those of the ranks r · (n − d) and r · (n − d) + d from above.

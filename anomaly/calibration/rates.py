@@ -128,7 +128,7 @@ def supported_rate(images: int, confidence: float = 0.95) -> float:
 
 
 def images_needed(target: float, confidence: float = 0.95) -> int:
-    """How many good images it takes to vouch for a false-reject rate: 299 for 1 %."""
+    """The number of good images needed to guarantee a false-reject rate: 299 for 1 %."""
     # Less a trifle, so that supported_rate(n) needs n and not, by rounding, n + 1.
     return math.ceil(math.log1p(-confidence) / math.log1p(-target) - 1e-9)
 

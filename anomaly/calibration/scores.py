@@ -124,7 +124,7 @@ class GoodScores:
         return replace(self.with_rows(kept), left_out=out, source=source)
 
     def joined(self, other: GoodScores, source: str) -> GoodScores:
-        """These scores and others; what was left out stays so, but for what the others have.
+        """These scores and others together; images left out stay so unless the others hold them.
 
         An image that both have counts once, with the other's score. Where groups are known of
         either, all images of the one of which none are count as one.
@@ -145,7 +145,7 @@ class GoodScores:
 
     @property
     def cautions(self) -> list[str]:
-        """Why the bounds may promise too much; nothing where nothing is known against them."""
+        """Reasons why the upper bounds may be too low; empty without any."""
         cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
             cautions.append(

@@ -47,7 +47,7 @@ def _share(text: str) -> float:
 
 
 def check(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
-    """Refuse what doesn't go with images of which nobody has said which are good."""
+    """Refuse options that don't go with unsorted production images."""
     share = options.at_most_defective
     if bool(options.production) != (share is not None):
         raise AnomalyError(
@@ -72,7 +72,7 @@ def check(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
 
 
 def choose(options: argparse.Namespace, model: Model, production: GoodScores) -> ProductionChoice:
-    """The thresholds that production images show, some of which may be defective."""
+    """Thresholds from production images if some of them may be defective."""
     if model.thresholds is None:
         raise DataError(
             f"{options.model} was trained with --no-calibrate, so it has no scores of good images; "

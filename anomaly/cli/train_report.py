@@ -233,7 +233,8 @@ def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
         log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(
-        f"took {seconds:.1f} s, peak memory {peak:.2f} GB; model {summary['model_id']} in {output / 'model'}"
+        f"took {seconds:.1f} s, peak memory {peak:.2f} GB; "
+        f"model {summary['model_id']} in {output / 'model'}"
     )
 
 

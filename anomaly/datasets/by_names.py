@@ -52,7 +52,7 @@ def _split_within(inner: Path) -> str:
 def sorted_by_names(
     folder: Path, answers: Mapping[Path, Label] | None = None
 ) -> tuple[list[tuple[str, Sample]], tuple[Path, ...]]:
-    """Good and defective images, told by the names of their folders, with the split of each.
+    """Good and defective images by the names of their folders, with the split of each.
 
     Behind them, the files among the masks that are no image's.
 

@@ -490,4 +490,4 @@ def _bits_advice(report: DataReport) -> Iterator[Advice]:
     modes = sum((Counter(split.modes) for split in report.splits.values()), Counter[str]())
     if deep := sum(count for mode, count in modes.items() if has_16_bits(mode)):
         images = "images" if deep == modes.total() else f"{deep} of {modes.total()} images"
-        yield Advice("", "", f"{images} have 16 bits, all of which are used")
+        yield Advice("", "", f"{images} have 16 bits and use them all")

@@ -117,7 +117,7 @@ def too_few_different(count: int) -> DataError:
 
 
 def none_usable(reasons: Sequence[str]) -> DataError:
-    """The error of images none of which can be used.
+    """The error to raise if no image can be used.
 
     Args:
         reasons: of each, beginning with its path.

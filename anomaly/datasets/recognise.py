@@ -26,7 +26,7 @@ LIST_SUFFIXES = (".csv", ".manifest", ".jsonl")
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a folder is taken for.
+    """The layout that a folder is read as.
 
     Attributes:
         layout: a key of `anomaly.datasets.FORMATS`.
@@ -44,7 +44,7 @@ class Recognised:
 def recognise(
     place: Path, layout: str | None = None, ask: Callable[[str], str] | None = None
 ) -> tuple[Recognised, ...]:
-    """What a folder, or a list of images, can be taken for; the likeliest first.
+    """The layouts that a folder, or a list of images, can be read as; the likeliest first.
 
     Args:
         place: as a user named it.
@@ -236,7 +236,7 @@ def _plain(place: Path) -> Recognised:
 
 
 def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:
-    """One of what a folder can be taken for.
+    """The layout to use; a person is asked if there are several.
 
     Args:
         candidates: as `recognise` gave them.

@@ -101,7 +101,7 @@ def quantised(
     workers: int,
     progress: StageProgress,
 ) -> tuple[Model, dict[str, Any], int]:
-    """Write the quantised network, and the rest of the model that it makes.
+    """Write the model with the quantised network.
 
     Args:
         parent: the model, on the CPU.

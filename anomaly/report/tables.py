@@ -105,7 +105,7 @@ def at_thresholds(name: str, counts: Confusion) -> str:
 
 
 def flattered(evaluation: Evaluation) -> str:
-    """That some of the test images have chosen something; empty where nothing says so."""
+    """A warning that test images were used to choose settings or thresholds; empty if none were."""
     limits, images = evaluation.thresholds, len(evaluation.scored)
     notes = []
     if count := evaluation.n_settings_images:

@@ -60,7 +60,7 @@ def _nearest(patches: int, size: int) -> list[int]:
 
 
 def with_border_damped(scores: Array, size: tuple[int, int], damping: float) -> Array:
-    """Patch scores of which those near the image's border are lowered: s · (1 − δ·(1 − d/24)).
+    """Patch scores, lowered near the image's border: s · (1 − δ·(1 − d/24)).
 
     d is how far a patch's centre is from the nearest border, 24 network pixels at most. What a
     network makes of the border comes in part from the zeros that it pads images with.

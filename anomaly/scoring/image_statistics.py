@@ -370,7 +370,7 @@ class TrainingStatistics:
         return _root_mean_square(apart / self.deviations(variance))
 
     def deviations(self, variance: Floats) -> Floats:
-        """Standard deviations (…, D) of variances, of which none is next to nothing."""
+        """Standard deviations (…, D) of variances, with a lower limit."""
         least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
         return np.asarray(np.sqrt(variance + least + np.square(_ROUNDING * self.spread)))
 

@@ -229,7 +229,7 @@ class Prediction:
 
 
 def combined(scores: Sequence[float], thresholds: Thresholds | None) -> tuple[float, str]:
-    """The image score of an image's scores, and the zone that it is of; empty for the rest.
+    """The image score and the name of its zone; an empty name outside all zones.
 
     Args:
         scores: of the image without its scored zones, and of these.

@@ -51,7 +51,7 @@ _Deviation = Annotated[float, Field(ge=1e-3, le=1)]
 
 
 class Part(BaseModel):
-    """A piece of a JSON file of which all entries are known."""
+    """A part of a JSON file whose entries are all known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -418,7 +418,7 @@ def check_files(
 
 
 def model_id(folder: Path) -> str:
-    """The first 16 digits of the manifest's sha256; the manifest vouches for all the rest."""
+    """The first 16 digits of the manifest's sha256; the manifest holds the hashes of all files."""
     return sha256_of(folder / MANIFEST)[:16]
 
 

@@ -123,7 +123,7 @@ def cholesky_whitening(statistics: GaussianStatistics, regularisation: float) ->
 def scatter_of(
     whitening: CholeskyWhitening, images: int, regularisation: float, positions: slice
 ) -> Triangle:
-    """The samples' summed outer products that a whitening comes from, but for its 16 bits.
+    """The samples' summed outer products behind a whitening, exact except for its 16 bits.
 
     Args:
         whitening: of all positions.

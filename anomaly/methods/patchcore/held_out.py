@@ -208,7 +208,7 @@ def _with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBan
 def in_chunks(
     pieces: Iterable[tuple[int, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Points of several images at once, at least 131,072 but for the last.
+    """Patches of several images together: at least 131,072, the last group fewer.
 
     Args:
         pieces: training images, and points (n, d) of each or of a part of it.
