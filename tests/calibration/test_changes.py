@@ -25,7 +25,7 @@ def test_what_moves_thresholds_is_named() -> None:
     assert "Rejected before: 2 of 4 good images (1.png: 5, 3.png: 4)" in moved.caution
     back = ThresholdChange(after, before)
     assert (back.is_doubtful, back.caution) == (False, "")
-    assert back.lines()[1] == "the reject threshold stands on 3.png (2.3)"
+    assert back.lines()[1] == "the reject threshold is set by the score of 3.png (2.3)"
     assert ThresholdChange(before, before).lines() == []
 
 
