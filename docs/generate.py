@@ -42,10 +42,10 @@ OUTSIDE |= {
 }
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
-    "A whole line": "line.md",
+    "On the line": "line.md",
     "From camera to PLC": "station.md",
-    "Deployment": "deployment.md",
-    "Millions of images": "scale.md",
+    "A model in other engines": "deployment.md",
+    "Many images, many machines": "scale.md",
 }
 MORE = {
     "data.format": "own-data.md#data-sets",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import re
@@ -15,6 +14,7 @@ import yaml
 from conftest import REPOSITORY
 
 from anomaly import cli
+from anomaly.cli.help import COMMANDS
 
 DOCS = REPOSITORY / "docs"
 GENERATED = {"settings.md", "troubleshooting.md", "licences.md", "api.md"}
@@ -27,9 +27,10 @@ RIDDLES = re.compile(
     r"|be had|nothing says|knows no)\b(?! of\b| \d)"
 )
 AMERICAN = re.compile(
-    r"\b(colou?rize\w*|color\w*|gray\w*|normaliz\w*|initializ\w*|optimiz(?!er)\w*|recogniz\w*|organiz\w*"
-    r"|behavior\w*|(?<!k-)center(?:s|ed|ing)?|visualiz\w*|analyz\w*|minimiz\w*(?! the maximum)|maximiz\w*|favor\w*"
-    r"|summariz\w*|quantiz\w*|labeled|labeling|modeled|catalog|neighbor\w*|license[sd]?(?=\s))\b"
+    r"\b(colou?rize\w*|color\w*|gray\w*|normaliz\w*|initializ\w*|optimiz(?!er)\w*|recogniz\w*"
+    r"|organiz\w*|behavior\w*|(?<!k-)center(?:s|ed|ing)?|visualiz\w*|analyz\w*|maximiz\w*"
+    r"|minimiz\w*(?! the maximum)|favor\w*|summariz\w*|quantiz\w*|labeled|labeling|modeled"
+    r"|catalog|neighbor\w*|license[sd]?(?=\s))\b"
 )
 HISTORY = re.compile(r"\b(since (?:\d{1,2} )?(?:[A-Z]\w+ )?20\d\d|earlier version|as of \d)", re.I)
 LONGEST = 30  # words in a sentence of a message
@@ -44,7 +45,10 @@ def messages() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if id(node) in silent or not isinstance(node, ast.Constant | ast.JoinedStr):
                 continue
-            if not re.search(r"[<|]", text := _text(node)) and len(re.findall(r"[a-z]{2,} ", text)) > 3:
+            if (
+                not re.search(r"[<|]", text := _text(node))
+                and len(re.findall(r"[a-z]{2,} ", text)) > 3
+            ):
                 yield f"{file.relative_to(REPOSITORY)}:{node.lineno}", text
 
 
@@ -80,7 +84,9 @@ def sentences(text: str) -> list[str]:
 def test_messages_and_docstrings_are_plain(pattern: re.Pattern[str]) -> None:
     texts = [*messages(), *first_lines()]
     assert len(texts) > 2000
-    assert [f"{at}: {match[0]}: {text}" for at, text in texts if (match := pattern.search(text))] == []
+    assert [
+        f"{at}: {match[0]}: {text}" for at, text in texts if (match := pattern.search(text))
+    ] == []
 
 
 def test_no_message_has_a_long_sentence() -> None:
@@ -88,26 +94,15 @@ def test_no_message_has_a_long_sentence() -> None:
         f"{at}: {len(words)}: {text}"
         for at, text in messages()
         for words in (re.findall(r"[\w…%'-]*\w[\w…%'-]*", s) for s in sentences(text))
-        for words in (words,)
         if len(words) > LONGEST
     ]
     assert long == []
 
 
-def test_every_option_has_help() -> None:
-    parser = cli.build_parser()
-    bare = [f"{name} {'/'.join(a.option_strings) or a.dest}" for name, a in _actions(parser)
-            if not a.help]  # fmt: skip
-    assert bare == []
-
-
-def _actions(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, Any]]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command, inside in action.choices.items():
-                yield from _actions(inside, command)
-        else:
-            yield name, action
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_option_has_help(command: str) -> None:
+    (commands,) = (a.choices for a in cli._parser(command)._actions if isinstance(a.choices, dict))
+    assert [action.dest for action in commands[command]._actions if not action.help] == []
 
 
 def test_every_page_is_in_the_menu_under_its_title(monkeypatch: pytest.MonkeyPatch) -> None:

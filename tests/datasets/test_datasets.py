@@ -309,7 +309,7 @@ VISA = ("split_csv/1cls.csv", "candle/Images/Anomaly/1.JPG", "candle/Images/Norm
         (VISA, "candle", "--set data.format=visa --set data.root={root}/candle, "),
         (("OK/1.png", "NG/2.png"), "", "--set data.root={root}/OK "),
         (("good/1.png", "scratch/2.png"), "", "data.format=good_defect --set data.root={root}, "),
-        (("good/1.png", "contest/2.png"), "", "beside folders named as good it may hold other images"),
+        (("good/1.png", "contest/2.png"), "", "folders named as good it may hold other images"),
         (("a/good/1.png", "b/2.png"), "", "/b would be taken as good"),
         (("a/good/1.png", "a/2.png"), "", "/a would be taken as good"),
         (("monday/Bad Parts/1.png", "2.png"), "", "--set data.format=good_defect"),
