@@ -38,7 +38,7 @@ class Level:
     after: float | None = None
 
     def gain(self, above: bool) -> float:
-        """What a part adds to the sum: the logarithm of its likelihood ratio."""
+        """The log-likelihood ratio that a part adds to the sum."""
         return gains(self.promised, self.after)[above]
 
 

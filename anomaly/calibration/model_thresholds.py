@@ -214,7 +214,7 @@ class Thresholds:
 def thresholds_from(
     good: GoodScores, review_rate: float, reject_rate: float, newest: Sequence[float] = ()
 ) -> Thresholds:
-    """Both thresholds at false-reject rates, and the pixel threshold that goes with them.
+    """Review, reject and pixel thresholds for given false-reject rates.
 
     Args:
         good: scores of good images.

@@ -66,7 +66,7 @@ def _chance(count: int, images: int, rate: float) -> float:
 def flagged_line(
     flagged: int, images: int, promised: Rate, model: str = "RUN", *, all_good: bool = False
 ) -> str:
-    """What `compare_flagged` finds, for people, and what to do; empty where all is as promised.
+    """A warning if more or fewer images are flagged than promised; empty otherwise.
 
     Args:
         flagged: as there.
@@ -113,7 +113,7 @@ class ProductionChoice:
     left_out: tuple[tuple[str, float], ...]
 
     def lines(self) -> list[str]:
-        """What isn't known, and which images would tell, for people."""
+        """Lines for people: the uncertainty of the thresholds, and the images that decide."""
         low, high = self.review_range
         highest = "image is" if self.defects == 1 else f"{self.defects} images are"
         return [

@@ -158,7 +158,7 @@ def threshold_for_false_reject_rate(
 def threshold_for_expected_rate(
     scores: ArrayLike, target: float, confidence: float = 0.95
 ) -> Threshold:
-    """The lowest threshold above which no more than `target` of good parts are to be expected.
+    """The lowest threshold that flags at most `target` of good parts on average.
 
     In the mean over sets of so many images, not with a promise for this one; the bounds say how
     far it may be off. Otherwise as `threshold_for_false_reject_rate`.

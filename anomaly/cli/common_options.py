@@ -155,7 +155,7 @@ def add_cluster(parser: argparse._ActionsContainer, text: str) -> None:
 
 @contextmanager
 def joined_cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
-    """The Ray cluster that is asked for, while the block lasts; None without --ray.
+    """Connect to the Ray cluster of --ray for the block; yields None without --ray.
 
     Raises:
         AnomalyError: an impossible number of workers or threads, or no cluster answers.

@@ -129,7 +129,7 @@ def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[N
 
 @contextmanager
 def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
-    """Add all that is printed and logged to a file, with times, inside the `with` statement.
+    """Append all printed and logged lines, with times, to a file while the block lasts.
 
     Raises:
         OutputError: the file can't be written.

@@ -355,7 +355,7 @@ def _known_method(kind: str) -> str:
 
 
 class ModelConfig(_Section):
-    """What is learned from the patch embeddings. Keys of another method are allowed and unused."""
+    """The method and its settings. Keys of another method are allowed and unused."""
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
     """The method: `patchcore`, `padim` or `subspace`."""

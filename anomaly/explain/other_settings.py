@@ -84,7 +84,7 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def features(self, done: int, total: int) -> None:

@@ -155,7 +155,7 @@ def compare(
 def differences(
     parent: Model, detector: Model, paths: Sequence[Path], *, workers: int
 ) -> dict[str, Any]:
-    """What another model says of images.
+    """How another model's scores and verdicts differ on images.
 
     Args:
         parent: the one model.

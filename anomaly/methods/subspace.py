@@ -41,7 +41,7 @@ _FOLDS_HELD = 4  # sums of so many folds are held at once: 38 MB each at D = 1,5
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> SubspaceFitter:
-    """What a config's section `model` learns with.
+    """The fitter of a config's section `model`.
 
     Args:
         settings: its values by key.
@@ -117,12 +117,12 @@ class PatchSubspace(Scorer):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes."""
+        """Turn feature maps into the embeddings that `score` takes."""
         return _align()
 
     @property
     def dimensions(self) -> int:
-        """D, the channels of the embeddings that `score` takes."""
+        """Number D of channels that `score` takes."""
         return int(self.basis.shape[0])
 
     def score(self, embeddings: Array) -> PatchScores:
@@ -158,7 +158,7 @@ class PatchSubspace(Scorer):
         return PatchSubspace(self.mean.to(target), self.basis.to(target), statistics)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         return {**self.learned.tensors(), "basis": self.basis}
 
     @property
@@ -233,7 +233,7 @@ class PatchStatistics:
         return leading
 
     def to(self, target: torch.device | str) -> PatchStatistics:
-        """The same on another device."""
+        """An equal whitening on another device."""
         return PatchStatistics(self.count, self.mean.to(target), self.scatter.to(target))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings to learn from."""
+        """Turn feature maps into the embeddings to learn from."""
         return _align()
 
     def prepared(self, channels: int, device: torch.device) -> SubspaceFitter:

@@ -88,7 +88,7 @@ def _from_border(patches: int, size: int) -> NDArray[np.float64]:
 
 
 def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -> Array:
-    """One score for each image.
+    """Image scores (B,) from patch scores and maps.
 
     Args:
         scores: patch scores (B, h, w); NaN doesn't count.

@@ -164,7 +164,7 @@ def measure(
     tile: tuple[int, int] = (0, 0),
     tiles: tuple[int, int] = (1, 1),
 ) -> ImageStatistics:
-    """The statistics of one network input.
+    """The statistics of one network input or tile.
 
     Args:
         pixels: (H, W, 3) in [0, 1].
@@ -388,7 +388,7 @@ class TrainingStatistics:
         return [int(place) for place in np.argsort(-away, kind="stable")[:_KEPT]]
 
     def tensors(self) -> dict[str, NDArray[Any]]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         bounds = np.array([[*self.ranges[n], *self.seen[n]] for n in _LEAST_FACTOR])
         return {
             "bounds": bounds,

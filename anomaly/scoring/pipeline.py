@@ -229,7 +229,7 @@ class Model(Predictor):
         return Embedded(embeddings, inside, statistics, pieces_of(batch))
 
     def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[list[float]]]:
-        """Patches of images or tiles, and their scores, see `image_scores_of`.
+        """The patches of images or tiles, with their scores.
 
         Raises:
             DataError: the scorer doesn't take their grid.

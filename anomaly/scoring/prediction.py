@@ -141,7 +141,7 @@ class Prediction:
 
     @cached_property
     def source_map(self) -> SourceMap:
-        """The anomaly map, made when it is called, all rows or some: it may not fit into memory."""
+        """A function that computes the anomaly map, all rows or some."""
         region, scores = self.loading.region, self.patch_scores
         if self.zone_weights is not None:
             scores = scores * self.zone_weights
@@ -157,7 +157,7 @@ class Prediction:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """(H0, W0), True where a defect is: around each peak above the pixel threshold.
+        """Mask (H0, W0): True around each peak above the pixel threshold.
 
         Raises:
             ModelError: the model has no thresholds.
@@ -191,7 +191,7 @@ class Prediction:
         return heatmap(self._decoded(), scores, limit, areas)
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows: the heatmap, made smaller where it is large."""
+        """The heatmap as PNG for notebooks, reduced if large."""
         try:
             picture = self.heatmap()
         except ImageError:  # the file has gone; the text remains

@@ -178,7 +178,7 @@ def _drawn(places: Tensor, share: float) -> Tensor:
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """Numbers (n,) int64 from 0 to 2³² − 1 that are as good as drawn, the same for the same ones.
+    """Hashes (n,) int64 from 0 to 2³² − 1 of numbers (n,).
 
     The integer hash with the least bias among those of two multiplications (C. Wellons, 2018).
     """

@@ -54,7 +54,7 @@ class Tuning:
 
     @property
     def costs(self) -> list[float]:
-        """How dear the settings that were tried are, and a trifle for each value that differs."""
+        """Relative costs of all tried settings, plus a trifle for each changed value."""
         return [_cost(self.base, tried) for tried in self.tried]
 
     @property
@@ -69,7 +69,7 @@ class Tuning:
 
     @property
     def reason(self) -> str:
-        """Why these, in a sentence or two."""
+        """The reason for the choice, in a sentence or two."""
         defects = len(self.scores[0].defects)
         if not defects:
             return self._without_defects()
@@ -118,7 +118,7 @@ class Tuning:
         return lines
 
     def name(self, index: int) -> str:
-        """What differs in settings that were tried, for people."""
+        """Name of tried settings: what they change."""
         return self._told(self.tried[index].changes)
 
     def caught(self, index: int) -> Rate:
@@ -171,7 +171,7 @@ class Tuning:
         }
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """The head, the settings that were there, and the best image score of each step."""
+        """Table rows: header, present settings, and the best image score of each step."""
         rate = self.base.calibration.review_rate
         best: dict[tuple[Change, ...], tuple[float, int]] = {}
         for i, tried in enumerate(self.tried):
@@ -232,7 +232,7 @@ class Tuning:
 
 
 def spread(scores: Scores) -> float:
-    """How much odder than the median the oddest 5 % of good images are; 1 if all are alike."""
+    """Ratio of the 95 % quantile to the median of good images' scores; 1 if all are alike."""
     return float(np.quantile(scores.held_out, 0.95) / max(np.median(scores.held_out), 1e-30))
 
 
@@ -301,6 +301,6 @@ def tune(
 
 
 def _cost(base: Config, tried: Tried) -> float:
-    """How dear settings are, and a trifle for each value that differs."""
+    """Relative cost of settings, plus a trifle for each changed value."""
     values = sum(len(change.values) for change in tried.changes)
     return expense(tried.trial.config, base) + 0.001 * values
