@@ -170,7 +170,7 @@ class AnomalyDetector(_Scoring):
 
     @property
     def unit(self) -> str:
-        """What the scores are, for people."""
+        """Name of the score's unit, for people."""
         return self.model.unit
 
     @property

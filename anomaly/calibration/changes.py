@@ -30,7 +30,7 @@ _WHY = {
 
 @dataclass(frozen=True, eq=False)
 class ThresholdChange:
-    """Thresholds that take the place of others.
+    """A change of thresholds: those before and after.
 
     Attributes:
         before: the thresholds so far.
@@ -50,7 +50,7 @@ class ThresholdChange:
         return self.after.label != "by hand" and self.after.image > chance
 
     def lines(self) -> list[str]:
-        """How far the thresholds move, and what moves them, for people."""
+        """Lines for people: how far the thresholds move, and which image sets them."""
         if self.after == self.before:
             return []
         both = (
@@ -66,7 +66,7 @@ class ThresholdChange:
         return lines
 
     def reasons(self, defect_scores: Sequence[float]) -> list[str]:
-        """Why thresholds by cost lie elsewhere than before, for people.
+        """Lines for people: why thresholds by cost differ from those before.
 
         Args:
             defect_scores: image scores of the defects that were weighed.
@@ -98,7 +98,7 @@ class ThresholdChange:
 
     @property
     def caution(self) -> str:
-        """Said where the reject threshold rises by far; empty elsewhere."""
+        """A warning if the reject threshold rises by far; empty otherwise."""
         if self.after.image <= _FAR * self.before.image:
             return ""
         above = self._above()
@@ -116,7 +116,7 @@ class ThresholdChange:
         )
 
     def _above(self) -> list[str]:
-        """The good images above the reject threshold so far, the highest first."""
+        """The good images above the earlier reject threshold, the highest first."""
         good = self.after.good
         rows = sorted(zip(good.image, good.names, strict=True), reverse=True)
         return [f"{name}: {score:.4g}" for score, name in rows if score > self.before.image]

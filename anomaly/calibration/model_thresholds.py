@@ -33,7 +33,7 @@ _ASSUMES = "valid only for images like these: same lot, lamp and camera"
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where good ends.
+    """Thresholds of an image, its pixels and its zones, with the scores behind them.
 
     Attributes:
         calibration: the review and the reject threshold, and what each does to good parts.
@@ -59,24 +59,24 @@ class Thresholds:
 
     @cached_property
     def review_pixel(self) -> float:
-        """An anomaly-map value above this, up to `pixel`, is what an image is for review for."""
+        """Map values above this, up to `pixel`, mark places for review."""
         return min(_pixels_at(self.review, self.good), self.pixel)
 
     @property
     def images(self) -> int:
-        """How many good images stand behind the thresholds."""
+        """Number of good images behind the thresholds."""
         return len(self.good.image)
 
     @cached_property
     def zones(self) -> Mapping[str, Threshold]:
-        """The reject threshold of each zone that has a rate of its own, in that zone's scores."""
+        """The reject thresholds of zones with their own rate, in the zones' scores."""
         return {
             zone.name: threshold_for_false_reject_rate(zone.image, zone.reject_rate)
             for zone in self.good.zones
         }
 
     def weight(self, zone: str) -> float:
-        """What a zone's scores are multiplied by, so that its threshold becomes the image's."""
+        """The factor that scales a zone's scores so that its threshold equals the image's."""
         own = self.zones[zone].value
         return self.image / own if own > 0 and self.image > 0 else 1.0
 
@@ -108,7 +108,7 @@ class Thresholds:
         return float(self._scale(score))
 
     def lines(self) -> list[str]:
-        """What the thresholds are and how far to trust them, for people."""
+        """Lines for people: the thresholds and their rates."""
         both = self.calibration
         own = "; zones with their own rate are listed separately" if self.zones else ""
         lines = [f"thresholds {self.label} on {self.good.source}{own}"]
@@ -120,7 +120,7 @@ class Thresholds:
         return [*lines, *self._zone_lines(), *self.good.cautions, _ASSUMES]
 
     def _zone_lines(self) -> list[str]:
-        """What zones with a rate of their own do to good parts, and all together, for people."""
+        """Lines for people: the rates of zones, and of the whole image."""
         if not self.zones:
             return []
         every = [self.image_score((row[1], *row[4]))[0] for row in self.good.rows()]
@@ -137,7 +137,7 @@ class Thresholds:
         ]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
-        """The good images that put the reject threshold where it is, the highest first.
+        """The good images that raise the reject threshold, the highest first.
 
         Returns:
             (name, score, the threshold without this image and those listed before it). Up to the
@@ -160,7 +160,7 @@ class Thresholds:
         return highest[:listed]
 
     def raised_lines(self) -> list[str]:
-        """What `raised_by` finds, for people."""
+        """Lines for people: the images of `raised_by`."""
         return [
             f"{name} scores {score:.5g}; without it{f' and the {i} above' if i else ''} the reject "
             f"threshold would be {value:.5g} instead of {self.image:.5g}"
@@ -169,7 +169,7 @@ class Thresholds:
 
     @property
     def decisive(self) -> tuple[str, float]:
-        """The good image that the reject threshold stands on, and its score: the next below it.
+        """The good image that sets the reject threshold (the next score below it), and its score.
 
         The lowest of all where none is below.
         """
@@ -179,7 +179,7 @@ class Thresholds:
 
     @cached_property
     def reject_up_to(self) -> float:
-        """The upper end of the reject threshold's 95 % interval: where other images may put it.
+        """Upper end of the reject threshold's 95 % interval.
 
         The share of good parts above the threshold is Beta distributed; the end is the score that
         is as rare as that share may be low. Beyond the highest score that is read off the tail of
@@ -231,7 +231,7 @@ def thresholds_from(
 
 
 def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
-    """Thresholds that somebody has chosen, with what they do to good parts.
+    """Thresholds set by hand, with their false-reject rates.
 
     Raises:
         ValueError: the review threshold lies above the reject threshold.

@@ -31,7 +31,7 @@ Comparison = Literal["as promised", "more", "fewer"]
 
 
 def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
-    """Whether more, or fewer, images are flagged than chance explains where parts are as promised.
+    """Compare the flagged share with the promise: `more`, `fewer` or `as promised`.
 
     A binomial test against the bounds of the promise. It may be asked again as images come.
 
@@ -51,7 +51,7 @@ def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
 
 
 def _chance(count: int, images: int, rate: float) -> float:
-    """The chance that so many of the images, or more, are flagged at a rate; of many, its bound."""
+    """The chance (for many images a bound) that so many or more images are flagged."""
     share = count / images
     if share <= rate:  # or the rate is 1
         return 1.0
@@ -187,7 +187,7 @@ def thresholds_from_production(
 
 
 def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
-    """What a threshold does to the good ones of images, with bounds wherever the defects score.
+    """The false-reject rate of a threshold, with bounds for any scores of the defects.
 
     As many good images lie above the threshold as images do, or fewer by the defects; there are as
     many good images as images, or fewer by the defects.

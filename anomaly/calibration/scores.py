@@ -17,7 +17,7 @@ _FOR_THE_REST = (
 
 
 class LeftOut(NamedTuple):
-    """A good image that somebody has taken out.
+    """A good image left out by hand.
 
     Attributes:
         place: among all images, those left out included.
@@ -37,7 +37,7 @@ class LeftOut(NamedTuple):
 
 
 class ZoneScores(NamedTuple):
-    """What a zone of the good images scores.
+    """Scores of good images in a zone.
 
     Attributes:
         name: of the zone.
@@ -56,7 +56,7 @@ Row: TypeAlias = tuple[str, float, float, str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class GoodScores:
-    """What good images score under a model that hasn't learned from them.
+    """Scores of good images by models that haven't learned them.
 
     Attributes:
         names: of the n images.
@@ -83,13 +83,13 @@ class GoodScores:
     zones: tuple[ZoneScores, ...] = ()
 
     def rows(self) -> list[Row]:
-        """A row for each image; its sha256 is empty where that isn't known."""
+        """A row for each image; the sha256 is empty if unknown."""
         hashes = self.hashes or ("",) * len(self.names)
         zones = list(zip(*(zone.image for zone in self.zones), strict=True)) or [()] * len(hashes)
         return list(zip(self.names, self.image, self.peak, hashes, zones, strict=True))
 
     def with_rows(self, rows: Sequence[Row]) -> GoodScores:
-        """These scores with other images' rows, at least one, in their place."""
+        """A copy with other rows, at least one."""
         names, image, peak, hashes, zones = zip(*rows, strict=True)
         return replace(
             self,
@@ -104,7 +104,7 @@ class GoodScores:
         )
 
     def without(self, names: Sequence[str]) -> GoodScores:
-        """These scores without some images, which are kept apart; all others count (again).
+        """A copy without some images, which are kept as left out; all others count.
 
         Args:
             names: of images, or the ends of their paths where only one image has that end.
@@ -169,7 +169,7 @@ class GoodScores:
 
 
 def _place(wanted: str, names: Sequence[str]) -> int:
-    """Which of the images is meant: by its name, the end of it, or a path that ends with it."""
+    """The index of an image, by its name, the end of it, or a path that ends with it."""
     path = "/" + wanted.replace("\\", "/")
     places = [i for i, name in enumerate(names) if name == wanted] or [
         i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")

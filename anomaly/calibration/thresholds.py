@@ -36,7 +36,7 @@ _FOLDS = 100
 
 @dataclass(frozen=True)
 class Threshold:
-    """A threshold and what it will do to good parts.
+    """A threshold and its false-reject rate.
 
     Attributes:
         value: a score above it is flagged.
@@ -55,14 +55,14 @@ class Threshold:
 
     @property
     def supported(self) -> bool:
-        """Whether there are images enough for the target to be kept. True without a target."""
+        """Whether the images suffice for the target; True without a target."""
         rate = self.false_rejects
         promised = rate.at_most if self.kept == "bound" else rate.expected
         # The slack is for a target that is just what the images support, but for rounding.
         return self.target is None or promised <= self.target * (1 + _SLACK)
 
     def raised(self, value: float, scores: ArrayLike) -> Threshold:
-        """A threshold like this one at a higher value; its bounds stay, and are kept all the more.
+        """A copy at a higher value with the same bounds, which still hold.
 
         Args:
             value: one that isn't higher changes nothing.
@@ -78,7 +78,7 @@ class Threshold:
 
     @property
     def statement(self) -> str:
-        """What to expect, as a sentence for people."""
+        """The expected false-reject rate, as a sentence for people."""
         rate = self.false_rejects
         chosen = ", wherever the threshold is set" if self.target is None else ""
         statement = (
@@ -195,7 +195,7 @@ def _above(
 
 
 def threshold_at(value: float, scores: ArrayLike) -> Threshold:
-    """What a threshold does to good parts, wherever it came from, also from these very scores.
+    """A threshold with its false-reject rate; valid even if chosen by these scores.
 
     Args:
         value: a score above it is flagged.
@@ -216,7 +216,7 @@ def threshold_at(value: float, scores: ArrayLike) -> Threshold:
 def calibrate(
     scores: ArrayLike, *, review_rate: float, reject_rate: float, confidence: float = 0.95
 ) -> Calibration:
-    """Both thresholds from the scores of good images.
+    """The review and the reject threshold from scores of good images.
 
     Args:
         scores: (n,) finite.
@@ -243,7 +243,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Costs:
-    """What verdicts cost, in any one currency.
+    """Costs of verdicts, in any currency.
 
     Attributes:
         false_reject: of rejecting a good part, at least 0.
@@ -266,7 +266,7 @@ class Costs:
 
     @property
     def weights(self) -> tuple[float, float, float, float]:
-        """What each share that `of_a_part` takes adds to its cost: W in cost = p · escape + W · s.
+        """The weights W of the shares s in cost = p · escape + W · s.
 
         The first and third hang on the review threshold alone, the others on the reject threshold.
         """

@@ -85,7 +85,7 @@ class Arrangement:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, NDArray[np.generic]]) -> Arrangement:
-        """From what `tensors` gave.
+        """The arrangement stored by `tensors`.
 
         Raises:
             ModelError: one is missing.
@@ -95,13 +95,13 @@ class Arrangement:
         return cls(**tensors)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, NDArray[np.generic]]:
-        """What a model folder keeps."""
+        """The tensors to save in a model folder."""
         return {name: np.ascontiguousarray(getattr(self, name)) for name in _TENSORS}
 
     def joined(
         self, patch_scores: Sequence[float], places: Sequence[int], folds: Sequence[Sequence[int]]
     ) -> tuple[Arrangement, tuple[float, ...]]:
-        """With the scale that brings distances to patch scores, and the scores that come of it.
+        """A copy scaled to patch scores, and the combined scores.
 
         Args:
             patch_scores: cross-fitted, of distinct training images.
@@ -120,7 +120,7 @@ class Arrangement:
     def judged(
         self, scores: Sequence[float], embeddings: Array, inside: Array | None, names: Sequence[str]
     ) -> tuple[list[float], list[str]]:
-        """Image scores that the arrangement counts in, and what is wrong with it.
+        """Image scores with the arrangement, and the part at fault.
 
         Args:
             scores: of the patches (B,).

@@ -55,7 +55,7 @@ def network_map(
 
 
 def _nearest(patches: int, size: int) -> list[int]:
-    """Which patch of an axis each pixel of it lies on."""
+    """The patch index of each pixel along an axis."""
     return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
 
 
@@ -169,7 +169,7 @@ def inside_of(
 
 
 def pieces_of(batch: Sequence[NetworkInput]) -> list[Piece]:
-    """Where network inputs come from."""
+    """The layouts and tiles behind network inputs."""
     return [(item.layout, item.tile, item.turn) for item in batch]
 
 

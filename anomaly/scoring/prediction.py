@@ -1,4 +1,4 @@
-"""What a detector makes of one image."""
+"""The result of a detector for one image."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Patches:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """What a detector makes of one image.
+    """The result of a detector for one image.
 
     Attributes:
         index: the image's place among those that were given.
@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """What messages call the image: its path, or its place among those given."""
+        """The image's name in messages: its path, or its position."""
         return described(self.index, self.path)
 
     @property
