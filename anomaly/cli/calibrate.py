@@ -369,11 +369,11 @@ def _print_recall(
     """
     recalls = {}
     chosen = thresholds.label != "calibrated"
-    for what, value, told in (
+    for what, value, estimate in (
         ("rejected", thresholds.image, choice and choice.rejected),
         ("caught", thresholds.review, choice and choice.caught),
     ):
-        rate = told or recall_at(value, defects.scores_by(thresholds), chosen=chosen)
+        rate = estimate or recall_at(value, defects.scores_by(thresholds), chosen=chosen)
         expected = f"; {100 * rate.expected:.1f} % expected of new ones" if choice else ""
         print(
             f"of {rate.images} defects {rate.count} {_MEANING[what]}: "

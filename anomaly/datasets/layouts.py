@@ -169,8 +169,8 @@ class _FolderLayout:
 
 
 def _good_only(folder: Path) -> Dataset:
-    if told := annotations_in(folder):
-        layout, root, what = told
+    if annotated := annotations_in(folder):
+        layout, root, what = annotated
         raise DataError(
             f"{folder} has {what}, which says which images are good: use --set "
             f"data.format={layout} {_root(root)}"

@@ -69,8 +69,8 @@ def recognise(
                 f"{', '.join(LIST_SUFFIXES)})"
             )
         return (Recognised("csv", place, "a list of images"),)
-    if told := annotations_in(place):
-        return (Recognised(*told),)
+    if annotated := annotations_in(place):
+        return (Recognised(*annotated),)
     known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
     if known and known[0].layout != "good_defect":
         return tuple(known)
@@ -125,8 +125,8 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         outer = {
             i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_
         }
-        told = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
-        answers = {inner: told[top] for inner, top in outer.items()}
+        answered = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
+        answers = {inner: answered[top] for inner, top in outer.items()}
     good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
     if not good and (Label.DEFECTIVE in labels.values() or answers):
         raise _no_good(place, [say_folder(inner) for inner in labels])
@@ -222,8 +222,8 @@ def _plain(place: Path) -> Recognised:
         raise DataError(f"no images in {place}{give}")
     counts = Counter((by_file_names(image.stem for image in images) or {}).values())
     if counts[Label.GOOD] and counts[Label.DEFECTIVE]:
-        told = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
-        return Recognised("folder", place, told)
+        counted_names = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
+        return Recognised("folder", place, counted_names)
     tops = [image.relative_to(place).parts for image in images]
     unclear = sorted({parts[0] for parts in tops if len(parts) > 1})
     if len(unclear) > 1 and all(len(parts) > 1 for parts in tops):
