@@ -71,7 +71,7 @@ def test_a_planted_defect_is_marked_where_it_lies(
 def test_where_to_look_follows_the_part(tmp_path: Path, command: Command) -> None:
     root = write(tmp_path / "plates", turn=180, serial=True)
     _, said = trained(command, root, tmp_path / "plain")
-    middle = int(said.partition("as the one in train/good/")[2][:3])
+    middle = int(said.partition("into the pose of train/good/")[2][:3])
     label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle]).round(2).tolist()
     ignore = f"image.ignore={{unit: pixels, polygons: [{label}]}}"
     run, _ = trained(command, root, tmp_path / "run", ignore)
