@@ -124,8 +124,8 @@ def explain_missed(
     """
     if model.thresholds is None:
         raise DataError(
-            "the model has no scores of good images, so nothing says what it would take to catch a "
-            "defect; find some with anomaly calibrate"
+            "the model has no scores of good images, so the threshold that would catch a defect "
+            "can't be judged; find scores with anomaly calibrate --good"
         )
     explanation = explained(model, image, *good)
     for name, sha256 in model.manifest["training_images"].items():

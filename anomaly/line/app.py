@@ -149,7 +149,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         slot = _taking(service, name)
         wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
         if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
-            raise HTTPException(400, f"{name} has no thresholds, so nothing says what is marked")
+            raise HTTPException(400, f"{name} has no thresholds, so nothing can be marked")
         async with service.bodies.image(request) as (data, filename):
             scored = await _answered(service, partial(slot.submit, data, filename, wanted))
         return _TextResponse(

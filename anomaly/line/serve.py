@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"a file with the token that requests have to show; else ${TOKEN_VARIABLE}, if set. "
-        "Without a token only this machine may ask",
+        help=f"a file with the token for requests; otherwise ${TOKEN_VARIABLE}, if set. Without a "
+        "token only this machine has access",
     )
     parser.add_argument(
         "--users",
@@ -68,28 +68,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body", type=number, default=64, metavar="MB", help="longest image file (64)"
     )
     more.add_argument(
-        "--queue", type=int, default=64, metavar="N", help="parts of a model that may wait (64)"
+        "--queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="most parts that may wait for a model (default: 64)",
     )
     more.add_argument(
         "--memory",
         type=number,
         metavar="MB",
-        help="room for models in memory; the one asked for longest ago leaves when another needs "
-        "it, and comes back when it is asked for (all stay)",
+        help="memory for models; the least recently used model makes room for another and is "
+        "loaded again on request (default: all stay)",
     )
     more.add_argument(
         "--keep-good",
         type=number,
         default=0.02,
         metavar="SHARE",
-        help="share of good parts whose picture is kept, beside all others' (0.02)",
+        help="share of good parts whose picture is kept; flagged parts' always are (default: 0.02)",
     )
     more.add_argument(
         "--keep-pictures",
         type=int,
         default=2000,
         metavar="MB",
-        help="room for pictures in the record; then the oldest go, good parts' first (2000)",
+        help="space for pictures in the record; then the oldest are deleted, good parts first "
+        "(default: 2000)",
     )
     add_device(parser)
 
@@ -134,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
             serve(service, listener, tokens, lambda: stop.signal is not None)
-        log.info("stopped; what was taken is answered and written down")
+        log.info("stopped; all accepted parts are answered and recorded")
     return 0
 
 
@@ -224,8 +229,8 @@ def _check_open(options: argparse.Namespace, tokens: Mapping[str, str]) -> None:
 
     if not tokens and not is_loopback(options.host):
         raise AnomalyError(
-            f"--host {options.host} lets other machines ask, for which a token has to be set: "
-            f"give --token-file or --users, or ${TOKEN_VARIABLE}"
+            f"--host {options.host} opens the service to other machines, which needs a token; give "
+            f"--token-file or --users, or set ${TOKEN_VARIABLE}"
         )
     if tokens and not is_loopback(options.host):
         log.log(

@@ -155,7 +155,7 @@ class ModelSlot:
 
     @property
     def refused(self) -> bool:
-        """Whether another version is in use than the one in the folder, which has failed."""
+        """Whether an older version is in use because the folder's version has failed."""
         return bool(self.engine and self.trouble)
 
     @property

@@ -179,7 +179,7 @@ def test_the_command_takes_whatever_has_rows(
     record.add([Answer("disc", row, b"") for row in wild])
     record.close()
     code, out, err = command("drift", ["--model", run_folder, "--rows", tmp_path / "calm.csv"])
-    assert (code, "no drift is seen" in out) == (0, True), (out, err)
+    assert (code, "no drift" in out) == (0, True), (out, err)
     assert "rows of other models, left out: 3" in err
     assert "rows without a score, or of what isn't our part, left out: 2" in err
     for name in ("wild.jsonl", "wild.sqlite"):

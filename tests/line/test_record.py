@@ -170,7 +170,7 @@ def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
     assert (code, "part 2): defect" in out) == (0, True)
     image.write_bytes(b"another")
     code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--images", image])
-    assert (code, "not scored here so far" in out) == (0, True)
+    assert (code, "not scored here yet" in out) == (0, True)
     code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
     said = [json.loads(line) for line in command("feedback", arguments)[1].splitlines()]
     assert [(one["part"], one["verdict"], one["defect_type"]) for one in said] == [

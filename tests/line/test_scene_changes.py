@@ -47,7 +47,7 @@ def test_infer_calls_the_scene_changed_and_goes_on_where_it_was(
     code, _, err = command("infer", arguments)
     assert code == 0
     assert "scene changed at part 17: brightness is 3" in err
-    assert "anomaly update teaches" in err
+    assert "let the model learn it with anomaly update" in err
     assert "the scene looks right again since part 30" in err
     text = (out / "results.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
