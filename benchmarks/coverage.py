@@ -248,9 +248,9 @@ cover binning only, not the choice of test images.
 
 {thresholds}
 
-Thresholds by cost: estimates beside true figures, averaged over draws of normal scores 2 σ apart. The
-share caught among the defects that chose the thresholds is too high, so `calibrate` doesn't report
-it as an estimate.
+Thresholds by cost: estimates beside true figures, averaged over draws of normal scores 2 σ apart.
+The share caught among the defects that chose the thresholds is too high, so `calibrate` doesn't
+report it as an estimate.
 
 | good / defective | false rejects | true | caught: counted | estimate | true | cost | true |
 |---|---|---|---|---|---|---|---|
