@@ -423,7 +423,7 @@ def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, produc
     assert evaluation.metrics["image_auroc"] == 1.0
     assert "3 good, 3 defective" in repr(evaluation)
     for unlabelled in ("a_folder", Path("a_folder"), ["a.png"]):
-        with pytest.raises(DataError, match="which images are defective"):
+        with pytest.raises(DataError, match="which are defective"):
             anomaly.evaluate(trained, unlabelled)  # type: ignore[arg-type]
     assert trained.explain(product / "test" / "spot" / "000.png").notes == []
 

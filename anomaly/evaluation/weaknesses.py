@@ -318,8 +318,8 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     names = [*dict.fromkeys([*far, *(name for name, _, _ in raised), *record["odd"]])]
     if not names:
         return
-    stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
-    what = f"{counted(len(names), 'training image')} {stand} unlike all others: {some(names)}."
+    look, pronoun = ("looks", "it") if len(names) == 1 else ("look", "them")
+    what = f"{counted(len(names), 'training image')} {look} unlike all others: {some(names)}."
     without = raised[-1][2] if raised else thresholds.image
     if raised:
         alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun

@@ -158,7 +158,7 @@ def test_defects_say_how_many_are_found_and_costs_choose_between(
     code, out, err = command("calibrate", [*common, *costs, "--cost-escape", 1000])
     assert (code, "--yes" in err) == (1, True)
     assert " EUR a part (" in out
-    assert "10 good images that the model hasn't learned from, and on 4 defects" in out
+    assert "10 good images that the model hasn't learned from and 4 defects" in out
     # Why it rises although an escape is dear.
     assert (
         "the reject threshold rises: no image scores between: the threshold is put into this gap"
@@ -253,7 +253,7 @@ def test_defects_that_are_tested_with_may_choose_and_both_commands_say_so(
     last = json.loads((run / "model" / "history.jsonl").read_text().splitlines()[-1])
     expected = last["defects_found"]["caught"]["expected"]
     assert (
-        f"Expected for new defects: about {percent(expected)}caught, estimated by leaving out"
+        f"Expected for new defects: about {percent(expected)} caught, estimated by leaving out"
         in err
     )
     # By rates nothing is chosen with them.
@@ -514,12 +514,12 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
         (["--threshold", "inf"], "0 or more"),
         (["--threshold", "3", "--review-threshold", "4"], "lies above the threshold"),
         (["--review-threshold", "4"], "needs --threshold"),
-        (["--threshold", "3", "--review-rate", "0.1"], "not both"),
+        (["--threshold", "3", "--review-rate", "0.1"], "set by hand or found by rates"),
         (["--cost-escape", "10"], "costs need all of"),
         (["--cost-review", "10", "--cost-escape", "10"], "costs need all of"),
         (["--cost-review", "1", "--review-rate", "0.1"], "either by rates or by costs"),
-        (["--defect-share", "0.1"], "give --cost-escape"),
-        (["--currency", "EUR"], "give --cost-escape"),
+        (["--defect-share", "0.1"], "needs --cost-escape"),
+        (["--currency", "EUR"], "needs --cost-escape"),
         (["--good", "/nowhere/at/all"], "--good /nowhere/at/all doesn't exist"),
     ],
 )
@@ -591,7 +591,7 @@ def test_production_images_find_thresholds_though_some_are_defective(
     code, out, err = command(name, [*arguments, "--yes", "--data-root", product.parent])
     assert code == 0
     assert "calibrated on 40 production images, at most 2 of them defective" in out
-    assert re.search(r"taken for defects, half of the 2 .*: 0(07|31).png", out)
+    assert re.search(r"treated as defects, half of the 2 .*: 0(07|31).png", out)
     assert {"007.png", "031.png"} <= set(re.findall(r"\d{3}\.png", out))
     assert f"of 40 production images {advice[1]} were flagged so far, " in out
     assert "of 3 known defects 3 were caught so far, 3 are now" in out
@@ -618,10 +618,13 @@ def test_production_images_that_are_all_good_are_good_images(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--production", "GOOD"], "go together"),
-        (["--at-most-defective", "5%"], "go together"),
+        (["--production", "GOOD"], "need each other"),
+        (["--at-most-defective", "5%"], "need each other"),
         (["--production", "GOOD", "--at-most-defective", "5"], "it must be from 0 % to 20 %"),
-        (["--production", "GOOD", "--at-most-defective", "5%", "--good", "GOOD"], "not both"),
+        (
+            ["--production", "GOOD", "--at-most-defective", "5%", "--good", "GOOD"],
+            "give one of these",
+        ),
         (["--production", "GOOD", "--at-most-defective", "5%", "--threshold", "9"], "known to be"),
     ],
 )

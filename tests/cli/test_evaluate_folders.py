@@ -65,7 +65,10 @@ def test_wishes_that_cannot_be_met(
         (["--good", product / "train" / "good"], "has learned from all of these images"),
         (["--good", product / "test" / "good", "--masks", tmp_path], "--masks needs --defects"),
         (["--defects", product / "test" / "spot", "--masks", tmp_path], "none of 3 defects has a"),
-        (["--good", product / "test" / "good", "--data-root", tmp_path], "--data-root names"),
+        (
+            ["--good", product / "test" / "good", "--data-root", tmp_path],
+            "--data-root can't be given",
+        ),
     ):
         code, _, err = command("evaluate", [*model, *wrong])
         assert (code, says in err) == (2, True), err

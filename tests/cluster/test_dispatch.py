@@ -94,7 +94,7 @@ def test_images_that_kill_workers_are_found_and_the_others_scored(
     lost = sum(map(len, poison.values()))
     assert counts == {"ok": 6 * _SIZE - lost, "failed": lost}
     assert {c: set(found) for c, found in machines.written.items() if found} == poison
-    assert "took down" in machines.written[3][min(poison[3])]
+    assert "crashed" in machines.written[3][min(poison[3])]
     assert machines.stopped == machines.hired
 
 

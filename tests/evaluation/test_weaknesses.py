@@ -105,7 +105,7 @@ def test_a_good_model_gets_no_advice(run: Path, tmp_path: Path, command: Command
         (brighter, "a brightness above the training images'", "update"),
         (grey, "are grey, and all training images are in colour", "train"),
         (turned, "once they are turned or mirrored", "train"),
-        (with_hole, "of good parts like the training images at most", "update"),
+        (with_hole, "expected for good parts like the training images", "update"),
     ],
 )
 def test_good_parts_that_are_flagged(

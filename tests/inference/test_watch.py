@@ -303,8 +303,8 @@ def test_what_cant_be_watched(
     base = ["--model", run_folder, "--output", tmp_path / "out", "--watch"]
     for flags, says in (
         ([], "give them with --input"),
-        (["--input", tmp_path, "--list", "x"], "no --list"),
-        (["--input", __file__], "is no folder"),
+        (["--input", tmp_path, "--list", "x"], "leave out --list"),
+        (["--input", __file__], "isn't a folder"),
         (["--input", tmp_path, "--parquet"], "at the end of a run"),
     ):
         code, _, err = command("infer", [*base, *flags])

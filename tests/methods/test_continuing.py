@@ -189,7 +189,7 @@ def test_subspaces_that_learn_more_or_are_merged_are_those_of_a_fit_on_all(
     )
     expected = fitter.fit(_batches(patches[:-2]))
     torch.testing.assert_close(left.score(patches).scores, expected.score(patches).scores)
-    with pytest.raises(ModelError, match="training images were learned from more than once"):
+    with pytest.raises(ModelError, match="training images are in more than one of the models"):
         fitter.merged([whole, whole], [{0: 0, 1: 1}, {0: 1, 1: 2}])
 
 
