@@ -218,7 +218,7 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert (code, "no good image is called nowhere.png" in err) == (2, True)
     # Without the option all images count again, and it says so.
     assert command("calibrate", common)[0] == 1
-    assert "counted again: 007.png" in caplog.text
+    assert "counted now: 007.png" in caplog.text
     assert "Rejected before: 1 of 12 good images (007.png: " in caplog.text
     assert command("calibrate", [*common, "--yes"])[0] == 0
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
@@ -593,8 +593,8 @@ def test_production_images_find_thresholds_though_some_are_defective(
     assert "calibrated on 40 production images, at most 2 of them defective" in out
     assert re.search(r"treated as defects, half of the 2 .*: 0(07|31).png", out)
     assert {"007.png", "031.png"} <= set(re.findall(r"\d{3}\.png", out))
-    assert f"of 40 production images {advice[1]} were flagged so far, " in out
-    assert "of 3 known defects 3 were caught so far, 3 are now" in out
+    assert f"of 40 production images {advice[1]} were flagged before, " in out
+    assert "of 3 known defects 3 were caught before, 3 are now" in out
     record = _history(run)[-1]
     assert record["asked"] == {"at_most_defective": 0.05, "data_root": str(product.parent)}
     assert len(record["images"]["production"]) == 40
