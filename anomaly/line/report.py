@@ -211,8 +211,10 @@ def _shown(cell: _Cell) -> str:
 
 def _chart(rows: Sequence[Sequence[Any]]) -> str:
     """Parts for review and rejected, over time."""
-    most, step = max(review + reject for *_, review, reject in rows) or 1, 960 / len(rows)
-    top = f"{most} parts flagged: rejected (red) and for review"
+    most = max(review + reject for *_, review, reject in rows) or 1
+    step = min(960 / len(rows), 80)
+    unit = "an hour" if rows[0][0].endswith(":00") else "a day"
+    top = f"Flagged, {most} {unit} at most: rejected (red) and for review (amber)"
     drawn = [f'<text y="14" fill="currentColor">{top}</text>']
     for i, (time, parts, _, review, reject) in enumerate(rows):
         y = 180.0
