@@ -170,7 +170,7 @@ class AnomalyDetector(_Scoring):
 
     @property
     def unit(self) -> str:
-        """What the scores are, for people."""
+        """Name of the score's unit, for people."""
         return self.model.unit
 
     @property
@@ -276,7 +276,7 @@ class AnomalyDetector(_Scoring):
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> AnomalyDetector:
-        """A detector that has learned further good images; this one and its folder stay.
+        """A new detector that has also learned further good images; this one is unchanged.
 
         Its thresholds are found anew, see `anomaly.training.update.learn`.
 
@@ -362,7 +362,7 @@ class ProductSet(_Scoring):
 
     @property
     def model_id(self) -> str:
-        """Names these very models: 16 digits that follow from their names and ids."""
+        """The set's id: 16 digits from the models' names and ids."""
         return self.model.model_id
 
     def given(self, product: str) -> ProductSet:

@@ -87,8 +87,8 @@ def unwritable(file: Path | str, error: OSError, what: str = "{} can't be writte
             there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
             free = f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
     remedy = "mend the disk" if error.errno in (errno.EROFS, errno.EIO) else "make room there"
-    said = os.strerror(error.errno)  # libraries add their own words
-    return WriteError(f"{what.format(file)}: {said}{free}; {remedy}")
+    reason = os.strerror(error.errno)  # libraries add their own words
+    return WriteError(f"{what.format(file)}: {reason}{free}; {remedy}")
 
 
 def closest(name: str, known: Iterable[str]) -> str:

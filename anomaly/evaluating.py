@@ -75,7 +75,7 @@ def evaluate(
     mask_above = model.config.data.mask_above
     if data is None:
         if model.folder is None:
-            raise DataError("nothing says what to test with; give a data set, or samples")
+            raise DataError("there is nothing to test with; give a data set, or samples")
         data, place = images_to_test(model, model.folder)
         samples = list(data)
     else:
@@ -119,7 +119,7 @@ def _test_images(
     samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
     if not all(isinstance(sample, Sample) for sample in samples):
         raise DataError(
-            "what to test with has to say which images are defective: give "
+            "test images need labels that say which are defective: give "
             "anomaly.open_dataset(format, folder), samples, or a Config"
         )
     return samples, "", mask_above

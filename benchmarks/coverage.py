@@ -218,42 +218,45 @@ def main() -> None:
 
 PAGE = """# How often intervals and bounds hold
 
-Everything that says "95 % confidence" was tried on scores drawn at random from laws whose true
-figures are known ({laws}): {repeats} draws of each law and size, which makes a share of 95 %
-uncertain by 2 points, and {few} where there are more than 1,000 images: 4 points. A cell has the
-lowest and the highest share of draws, over the laws, in which the true figure lay inside. Made by
-`python -m benchmarks.coverage`; slow tests repeat it.
+For anybody who wants to check that "95 % confidence" means 95 %.
+
+Every such interval and bound was tested on simulated scores with known true figures ({laws}).
+Each law and size has {repeats} draws ({few} above 1,000 images), so a share of 95 % is uncertain by
+2 points (4 points). Each cell shows the lowest and the highest share of draws, over the laws, whose
+interval holds the true figure. Made by `python -m benchmarks.coverage`; slow tests repeat it.
 
 ## Figures of `evaluate`
 
-They hold with *at least* 95 %, that of the best F1 within two points of it: what so few images
-leave open is given in full. Where 20 good images can't show what 1 % of them would do, the interval
-of the recall there is all but everything.
+The intervals hold in at least 95 % of cases (the best F1 within two points of that). With few
+images they are wide: with 20 good images, the interval of the recall at 1 % covers nearly
+everything.
 
 {figures}
 
-Pixel figures have no intervals: pixels of one image aren't independent, and no honest interval is
-known to us. Their error bounds say what binning does, not what another test split would show.
+Pixel figures have no intervals, because pixels of one image aren't independent. Their error bounds
+cover binning only, not the choice of test images.
 
 ## Thresholds
 
-`review` and `reject` are calibrated, 5 % of good parts in the mean and at most 1 %: "false rejects"
-is whether the upper bound that is told holds, "recall" the interval for the defects of
-`calibrate --defects`. `by hand` is the threshold, among the ten highest scores, whose bound is
-worst, chosen with knowledge of the truth. `by cost` weighs an escape of 200, a false reject of 5
-and a review of 1 where 1 % of parts are defective: whether the bound of false rejects, the interval
-of the defects that are caught and that of the expected cost of a part hold. `evaluate` is the
-model's false rejects and escapes on a test split.
+- `review` and `reject` are calibrated for 5 % (on average) and at most 1 % of good parts. "False
+  rejects": how often the upper bound holds. "Recall": how often the interval of
+  `calibrate --defects` holds.
+- `by hand` is the worst case: of the ten highest scores, the threshold whose bound fails most.
+- `by cost` uses 200 for an escape, 5 for a false reject, 1 for a review and 1 % of defective parts:
+  how often the bound of false rejects and the intervals of defects caught and of the cost hold.
+- `evaluate`: how often the intervals of false rejects and escapes on a test split hold.
 
 {thresholds}
 
-What is told of thresholds chosen by cost, and what new parts show, in the mean over the draws of
-normal scores 2 σ apart. The share caught that is counted on the defects that chose the thresholds
-is too high; so it isn't given as what to expect.
+Thresholds by cost: estimates beside true figures, averaged over draws of normal scores 2 σ apart.
+The share caught among the defects that chose the thresholds is too high, so `calibrate` doesn't
+report it as an estimate.
 
-| good / defective | false rejects told | true | caught, counted | told | true | cost told | true |
+| good / defective | false rejects | true | caught: counted | estimate | true | cost | true |
 |---|---|---|---|---|---|---|---|
 {told}
+
+**Next:** [Thresholds](thresholds.md), to use them.
 """
 
 

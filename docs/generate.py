@@ -42,10 +42,11 @@ OUTSIDE |= {
 }
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
-    "A whole line": "line.md",
+    "On the line": "line.md",
+    "Label parts": "labelling.md",
     "From camera to PLC": "station.md",
-    "Deployment": "deployment.md",
-    "Millions of images": "scale.md",
+    "A model in other engines": "deployment.md",
+    "Many images, many machines": "scale.md",
 }
 MORE = {
     "data.format": "own-data.md#data-sets",
@@ -67,7 +68,11 @@ INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py` from anomaly/config/schema.py; edit that. -->
 
-A config is a short YAML file; `--set key=value` overrides any key. Unknown keys are errors. A file may build on another one (`base: base/mvtec_ad.yaml`). A bare name is looked for in the working directory, in its `configs/`, and among those that come with the program: one file for each MVTec AD category in PatchCore's setting (`--set model.kind=padim --set model.image_score=map_max` makes it PaDiM's), `folder.yaml`, `subspace.yaml` and, with timm's networks, `dinov2_448.yaml` and `dinov2_672.yaml` for your own images, and two for the sample set.
+For anybody who writes a config or changes a setting. A config is a short YAML file; `--set key=value` overrides any key. Unknown keys are errors. A config may build on another one (`base: base/mvtec_ad.yaml`). A name without a folder is looked up in the working directory, in its `configs/`, and among the configs of the program:
+
+- `folder.yaml`, `subspace.yaml` and (with timm's networks) `dinov2_448.yaml` and `dinov2_672.yaml`, for your own images;
+- one config for each MVTec AD category with PatchCore's published settings (for PaDiM's add `--set model.kind=padim --set model.image_score=map_max`);
+- two configs for the sample set.
 
 ```yaml
 name: my_part
@@ -80,7 +85,7 @@ model:
   coreset_ratio: 0.02
 ```
 
-From Python the same keys are a dict, see [anomaly from Python](python.md#learn).
+In Python, the same keys are a dict; see [anomaly from Python](python.md#learn).
 """  # noqa: E501
 
 

@@ -63,7 +63,7 @@ def test_the_core_works_without_its_annexes(tmp_path: Path, product: Path) -> No
     assert done.returncode == 2, done.stderr
     message = done.stderr.partition("asked for more\n")[2]
     assert message == (
-        "error: this installation has no anomaly.line, which this needs; install all of anomaly\n"
+        "error: this command needs anomaly.line, which isn't installed; install all of anomaly\n"
     )
 
 

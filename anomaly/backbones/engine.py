@@ -83,8 +83,8 @@ class Graph:
         if self._compiled and self._process != os.getpid():
             raise ModelError(
                 f"{self.file.parent} was used before this process was forked, and the threads of "
-                f"{ENGINES[self.engine][0]} stayed behind; use it in the new process only, or "
-                "start processes by multiprocessing.get_context('spawn')"
+                f"{ENGINES[self.engine][0]} exist only in the old process; use it in the new "
+                "process only, or start processes by multiprocessing.get_context('spawn')"
             )
         with self._compiling:
             self._process = os.getpid()

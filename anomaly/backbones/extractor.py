@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def patch(self) -> int | None:
-        """The side of the squares that images are cut into, of which sides are multiples."""
+        """The side in pixels that an image's height and width must be multiples of."""
         return self.stride if self.axes == "tokens" else None
 
     def map_of(self, output: Tensor, size: Sequence[int]) -> Tensor:

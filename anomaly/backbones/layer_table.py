@@ -129,7 +129,7 @@ def show(
 
 
 def own_side(network: nn.Module) -> int | None:
-    """The side of the square images that a network was trained with; None where nothing says it."""
+    """The side of the square images that a network was trained with; None if it isn't known."""
     size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size")  # timm states it
     return size[-1] if size else None
 

@@ -132,8 +132,8 @@ def torchvision_state(name: str) -> tuple[State, str]:
         if other is None:
             raise
         raise WeightsError(
-            f"{error}. Or take a network whose weights are here, which works offline at once: "
-            f"--set backbone.name={other}"
+            f"{error}. Or use a network whose weights are on this machine: --set "
+            f"backbone.name={other}"
         ) from None
 
 
@@ -213,7 +213,7 @@ def timm_network(name: str) -> nn.Module:
     tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{kind}.*")]
     if tag and tag not in tags:
         raise ConfigError(
-            f"backbone.name {name!r}: timm {timm.__version__} knows no weights {tag!r} of {kind}; "
+            f"backbone.name {name!r}: timm {timm.__version__} has no weights {tag!r} of {kind}; "
             f"{nearest(tag, tags)}"
         )
     try:
@@ -358,9 +358,9 @@ def backbone_at_hand() -> tuple[str, str]:
     larger = _BEST[: _BEST.index(name)] if name in _BEST else _BEST
     files = " or ".join(_url(each).rpartition("/")[2] for each in larger)
     return name, (
-        f"its weights {origin}. A larger network finds more defects (see Networks in the "
-        f"documentation's Getting started): put {files} into weights/ or the folder that "
-        "ANOMALY_WEIGHTS names, and start again with --overwrite"
+        f"its weights {origin}. A larger network finds more defects: put {files} into weights/ (or "
+        "the folder that ANOMALY_WEIGHTS names) and start again with --overwrite; see Networks in "
+        "the documentation's Getting started"
     )
 
 

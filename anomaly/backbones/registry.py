@@ -192,8 +192,8 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
     backbone = backbone_of(name)
     if weights == "random":
         log.warning(
-            "backbone.weights is 'random': %s has never seen an image, scores mean NOTHING. "
-            "Use this to try out speed and plumbing only.",
+            "backbone.weights is 'random': %s is untrained, so its scores mean NOTHING. Use it "
+            "only to test speed and installation.",
             name,
         )
         with torch.random.fork_rng(devices=[]):
@@ -243,7 +243,7 @@ def load_state(
     if missing and present and missing == needed[len(present) :] and not (foreign or shapes):
         raise WeightsError(
             f"{where} holds a part of {type(full).__name__}, up to {present[-1]}, and "
-            f"{len(missing)} tensors behind that are missing, {missing[0]} for one. Choose layers "
+            f"{len(missing)} tensors behind that are missing, e.g. {missing[0]}. Choose layers "
             "that it has (backbone.layers), or give a whole file"
         )
     if missing or foreign or shapes:

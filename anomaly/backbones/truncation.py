@@ -101,7 +101,7 @@ class _SideError(LayerError):
 
 
 def probes(network: nn.Module) -> tuple[int, ...]:
-    """Sides of square images of which a network should take one: `PROBES`, or its makers' own."""
+    """Sides of square images to try on a network: `PROBES`, or the side its makers state."""
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 
@@ -135,8 +135,8 @@ def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[st
     for path in paths:
         if calls[path] > 1:
             raise LayerError(
-                f"layer {path!r} of {name} runs {calls[path]} times in one pass, so that it isn't "
-                "said which output is meant; choose another layer"
+                f"layer {path!r} of {name} runs {calls[path]} times in one pass, so its output is "
+                "ambiguous; choose another layer"
             )
         if path not in outputs:
             raise LayerError(f"layer {path!r} gives several tensors; choose another layer")

@@ -105,8 +105,8 @@ def official_state(url: str) -> tuple[State, str]:
     if not sha256.startswith(prefix):
         raise WeightsError(
             f"{file} isn't the official file: its sha256 starts with {sha256[: len(prefix)]} "
-            f"instead of {prefix}. Replace it with the official {file.name}, or, if it is meant, "
-            "rename it and give its path as backbone.weights"
+            f"instead of {prefix}. Replace it with the official {file.name}. To use this file on "
+            "purpose, rename it and give its path as backbone.weights"
         )
     return state, sha256
 
@@ -143,7 +143,7 @@ def _download(url: str, name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _opened(url) as answer, draft.open("xb") as file:
-            log.info(f"getting the weights {name} from {urlsplit(url).netloc}, this once")
+            log.info(f"downloading the weights {name} from {urlsplit(url).netloc} (only once)")
             shutil.copyfileobj(answer, file)
         if not sha256_of(draft).startswith(prefix):
             raise WeightsError(
@@ -159,8 +159,8 @@ def _download(url: str, name: str) -> Path:
         inner = getattr(error, "reason", error)
         reason = why(inner) if isinstance(inner, OSError) else "no answer"
         raise WeightsError(
-            f"the weights {name} are missing and there is no network to get them from {url} "
-            f"({reason}). {_where_to_put(name)}"
+            f"the weights {name} are missing and can't be downloaded from {url} ({reason}). "
+            f"{_where_to_put(name)}"
         ) from None
     except OSError as error:
         raise WeightsError(f"{name} can't be saved in {target.parent}: {why(error)}") from None

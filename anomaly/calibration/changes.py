@@ -14,23 +14,23 @@ _FAR = 1.1
 # By threshold, or for both where nothing is for review: why it falls, and why it rises.
 _WHY = {
     "review": (
-        "reviews of them cost less than their escapes",
-        "reviews of them would cost more than their escapes",
+        "reviewing these parts costs less than letting defects pass",
+        "reviewing these parts would cost more than letting defects pass",
     ),
     "reject": (
-        "rejecting them costs less than reviews",
-        "reviews of them cost less than false rejects would",
+        "rejecting these parts costs less than reviewing them",
+        "reviewing these parts costs less than rejecting good ones",
     ),
     "one": (
-        "rejecting them costs less than their escapes",
-        "rejecting them would cost more than their escapes",
+        "rejecting these parts costs less than letting defects pass",
+        "rejecting these parts would cost more than letting defects pass",
     ),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class ThresholdChange:
-    """Thresholds that take the place of others.
+    """A change of thresholds: those before and after.
 
     Attributes:
         before: the thresholds so far.
@@ -50,7 +50,7 @@ class ThresholdChange:
         return self.after.label != "by hand" and self.after.image > chance
 
     def lines(self) -> list[str]:
-        """How far the thresholds move, and what moves them, for people."""
+        """Lines for people: how far the thresholds move, and which image sets them."""
         if self.after == self.before:
             return []
         both = (
@@ -62,11 +62,11 @@ class ThresholdChange:
         by_rank = self.after.label == "calibrated" and self.after.calibration.reject.target
         if by_rank and self.after.image != self.before.image:
             name, score = self.after.decisive
-            lines.append(f"the reject threshold stands on {name} ({score:.4g})")
+            lines.append(f"the reject threshold is set by the score of {name} ({score:.4g})")
         return lines
 
     def reasons(self, defect_scores: Sequence[float]) -> list[str]:
-        """Why thresholds by cost lie elsewhere than before, for people.
+        """Lines for people: why thresholds by cost differ from those before.
 
         Args:
             defect_scores: image scores of the defects that were weighed.
@@ -86,36 +86,37 @@ class ThresholdChange:
             why = _WHY["one" if is_one else name][new[name] > old[name]]
             between = f"{good} good images and {defects} defects score between; {why}"
             if not good and not defects:
-                between = "no image scores between: it is put into this gap"
+                between = "no image scores between: the threshold is put into this gap"
             direction = "rises" if new[name] > old[name] else "falls"
             lines.append(f"the {name} threshold {direction}: {between}")
         if not is_one and new["reject"] > old["reject"]:
             lines.append(
-                "a defect in review is caught: what an escape costs lowers the review threshold, "
-                "and never raises the reject threshold"
+                "a defect in review is caught, so the cost of escapes only lowers the review "
+                "threshold; it never raises the reject threshold"
             )
         return lines
 
     @property
     def caution(self) -> str:
-        """Said where the reject threshold rises by far; empty elsewhere."""
+        """A warning if the reject threshold rises by far; empty otherwise."""
         if self.after.image <= _FAR * self.before.image:
             return ""
         above = self._above()
         look = (
-            f"Rejected so far: {len(above)} of {self.after.images} good images ({some(above)}). "
-            "Look at them: if they are defects, all like them will pass"
+            f"Rejected before: {len(above)} of {self.after.images} good images ({some(above)}). "
+            "Look at them: if they are defects, defects like them will pass"
             if above
-            else "No good image scores above the threshold so far"
+            else "No good image scored above the earlier threshold"
         )
         chance = f" (by chance up to {self.before.reject_up_to:.4g})" if self.is_doubtful else ""
         return (
-            f"the reject threshold rises from {self.before.image:.4g} to {self.after.image:.4g}"
-            f"{chance}, and what scores between them is no longer rejected. {look}"
+            f"the reject threshold rises from {self.before.image:.4g} to "
+            f"{self.after.image:.4g}{chance}; images that score between these are no longer "
+            f"rejected. {look}"
         )
 
     def _above(self) -> list[str]:
-        """The good images above the reject threshold so far, the highest first."""
+        """The good images above the earlier reject threshold, the highest first."""
         good = self.after.good
         rows = sorted(zip(good.image, good.names, strict=True), reverse=True)
         return [f"{name}: {score:.4g}" for score, name in rows if score > self.before.image]

@@ -20,7 +20,7 @@ _LEAST_JUMP = 10  # cells that a part above the level adds
 
 @dataclass(frozen=True)
 class Level:
-    """A value that only so many parts should lie above.
+    """A score level with the share of parts expected above it.
 
     Attributes:
         name: of the level, for people.
@@ -38,12 +38,12 @@ class Level:
     after: float | None = None
 
     def gain(self, above: bool) -> float:
-        """What a part adds to the sum: the logarithm of its likelihood ratio."""
+        """The log-likelihood ratio that a part adds to the sum."""
         return gains(self.promised, self.after)[above]
 
 
 def gains(promised: float, after: float | None = None) -> tuple[float, float]:
-    """What a part below the level and one above it add, see `Level`."""
+    """The sum's increments for a part below and a part above the level, see `Level`."""
     if after is None:
         after = 2 * promised / (1 + promised)
     return math.log((1 - after) / (1 - promised)), math.log(after / promised)
@@ -51,7 +51,7 @@ def gains(promised: float, after: float | None = None) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def limit_of(promised: float, chance: float, after: float | None = None) -> float:
-    """The sum that `HORIZON` parts of the promised share reach with so small a chance, at most."""
+    """The alarm limit: the sum that `HORIZON` normal parts reach with a given chance at most."""
     down, up = gains(promised, after)
     # The sum that starts anew at each part is a martingale, and there are as many as parts (Ville).
     highest = math.log(HORIZON / chance)
@@ -86,7 +86,7 @@ def _reached(promised: float, cells: int, steps: int, jump: int) -> float:
 
 @dataclass
 class Watched:
-    """One level and what has come.
+    """A level and the parts counted against it.
 
     Attributes:
         level: the level.
@@ -107,7 +107,7 @@ class Watched:
     ends: bool = False
 
     def add(self, value: float, number: int) -> None:
-        """Take one more part."""
+        """Count one more part."""
         above = bool(value > self.level.value)
         self.above += above
         if self.sum == 0.0 and self.alarm is None:

@@ -28,12 +28,12 @@ from anomaly.calibration.thresholds import (
 _HIGHEST = 5
 _WORTH_A_WORD = 0.1
 _CONFIDENCE = 0.95
-_ASSUMES = "this holds for images like these: same lot, lamp and camera"
+_ASSUMES = "valid only for images like these: same lot, lamp and camera"
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where good ends.
+    """Thresholds of an image, its pixels and its zones, with the scores behind them.
 
     Attributes:
         calibration: the review and the reject threshold, and what each does to good parts.
@@ -59,29 +59,29 @@ class Thresholds:
 
     @cached_property
     def review_pixel(self) -> float:
-        """An anomaly-map value above this, up to `pixel`, is what an image is for review for."""
+        """Map values above this, up to `pixel`, mark places for review."""
         return min(_pixels_at(self.review, self.good), self.pixel)
 
     @property
     def images(self) -> int:
-        """How many good images stand behind the thresholds."""
+        """Number of good images behind the thresholds."""
         return len(self.good.image)
 
     @cached_property
     def zones(self) -> Mapping[str, Threshold]:
-        """The reject threshold of each zone that has a rate of its own, in that zone's scores."""
+        """The reject thresholds of zones with their own rate, in the zones' scores."""
         return {
             zone.name: threshold_for_false_reject_rate(zone.image, zone.reject_rate)
             for zone in self.good.zones
         }
 
     def weight(self, zone: str) -> float:
-        """What a zone's scores are multiplied by, so that its threshold becomes the image's."""
+        """The factor that scales a zone's scores so that its threshold equals the image's."""
         own = self.zones[zone].value
         return self.image / own if own > 0 and self.image > 0 else 1.0
 
     def image_score(self, scores: Sequence[float]) -> tuple[float, str]:
-        """The image score, and the zone that it is of; empty for the rest of the image.
+        """The image score and the name of its zone; an empty name outside all zones.
 
         It is the highest of the rest's score and of the zones', weighted: it is above the reject
         threshold where one of them is above its own.
@@ -108,21 +108,19 @@ class Thresholds:
         return float(self._scale(score))
 
     def lines(self) -> list[str]:
-        """What the thresholds are and how far to trust them, for people."""
+        """Lines for people: the thresholds and their rates."""
         both = self.calibration
-        own = "; zones with a rate of their own apart" if self.zones else ""
+        own = "; zones with their own rate are listed separately" if self.zones else ""
         lines = [f"thresholds {self.label} on {self.good.source}{own}"]
         if self.review == self.image:
-            lines.append(
-                f"reject above {self.image:.5g}, nothing to review: {both.reject.statement}"
-            )
+            lines.append(f"reject above {self.image:.5g}, no review zone: {both.reject.statement}")
         else:
             lines.append(f"review above {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
         return [*lines, *self._zone_lines(), *self.good.cautions, _ASSUMES]
 
     def _zone_lines(self) -> list[str]:
-        """What zones with a rate of their own do to good parts, and all together, for people."""
+        """Lines for people: the rates of zones, and of the whole image."""
         if not self.zones:
             return []
         every = [self.image_score((row[1], *row[4]))[0] for row in self.good.rows()]
@@ -132,14 +130,14 @@ class Thresholds:
                 for name, own in self.zones.items()
             ),
             *(
-                f"{name} of zones and rest together: {threshold_at(value, every).statement}"
+                f"{name} in the whole image, zones included: {threshold_at(value, every).statement}"
                 for name, value in {"review": self.review, "reject": self.image}.items()
                 if name == "reject" or self.review < self.image
             ),
         ]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
-        """The good images that put the reject threshold where it is, the highest first.
+        """The good images that raise the reject threshold, the highest first.
 
         Returns:
             (name, score, the threshold without this image and those listed before it). Up to the
@@ -162,17 +160,16 @@ class Thresholds:
         return highest[:listed]
 
     def raised_lines(self) -> list[str]:
-        """What `raised_by` finds, for people."""
+        """Lines for people: the images of `raised_by`."""
         return [
-            f"{name} scores {score:.5g} and raises the reject threshold: without it"
-            f"{f' and the {i} before' if i else ''} that would be {value:.5g} instead of "
-            f"{self.image:.5g}"
+            f"{name} scores {score:.5g}; without it{f' and the {i} above' if i else ''} the reject "
+            f"threshold would be {value:.5g} instead of {self.image:.5g}"
             for i, (name, score, value) in enumerate(self.raised_by())
         ]
 
     @property
     def decisive(self) -> tuple[str, float]:
-        """The good image that the reject threshold stands on, and its score: the next below it.
+        """The good image that sets the reject threshold (the next score below it), and its score.
 
         The lowest of all where none is below.
         """
@@ -182,7 +179,7 @@ class Thresholds:
 
     @cached_property
     def reject_up_to(self) -> float:
-        """The upper end of the reject threshold's 95 % interval: where other images may put it.
+        """Upper end of the reject threshold's 95 % interval.
 
         The share of good parts above the threshold is Beta distributed; the end is the score that
         is as rare as that share may be low. Beyond the highest score that is read off the tail of
@@ -217,7 +214,7 @@ class Thresholds:
 def thresholds_from(
     good: GoodScores, review_rate: float, reject_rate: float, newest: Sequence[float] = ()
 ) -> Thresholds:
-    """Both thresholds at false-reject rates, and the pixel threshold that goes with them.
+    """Review, reject and pixel thresholds for given false-reject rates.
 
     Args:
         good: scores of good images.
@@ -234,7 +231,7 @@ def thresholds_from(
 
 
 def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
-    """Thresholds that somebody has chosen, with what they do to good parts.
+    """Thresholds set by hand, with their false-reject rates.
 
     Raises:
         ValueError: the review threshold lies above the reject threshold.

@@ -31,7 +31,7 @@ Comparison = Literal["as promised", "more", "fewer"]
 
 
 def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
-    """Whether more, or fewer, images are flagged than chance explains where parts are as promised.
+    """Compare the flagged share with the promise: `more`, `fewer` or `as promised`.
 
     A binomial test against the bounds of the promise. It may be asked again as images come.
 
@@ -51,7 +51,7 @@ def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
 
 
 def _chance(count: int, images: int, rate: float) -> float:
-    """The chance that so many of the images, or more, are flagged at a rate; of many, its bound."""
+    """The chance (for many images a bound) that so many or more images are flagged."""
     share = count / images
     if share <= rate:  # or the rate is 1
         return 1.0
@@ -66,7 +66,7 @@ def _chance(count: int, images: int, rate: float) -> float:
 def flagged_line(
     flagged: int, images: int, promised: Rate, model: str = "RUN", *, all_good: bool = False
 ) -> str:
-    """What `compare_flagged` finds, for people, and what to do; empty where all is as promised.
+    """A warning if more or fewer images are flagged than promised; empty otherwise.
 
     Args:
         flagged: as there.
@@ -85,8 +85,10 @@ def flagged_line(
         f"{'These' if all_good else 'Either many parts are defective, or these'} images differ "
         "from the training images"
         if comparison == "more"
-        else f", at least {percent(promised.low)}. The thresholds are too high for these images, "
-        "and defects pass that could be caught"
+        else (
+            f", at least {percent(promised.low)}. The thresholds are too high for these images: "
+            "defects pass that could be caught"
+        )
     )
     options = "--production FOLDER --at-most-defective 5%"
     return f"{shares}{why}. See: anomaly calibrate --model {shlex.quote(model)} {options}"
@@ -94,7 +96,7 @@ def flagged_line(
 
 @dataclass(frozen=True, eq=False)
 class ProductionChoice:
-    """Thresholds from production images of which nobody has said which are defective.
+    """Thresholds from production images that nobody has sorted.
 
     Attributes:
         thresholds: with bounds that hold wherever the defects score.
@@ -111,14 +113,15 @@ class ProductionChoice:
     left_out: tuple[tuple[str, float], ...]
 
     def lines(self) -> list[str]:
-        """What isn't known, and which images would tell, for people."""
+        """Lines for people: the uncertainty of the thresholds, and the images that decide."""
         low, high = self.review_range
         highest = "image is" if self.defects == 1 else f"{self.defects} images are"
         return [
-            f"taken for defects, half of the {self.defects} there may be: {_named(self.left_out)}",
-            f"review would begin at {low:.5g} if the highest {highest} defective, at {high:.5g} if "
-            f"none is. To know better, look at the {len(self.deciding)} images above {low:.5g}, "
-            f"take out the defects and give --at-most-defective 0%: {_named(self.deciding)}",
+            f"treated as defects, half of the {self.defects} that may be: {_named(self.left_out)}",
+            f"the review threshold would be {low:.5g} if the highest {highest} defective, and "
+            f"{high:.5g} if none is. For an exact value, look at the {len(self.deciding)} images "
+            f"above {low:.5g}, remove the defects and give --at-most-defective 0%: "
+            f"{_named(self.deciding)}",
         ]
 
 
@@ -129,7 +132,7 @@ def thresholds_from_production(
     review_rate: float,
     reject_rate: float,
 ) -> ProductionChoice:
-    """Thresholds for production images, some of which may be defective.
+    """Thresholds from production images if some of them may be defective.
 
     Of n images at most d are defective, wherever they score. So the score that a share r of the
     good ones exceeds lies between those of the ranks r · (n − d) and r · (n − d) + d from above.
@@ -184,7 +187,7 @@ def thresholds_from_production(
 
 
 def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
-    """What a threshold does to the good ones of images, with bounds wherever the defects score.
+    """The false-reject rate of a threshold, with bounds for any scores of the defects.
 
     As many good images lie above the threshold as images do, or fewer by the defects; there are as
     many good images as images, or fewer by the defects.

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rate:
-    """A share of images, with what can be said about the true share behind it.
+    """A counted share of images, with estimate and bounds of the true share.
 
     Attributes:
         count: images that were flagged.
@@ -95,7 +95,7 @@ def _rate(count: int, images: int, expected: float, two_sided: float, one_sided:
 
 @lru_cache(maxsize=1024)
 def rate_showing(count: int, images: int, chance: float) -> float:
-    """The true rate at which `count` or more of `images` are flagged by a chance.
+    """The true rate at which `count` or more of `images` are flagged with a given chance.
 
     Inverts the binomial tail, which is the regularised incomplete beta function
     I_x(count, images − count + 1), by bisection.
@@ -128,7 +128,7 @@ def supported_rate(images: int, confidence: float = 0.95) -> float:
 
 
 def images_needed(target: float, confidence: float = 0.95) -> int:
-    """How many good images it takes to vouch for a false-reject rate: 299 for 1 %."""
+    """The number of good images needed to guarantee a false-reject rate: 299 for 1 %."""
     # Less a trifle, so that supported_rate(n) needs n and not, by rounding, n + 1.
     return math.ceil(math.log1p(-confidence) / math.log1p(-target) - 1e-9)
 

@@ -11,13 +11,13 @@ from anomaly.calibration.rates import percent, supported_rate
 from anomaly.errors import DataError
 
 _FOR_THE_REST = (
-    "Rates and bounds are for parts like the images that stayed; where parts like those left out "
-    "are good, and come again, more good parts will be flagged than is said"
+    "The rates hold for parts like the images that remain; if parts like those left out are good "
+    "and occur again, more good parts will be flagged"
 )
 
 
 class LeftOut(NamedTuple):
-    """A good image that somebody has taken out.
+    """A good image left out by hand.
 
     Attributes:
         place: among all images, those left out included.
@@ -37,7 +37,7 @@ class LeftOut(NamedTuple):
 
 
 class ZoneScores(NamedTuple):
-    """What a zone of the good images scores.
+    """Scores of good images in a zone.
 
     Attributes:
         name: of the zone.
@@ -56,7 +56,7 @@ Row: TypeAlias = tuple[str, float, float, str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class GoodScores:
-    """What good images score under a model that hasn't learned from them.
+    """Scores of good images by models that haven't learned them.
 
     Attributes:
         names: of the n images.
@@ -83,13 +83,13 @@ class GoodScores:
     zones: tuple[ZoneScores, ...] = ()
 
     def rows(self) -> list[Row]:
-        """A row for each image; its sha256 is empty where that isn't known."""
+        """A row for each image; the sha256 is empty if unknown."""
         hashes = self.hashes or ("",) * len(self.names)
         zones = list(zip(*(zone.image for zone in self.zones), strict=True)) or [()] * len(hashes)
         return list(zip(self.names, self.image, self.peak, hashes, zones, strict=True))
 
     def with_rows(self, rows: Sequence[Row]) -> GoodScores:
-        """These scores with other images' rows, at least one, in their place."""
+        """A copy with other rows, at least one."""
         names, image, peak, hashes, zones = zip(*rows, strict=True)
         return replace(
             self,
@@ -104,7 +104,7 @@ class GoodScores:
         )
 
     def without(self, names: Sequence[str]) -> GoodScores:
-        """These scores without some images, which are kept apart; all others count (again).
+        """A copy without some images, which are kept as left out; all others count.
 
         Args:
             names: of images, or the ends of their paths where only one image has that end.
@@ -124,7 +124,7 @@ class GoodScores:
         return replace(self.with_rows(kept), left_out=out, source=source)
 
     def joined(self, other: GoodScores, source: str) -> GoodScores:
-        """These scores and others; what was left out stays so, but for what the others have.
+        """These scores and others together; images left out stay so unless the others hold them.
 
         An image that both have counts once, with the other's score. Where groups are known of
         either, all images of the one of which none are count as one.
@@ -145,16 +145,16 @@ class GoodScores:
 
     @property
     def cautions(self) -> list[str]:
-        """Why the bounds may promise too much; nothing where nothing is known against them."""
+        """Reasons why the upper bounds may be too low; empty without any."""
         cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
             cautions.append(
-                f"{self.stood_out} more stood out from all others and were left out "
-                f"(model.leave_out_suspects). {_FOR_THE_REST}"
+                "left out because they look unlike all others (model.leave_out_suspects): "
+                f"{self.stood_out}. {_FOR_THE_REST}"
             )
         if self.left_out:
             names = ", ".join(image.name for image in self.left_out)
-            cautions.append(f"{len(self.left_out)} more left out by hand: {names}. {_FOR_THE_REST}")
+            cautions.append(f"left out by hand: {len(self.left_out)} ({names}). {_FOR_THE_REST}")
         return cautions
 
     def _caution_of_groups(self, groups: int) -> str:
@@ -162,14 +162,14 @@ class GoodScores:
         if groups > 1 and self.left_out:  # of which groups isn't kept
             count += " at most"
         return (
-            f"the images come from {count}: if those of a group are alike, the bounds promise too "
-            f"much. {count} can't guarantee a false-reject rate below "
+            f"the images come from {count}: if images of one group are alike, the upper bounds are "
+            f"too low. {count} can't guarantee a false-reject rate below "
             f"{percent(supported_rate(groups))}"
         )
 
 
 def _place(wanted: str, names: Sequence[str]) -> int:
-    """Which of the images is meant: by its name, the end of it, or a path that ends with it."""
+    """The index of an image, by its name, the end of it, or a path that ends with it."""
     path = "/" + wanted.replace("\\", "/")
     places = [i for i, name in enumerate(names) if name == wanted] or [
         i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")

@@ -36,7 +36,7 @@ _FOLDS = 100
 
 @dataclass(frozen=True)
 class Threshold:
-    """A threshold and what it will do to good parts.
+    """A threshold and its false-reject rate.
 
     Attributes:
         value: a score above it is flagged.
@@ -55,14 +55,14 @@ class Threshold:
 
     @property
     def supported(self) -> bool:
-        """Whether there are images enough for the target to be kept. True without a target."""
+        """Whether the images suffice for the target; True without a target."""
         rate = self.false_rejects
         promised = rate.at_most if self.kept == "bound" else rate.expected
         # The slack is for a target that is just what the images support, but for rounding.
         return self.target is None or promised <= self.target * (1 + _SLACK)
 
     def raised(self, value: float, scores: ArrayLike) -> Threshold:
-        """A threshold like this one at a higher value; its bounds stay, and are kept all the more.
+        """A copy at a higher value with the same bounds, which still hold.
 
         Args:
             value: one that isn't higher changes nothing.
@@ -78,9 +78,9 @@ class Threshold:
 
     @property
     def statement(self) -> str:
-        """What to expect, as a sentence for people."""
+        """The expected false-reject rate, as a sentence for people."""
         rate = self.false_rejects
-        chosen = ", wherever the threshold was put" if self.target is None else ""
+        chosen = ", wherever the threshold is set" if self.target is None else ""
         statement = (
             f"flags about {percent(rate.expected)} of good parts, at most "
             f"{percent(rate.at_most)} ({percent(self.confidence)} confidence, "
@@ -92,7 +92,7 @@ class Threshold:
             needed = images_needed(self.target, self.confidence)
             return f"{statement}; a target of {percent(self.target)} needs {needed} good images"
         needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
-        return f"{statement}; {percent(self.target)} in the mean needs {needed} good images"
+        return f"{statement}; {percent(self.target)} on average needs {needed} good images"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def threshold_for_false_reject_rate(
 def threshold_for_expected_rate(
     scores: ArrayLike, target: float, confidence: float = 0.95
 ) -> Threshold:
-    """The lowest threshold above which no more than `target` of good parts are to be expected.
+    """The lowest threshold that flags at most `target` of good parts on average.
 
     In the mean over sets of so many images, not with a promise for this one; the bounds say how
     far it may be off. Otherwise as `threshold_for_false_reject_rate`.
@@ -195,7 +195,7 @@ def _above(
 
 
 def threshold_at(value: float, scores: ArrayLike) -> Threshold:
-    """What a threshold does to good parts, wherever it came from, also from these very scores.
+    """A threshold with its false-reject rate; valid even if chosen by these scores.
 
     Args:
         value: a score above it is flagged.
@@ -216,7 +216,7 @@ def threshold_at(value: float, scores: ArrayLike) -> Threshold:
 def calibrate(
     scores: ArrayLike, *, review_rate: float, reject_rate: float, confidence: float = 0.95
 ) -> Calibration:
-    """Both thresholds from the scores of good images.
+    """The review and the reject threshold from scores of good images.
 
     Args:
         scores: (n,) finite.
@@ -232,7 +232,8 @@ def calibrate(
     """
     if reject_rate > review_rate:
         raise ValueError(
-            f"more good parts can't be rejected ({reject_rate}) than reviewed ({review_rate})"
+            f"the reject rate ({reject_rate}) is above the review rate ({review_rate}); make it "
+            "lower or equal"
         )
     return Calibration(
         review=threshold_for_expected_rate(scores, review_rate, confidence),
@@ -242,7 +243,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Costs:
-    """What verdicts cost, in any one currency.
+    """Costs of verdicts, in any currency.
 
     Attributes:
         false_reject: of rejecting a good part, at least 0.
@@ -265,7 +266,7 @@ class Costs:
 
     @property
     def weights(self) -> tuple[float, float, float, float]:
-        """What each share that `of_a_part` takes adds to its cost: W in cost = p · escape + W · s.
+        """The weights W of the shares s in cost = p · escape + W · s.
 
         The first and third hang on the review threshold alone, the others on the reject threshold.
         """
@@ -294,7 +295,8 @@ class Costs:
         """
         shares = good_flagged, good_rejected, caught, rejected
         total = sum(w * np.asarray(s) for w, s in zip(self.weights, shares, strict=True))
-        return np.asarray(self.defect_share * self.escape + total)
+        # The terms cancel where nothing costs anything: rounding must not make that a gain.
+        return np.asarray(np.maximum(self.defect_share * self.escape + total, 0.0))
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ def _report_error(error: Exception, command: str) -> int:
             return WriteError.exit_code if error.errno in DISK else 2
         case RuntimeError() if type(error).__name__ == "OutOfMemoryError":  # of torch
             log.error(
-                "the GPU hasn't enough memory left: end what else runs there, train with a smaller "
-                "batch_size (--set batch_size=1, say), or give --device cpu"
+                "the GPU has too little free memory: end other programs on it, set a smaller "
+                "batch size (--set batch_size=1), or give --device cpu"
             )
         case _:
             raise error

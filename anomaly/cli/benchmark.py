@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 
 _HEAD = "{engine} in {precision}, {threads} threads; {parts} parts, {images}"
 _FOOT = """\
-the stages together are {sum_of_stages:.2f} of the whole part
-{parts_per_second:.1f} parts a second with several on their way
-{cold_start_seconds:.1f} s from a fresh process to the first verdict, {gigabytes:.2f} GB at most"""
+the stages add up to {sum_of_stages:.2f} times the measured time of a part
+{parts_per_second:.1f} parts a second when several are computed at once
+{cold_start_seconds:.1f} s from process start to the first verdict, peak {gigabytes:.2f} GB"""
 _STAGES = ("read", "network input", "network", "search", "map", "draw", "row")  # in their order
 _PERCENTILES = (50, 95, 99)
 _WARM, _LEAST, _MOST = 3, 20, 200  # parts that aren't counted, and that are
@@ -61,9 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the run, or its model/ folder")
-    add("--budget", type=duration, metavar="TIME", help="from one part to the next, 200ms say")
-    add_paths(parser, "--images", "pictures of parts (golden parts, else those of training)")
-    exports = "measure an export for it, too; may be repeated"
+    add(
+        "--budget", type=duration, metavar="TIME", help="time from one part to the next, e.g. 200ms"
+    )
+    add_paths(
+        parser, "--images", "images of parts (default: golden parts, otherwise training images)"
+    )
+    exports = "also measure an export for this engine; may be repeated"
     add("--engine", action="append", choices=tuple(ENGINES), default=[], help=exports)
     add("--json", action="store_true", help="print all figures as JSON")
     add_device(parser)
@@ -235,7 +239,7 @@ def _advice(model: Model, name: Path, figures: Mapping[str, Any], budget: float)
         "draw": ["draw flagged parts only: anomaly infer --heatmap reject"],
     }
     if whole <= budget:
-        yield f"half of the parts take {whole:g} ms at most: look at what else this machine does"
+        yield f"half of the parts take at most {whole:g} ms: check what else runs on this machine"
     if figures["threads"] < cores():
         yield f"use all {cores()} processors: leave --threads off"
     for stage in sorted(changes, key=lambda stage: -took[stage]):

@@ -67,35 +67,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
-    good = "good images that the model hasn't learned from (default: the scores it came with)"
+    good = (
+        "good images that the model hasn't learned from (default: the scores stored in the model)"
+    )
     add_paths(parser, "--good", good)
     calibrate_production.add_arguments(parser)
-    defects = "images of defects: says how many are found, and costs can be weighed"
+    defects = "images of defects: shows how many are caught; needed for costs"
     add_paths(parser, "--defects", defects)
     add(
         "--without",
         action="extend",
         nargs="+",
         metavar="IMAGE",
-        help="good images to leave out: names as train prints them; all others count (again)",
+        help="good images to leave out, by the names that train prints; all others count, those "
+        "left out before included",
     )
     add(
         "--data-root",
         type=Path,
-        help="the data sets' folder, where it has moved since training: no good image of the "
-        "test split may touch a threshold",
+        help="the data sets' folder, if it has moved since training: good test images must not "
+        "set thresholds",
     )
-    rates = parser.add_argument_group("by rates (default: those that the model has)")
+    rates = parser.add_argument_group("by rates (default: the model's rates)")
     add = rates.add_argument
     add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
     add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
     costs = parser.add_argument_group("by cost (needs --defects)")
     add = costs.add_argument
-    add("--cost-false-reject", type=number, metavar="C", help="of rejecting a good part")
-    add("--cost-escape", type=number, metavar="C", help="of calling a defective part good")
-    add("--cost-review", type=number, metavar="C", help="of a person's look at a part")
-    add("--currency", metavar="NAME", help="of the costs, EUR say; only shown")
-    add("--defect-share", type=number, metavar="P", help="of the parts on the line (0.01)")
+    add("--cost-false-reject", type=number, metavar="C", help="cost of rejecting a good part")
+    add("--cost-escape", type=number, metavar="C", help="cost of calling a defective part good")
+    add("--cost-review", type=number, metavar="C", help="cost of a person looking at a part")
+    add("--currency", metavar="NAME", help="currency of the costs, e.g. EUR; only shown")
+    add(
+        "--defect-share",
+        type=number,
+        metavar="P",
+        help="share of defective parts on the line (default: 0.01)",
+    )
     hand = parser.add_argument_group("by hand")
     add = hand.add_argument
     add("--threshold", type=number, metavar="X", help="reject above this image score")
@@ -103,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--yes",
         action="store_true",
-        help="take a reject threshold that is higher by more than chance explains",
+        help="accept a reject threshold that rises by more than chance explains",
     )
     add_device(parser)
 
@@ -127,8 +135,8 @@ def _run(options: argparse.Namespace) -> int:
     model = load_model(options.model, device)
     if model.scored_zones and (options.cost_escape is not None or options.production):
         raise AnomalyError(
-            "zones with a reject_rate keep it, so that neither costs nor unsorted images choose "
-            "thresholds; give --false-reject-rate, or --good with good images"
+            "zones with a reject_rate keep their own thresholds, so costs and unsorted images "
+            "can't choose them; give --false-reject-rate, or --good with good images"
         )
     scored = _score_images(options, model, threads)
     good, defects = _good_scores(options, model, scored), scored.get("defects")
@@ -147,8 +155,8 @@ def _run(options: argparse.Namespace) -> int:
     exit_code = 3 if any(images.refused for images in scored.values()) else 0
     if any(out.name in learned for out in good.left_out):
         log.info(
-            "the model itself has still learned from what was left out; if that isn't good, remove "
-            "it from the training images and train again"
+            "the model has still learned from the images left out; if they aren't good, remove "
+            "them from the training images and train again"
         )
     if before is not None:
         moved = ThresholdChange(before, new)
@@ -161,7 +169,7 @@ def _run(options: argparse.Namespace) -> int:
         if not _agreed(moved, options):
             return 1
     if new == before:
-        print("these are the thresholds that the model has; nothing was changed")
+        print("the model already has these thresholds; nothing was changed")
         return exit_code
     criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
     if options.data_root is not None:
@@ -172,7 +180,10 @@ def _run(options: argparse.Namespace) -> int:
     pictures = good_images.pictures() if good_images else None
     model_id = replace_thresholds(options.model, new, record, pictures)
     history = find_model(options.model) / HISTORY
-    print(f"model {model.model_id} is now {model_id}; the change is in {history}")
+    print(
+        f"new thresholds saved: model {model.model_id} is now {model_id}; all changes are listed "
+        f"in {history}"
+    )
     return exit_code
 
 
@@ -183,8 +194,8 @@ def _agreed(moved: ThresholdChange, options: argparse.Namespace) -> bool:
     if options.yes or not moved.is_doubtful:
         return True
     if sys.stdin.isatty() and sys.stdout.isatty():
-        return input("Take the new thresholds all the same? [y/N] ").strip().lower() in ("y", "yes")
-    log.error("nothing was changed; leave out what isn't good (--without), or add --yes")
+        return input("Use the new thresholds anyway? [y/N] ").strip().lower() in ("y", "yes")
+    log.error("nothing was changed; leave out images that aren't good (--without), or add --yes")
     return False
 
 
@@ -226,8 +237,8 @@ def _score_images(
     defects = set(scored["defects"].named_hashes().values()) if "defects" in scored else set()
     if (both := len(defects & tested)) and options.cost_escape is not None:
         log.info(
-            "%d of %d defects are test images and choose thresholds here: `evaluate` will say so, "
-            "with what is to be expected of new defects, told by leaving out one after the other",
+            "%d of %d defects are test images and choose the thresholds; `evaluate` will point "
+            "this out and estimate the rates for new defects by leaving out one defect at a time",
             both,
             len(defects),
         )
@@ -258,10 +269,10 @@ def _report_raised(thresholds: Thresholds, model: Path, *, learned: bool) -> Non
     out = [image.name for image in thresholds.good.left_out]  # or they would count again
     names = shlex.join([*out, *(name for name, _, _ in thresholds.raised_by())])
     log.info(
-        "leaving out what raises the threshold lowers that alone; the model keeps what it has "
-        "learned from it, and defects like it may pass:"
+        "leaving out these images lowers only the threshold; the model has still learned from "
+        "them, and defects like them may pass:"
         if learned
-        else "look at what raises it; where it isn't good:"
+        else "look at the images that raise it; if they aren't good:"
     )
     log.info("  anomaly calibrate --model %s --without %s", shlex.quote(str(model)), names)
 
@@ -272,8 +283,8 @@ def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScore
     highest = max(good.image)
     if new.label == "by hand" and new.image > _FAR * highest > 0:
         log.warning(
-            "the threshold %.4g is %.1f times the highest score of the good images, %.4g: defects "
-            "may score less, and would pass",
+            "the threshold %.4g is %.1f times the highest score of the good images, %.4g: "
+            "defects that score below the threshold will pass",
             new.image,
             new.image / highest,
             highest,
@@ -287,11 +298,13 @@ def _check(options: argparse.Namespace) -> None:
     by_cost = any(cost is not None for cost in costs)
     by_hand = options.threshold is not None or options.review_threshold is not None
     if by_hand and (by_rate or by_cost):
-        raise AnomalyError("thresholds are set by hand or found by rates or costs, not both")
+        raise AnomalyError(
+            "thresholds are either set by hand or found by rates or costs; give one of these"
+        )
     if by_cost and by_rate:
-        raise AnomalyError("thresholds are found by rates or by costs, not both")
+        raise AnomalyError("thresholds are found either by rates or by costs; give one of these")
     if by_hand and options.threshold is None:
-        raise AnomalyError("--review-threshold needs --threshold, where rejection begins")
+        raise AnomalyError("--review-threshold needs --threshold; give both")
     if by_cost and (None in costs or not options.defects):
         raise AnomalyError(
             "costs need all of --cost-false-reject, --cost-escape, --cost-review and --defects"
@@ -299,9 +312,7 @@ def _check(options: argparse.Namespace) -> None:
     calibrate_production.check(options, by_hand=by_hand, by_cost=by_cost)
     for name in ("defect_share", "currency"):
         if getattr(options, name) is not None and not by_cost:
-            raise AnomalyError(
-                f"--{name.replace('_', '-')} is about costs; give --cost-escape, too"
-            )
+            raise AnomalyError(f"--{name.replace('_', '-')} needs --cost-escape; give both")
     for name in (*_RATES, *_AMOUNTS):
         value = getattr(options, name)
         if value is None or (0 < value < 1 if name in _RATES else 0 <= value < math.inf):
@@ -317,8 +328,8 @@ def _good_scores(
         return images.good_scores().without(options.without or ())
     if model.thresholds is None:
         raise DataError(
-            f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
-            "give --good with a folder of some"
+            f"{options.model} was trained with --no-calibrate, so it has no scores of good images; "
+            "give a folder of good images with --good"
         )
     return known_scores(model, options.without or ())
 
@@ -342,9 +353,9 @@ def _choose(
     currency = f" {options.currency}" if options.currency else ""
     print(
         f"expected cost {choice.cost:.3g}{currency} a part ({choice.low:.3g} to {choice.high:.3g} "
-        f"with 95 % confidence), where {percent(share)} of the parts are defective; estimated on "
-        f"{good.source}, and on {len(defects.scores)} defects, each left out of the choice that "
-        "judges it"
+        f"with 95 % confidence), if {percent(share)} of the parts are defective; estimated on "
+        f"{good.source} and {len(defects.scores)} defects, each judged by thresholds chosen "
+        "without it"
     )
     return thresholds, choice
 
@@ -358,12 +369,12 @@ def _print_recall(
     """
     recalls = {}
     chosen = thresholds.label != "calibrated"
-    for what, value, told in (
+    for what, value, estimate in (
         ("rejected", thresholds.image, choice and choice.rejected),
         ("caught", thresholds.review, choice and choice.caught),
     ):
-        rate = told or recall_at(value, defects.scores_by(thresholds), chosen=chosen)
-        expected = "" if choice is None else f"; {100 * rate.expected:.1f} % to be expected of new"
+        rate = estimate or recall_at(value, defects.scores_by(thresholds), chosen=chosen)
+        expected = f"; {100 * rate.expected:.1f} % expected of new ones" if choice else ""
         print(
             f"of {rate.images} defects {rate.count} {_MEANING[what]}: "
             f"{100 * rate.count / rate.images:.1f} %{expected}, "

@@ -30,13 +30,13 @@ _MOST_DEFECTIVE = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    production = "production images, of which nobody has said which are good"
+    production = "production images that nobody has sorted"
     add_paths(parser, "--production", production)
     parser.add_argument(
         "--at-most-defective",
         type=_share,
         metavar="SHARE",
-        help="of --production: how many of these images may be defective, 5%% say",
+        help="with --production: the largest share of these images that may be defective, e.g. 5%%",
     )
 
 
@@ -47,17 +47,19 @@ def _share(text: str) -> float:
 
 
 def check(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
-    """Refuse what doesn't go with images of which nobody has said which are good."""
+    """Refuse options that don't go with unsorted production images."""
     share = options.at_most_defective
     if bool(options.production) != (share is not None):
         raise AnomalyError(
-            "--production and --at-most-defective go together: say how many of the production "
-            "images may be defective (5% say; 0% where all are good)"
+            "--production and --at-most-defective need each other: give both, with the share of "
+            "production images that may be defective (e.g. 5%, or 0% if all are good)"
         )
     if share is None:
         return
     if options.good:
-        raise AnomalyError("thresholds come from --good or from --production images, not both")
+        raise AnomalyError(
+            "thresholds come either from --good or from --production images; give one of these"
+        )
     if not 0 <= share <= _MOST_DEFECTIVE:
         raise AnomalyError(
             f"--at-most-defective is {percent(share)}; it must be from 0 % to "
@@ -65,16 +67,16 @@ def check(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
         )
     if share and (by_hand or by_cost):
         raise AnomalyError(
-            "thresholds by hand and by cost need images that are known to be good: give --good"
+            "thresholds by hand or by cost need images that are known to be good; give --good"
         )
 
 
 def choose(options: argparse.Namespace, model: Model, production: GoodScores) -> ProductionChoice:
-    """The thresholds that production images show, some of which may be defective."""
+    """Thresholds from production images if some of them may be defective."""
     if model.thresholds is None:
         raise DataError(
-            f"{options.model} was trained with --no-calibrate and knows no scores of good images; "
-            "say that all production images are good (--at-most-defective 0%), or give --good"
+            f"{options.model} was trained with --no-calibrate, so it has no scores of good images; "
+            "give --at-most-defective 0% if all production images are good, or give --good"
         )
     rates = model.rates(options.review_rate, options.false_reject_rate)
     known = known_scores(model)
@@ -124,10 +126,10 @@ def _effects(
                 sum(score > limits.review for score in values)
                 for limits in (moved.before, moved.after)
             )
-            yield f"of {len(values)} {images} {before} were {done} so far, {after} are now"
+            yield f"of {len(values)} {images} {before} were {done} before, {after} are now"
     if not defects and moved.after.review > moved.before.review:
         yield (
-            "no known defects were given, so nothing says whether they still are flagged: give "
+            "no known defects were given, so it isn't known whether they are still flagged; give "
             "--defects FOLDER"
         )
     if golden := golden_of(find_model(folder).resolve()):
@@ -139,4 +141,4 @@ def _effects(
             and moved.after.review >= score > moved.before.review
         ]
         listed = f": {some(passing)}" if passing else ""
-        yield f"of {len(parts)} golden parts {len(passing)} were flagged and would pass{listed}"
+        yield f"{len(parts)} golden parts: {len(passing)} were flagged before and pass now{listed}"

@@ -36,7 +36,7 @@ _HEADINGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config(parser)
-    parser.add_argument("--json", action="store_true", help="everything found, as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON")
     parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 
 
@@ -99,7 +99,7 @@ def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
         faults = [fault for fault in report.faults if fault.severity == severity]
         if faults:
             lines += ["", f"{heading}: {len(faults)}", *_fault_lines(faults, shown)]
-    return lines if report.faults else [*lines, "", "nothing wrong found"]
+    return lines if report.faults else [*lines, "", "no faults"]
 
 
 def _split_lines(name: str, split: SplitSummary) -> list[str]:

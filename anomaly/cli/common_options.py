@@ -45,7 +45,7 @@ def annex(name: str) -> Any:
             raise
         room = name.partition(".")[0]
         raise AnomalyError(
-            f"this installation has no anomaly.{room}, which this needs; install all of anomaly"
+            f"this command needs anomaly.{room}, which isn't installed; install all of anomaly"
         ) from None
 
 
@@ -118,7 +118,7 @@ def duration(text: str) -> float:
     """Seconds of an option such as `10m`, for `argparse`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
     if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 10m or 1h, say")
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a time; write it like 90s, 10m or 1h")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -149,13 +149,13 @@ def add_cluster(parser: argparse._ActionsContainer, text: str) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="of --ray: at most so many (default: as many as the cluster has room for)",
+        help="with --ray: largest number of workers (default: as many as fit the cluster)",
     )
 
 
 @contextmanager
 def joined_cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
-    """The Ray cluster that is asked for, while the block lasts; None without --ray.
+    """Connect to the Ray cluster of --ray for the block; yields None without --ray.
 
     Raises:
         AnomalyError: an impossible number of workers or threads, or no cluster answers.
@@ -178,7 +178,7 @@ def check_cluster(options: argparse.Namespace) -> None:
         AnomalyError: it doesn't.
     """
     if options.workers is not None and options.ray is None:
-        raise AnomalyError("--workers is about a Ray cluster: give --ray")
+        raise AnomalyError("--workers needs a Ray cluster; give --ray")
     if options.workers is not None and options.workers < 1:
         raise AnomalyError(f"--workers is {options.workers}; it must be 1 or more")
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the shell's script."""
+    """Print a shell script that completes commands and options."""
     cases = [f'      {name}) words="{" ".join(options_of(name))}" ;;' for name in COMMANDS]
     print(_SCRIPT.format(commands=" ".join(COMMANDS), options="\n".join(cases)), end="")
     return 0

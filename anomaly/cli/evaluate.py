@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         action="extend",
         nargs="+",
-        help="configs; what isn't trained yet is trained into --runs first",
+        help="configs; models that aren't trained yet are trained into --runs first",
     )
     what.add_argument(
         "--compare",
@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "where the reports go", "earlier reports")
     add_settings(parser, "with --config: override a setting of all of them; may be repeated")
     parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="with --config: where runs are (runs)"
+        "--runs",
+        type=Path,
+        default=Path("runs"),
+        help="with --config: folder of the runs (default: runs)",
     )
     parser.add_argument(
         "--data-root",
@@ -86,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--masks",
         type=Path,
         metavar="FOLDER",
-        help="with --defects: their masks, named like them (scratch/1.png for scratch/1.jpg), of "
-        "several folders each in one of its name",
+        help="with --defects: folder of masks, named like the images (scratch/1.png for "
+        "scratch/1.jpg); with several folders of defects, one subfolder of masks for each",
     )
     add_cluster(parser, "train and evaluate models side by side on the workers of this Ray cluster")
     add_device(parser)
@@ -100,9 +103,12 @@ def run(options: argparse.Namespace) -> int:
     if (options.good or options.defects or options.masks) and not options.model:
         raise ConfigError("--good, --defects and --masks need --model: a trained model to test")
     if options.masks and not options.defects:
-        raise ConfigError("--masks needs --defects, the images that the masks are of")
+        raise ConfigError("--masks needs --defects; give the images that the masks belong to")
     if (options.good or options.defects) and options.data_root:
-        raise ConfigError("--data-root names a data set to test with, --good and --defects images")
+        raise ConfigError(
+            "--data-root can't be given with --good or --defects; test either with a data set or "
+            "with folders of images"
+        )
     if options.good or options.defects:  # before torch is imported, which takes seconds
         _check_one_product(options.model)
         open_test_images(options.good, options.defects, options.masks)
@@ -112,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         first, second = options.compare
         comparison = write_comparison(first, second, options.output, overwrite=options.overwrite)
         print(summary(comparison))
-        print(f"all of it: {options.output / 'comparison.html'}")
+        print(f"Look at {options.output / 'comparison.html'}")
         return 0
 
 
@@ -126,9 +132,9 @@ def _check_one_product(folders: Sequence[Path]) -> None:
         with suppress(ModelError):  # said when it is evaluated
             if len(products := find_products(folder)) > 1:
                 raise ConfigError(
-                    f"{folder} holds several products ({', '.join(products)}), and --good and "
-                    "--defects name the images of one; evaluate them one by one, with --model "
-                    f"{folder / next(iter(products))} say"
+                    f"{folder} holds several products ({', '.join(products)}), but --good and "
+                    "--defects hold images of one; evaluate one product at a time, e.g. with "
+                    f"--model {folder / next(iter(products))}"
                 )
 
 
@@ -184,13 +190,13 @@ def _print_confusions(folder: Path, members: Sequence[Category]) -> None:
     try:
         known = training_statistics(folder)
     except AnomalyError as error:
-        log.warning("which product an image shows can't be told: %s", error)
+        log.warning("products can't be recognised from images: %s", error)
         return
     for category in members:
         product = Path(category.model).name
         counts = Counter(nearest(known, look) for look in category.looks.values())
         others = [f"{count} for {name}" for name, count in counts.items() if name != product]
-        right = f"{counts[product]} of {counts.total()} test images are taken for it"
+        right = f"{counts[product]} of {counts.total()} test images are recognised as it"
         print(f"{product}: {', '.join([right, *others])}")
 
 

@@ -38,17 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier ones there")
     good = (
-        "of --model: further folders with its training images, where they have moved since, or "
-        "were learned by update"
+        "with --model: further folders with its training images (if they have moved, or were "
+        "learned by update)"
     )
     add_paths(parser, "--good", good, "FOLDER")
     parser.add_argument(
         "--weights",
         default="imagenet",
-        help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
+        help="with --backbone: imagenet (default), random, or a .safetensors or .pth file",
     )
     parser.add_argument(
-        "--input-size", type=int, default=224, metavar="N", help="of --backbone (default: 224)"
+        "--input-size",
+        type=int,
+        default=224,
+        metavar="N",
+        help="with --backbone: side of the image in pixels (default: 224)",
     )
     parser.add_argument(
         "--class",
@@ -57,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         nargs="+",
         metavar="INDEX",
-        help="of --backbone: the classes to look for (default: the likeliest, at most three)",
+        help="with --backbone: the classes to explain (default: the likeliest, at most three)",
     )
     add_device(parser)
 
@@ -69,9 +73,9 @@ def run(options: argparse.Namespace) -> int:
         raise AnomalyError("give --model, --backbone, or both")
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
         unused = "--class" if options.classes else "--weights"
-        raise AnomalyError(f"{unused} is about a classifier: give --backbone, too, or leave it out")
+        raise AnomalyError(f"{unused} needs a classifier; give --backbone too, or leave it out")
     if options.model is None and options.good:
-        raise AnomalyError("--good is about a model's training images: give --model, too")
+        raise AnomalyError("--good names a model's training images; give --model too")
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     if options.model is not None:

@@ -18,7 +18,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "check --config folder.yaml --set data.root=photographs",
         ),
         "region": (
-            "draw where to look in an image, for a config",
+            "draw in an image where the model is to look, for a config",
             "region photographs/001.png",
             "region photographs/001.png --output region.yaml --no-open",
         ),
@@ -50,7 +50,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "tune --config part.yaml --defects defects --budget 30m --output part_tuned.yaml",
         ),
         "missed": (
-            "say what would have caught a defect that got through, and keep it as a known one",
+            "show what would have caught a missed defect, and keep it as a known defect",
             "missed --model runs/part complaint.png",
             "missed --model runs/part complaint.png --mask complaint_mask.png --keep",
         ),
@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "update --model runs/part --feedback line.sqlite --output runs/part_2",
         ),
         "merge": (
-            "join models of one setting: of two lines, or of two lots",
+            "join models trained with the same settings, e.g. of two lines or two lots",
             "merge runs/line_1 runs/line_2 --output runs/both",
             "merge runs/lot_* --output runs/part --overwrite",
         ),
@@ -114,7 +114,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "selfcheck --model line/part --golden golden",
         ),
         "deploy": (
-            "put a new version of a model in the place of the old one, or the old one back",
+            "replace a model on the line by a new version, or bring the old version back",
             "deploy --model runs/part_2 --to line/part",
             "deploy --back --to line/part",
         ),
@@ -124,7 +124,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "feedback --record line.sqlite --verdict good --pictures confirmed",
         ),
         "drift": (
-            "say whether parts still look like the good images behind the thresholds",
+            "check whether parts still look like the good images behind the thresholds",
             "drift --model line/part --record line.sqlite",
             "drift --model runs/part --rows results/monday/results.csv --output drift.html",
         ),
@@ -141,7 +141,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "layers --model runs/part --depth 2",
         ),
         "features": (
-            "save what layers make of images, for classifiers of your own",
+            "save a network's features of images, for classifiers of your own",
             "features --backbone resnet50 --layers layer3 --input photographs --output features",
             "features --model runs/part --input photographs --output features --pool mean",
         ),

@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--product",
         metavar="NAME",
-        help="of a folder of runs: what all images show (default: recognised by its looks)",
+        help="with a folder of runs: the product that all images show (default: recognised in "
+        "each image)",
     )
     add_paths(parser, "--input", "image files and folders of them")
     parser.add_argument(
@@ -78,14 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number,
         default=0.5,
         metavar="SECONDS",
-        help="of --watch: a file that nobody has written to for so long is fully written (0.5)",
+        help="with --watch: a file counts as complete after so many seconds without a change "
+        "(default: 0.5)",
     )
     parser.add_argument("--output", required=True, help="where results go")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
-    start.add_argument(
-        "--resume", action="store_true", help="go on where an earlier run there was broken off"
-    )
+    start.add_argument("--resume", action="store_true", help="continue an interrupted run there")
     shards = parser.add_argument_group("one of many processes or machines (docs/scale.md)")
     shards.add_argument(
         "--manifest",
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     if options.manifest is not None:
         return int(annex("cluster.infer").run(options, _output_options(options)))
     if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
-        raise DataError(f"{given[0]} is about chunks of a manifest: give --manifest")
+        raise DataError(f"{given[0]} needs a manifest; give --manifest")
     options.output = Path(options.output)
     options.heatmaps = options.heatmaps or "all"
     outputs = Outputs(options.output, _output_options(options))
@@ -244,7 +244,7 @@ def _print_weaknesses(
 def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:
     """Say how many of the images are the model's own training images."""
     if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
-        print(f"the model has learned from {known} of them: other images score higher")
+        print(f"{known} of these images were used to train the model: new images will score higher")
 
 
 def _finish(

@@ -152,8 +152,8 @@ def _warner_of_changes(model: AnyModel) -> Callable[[], None]:
                 current[folder] = model_id(folder)
             if current[folder] != known:
                 log.warning(
-                    "the model in %s was changed: it is %s now. What arrives is still scored as "
-                    "%s was; to take the new one, end this and start again with another --output",
+                    "the model in %s has changed to %s. Images are still scored with model %s; "
+                    "to use the new one, stop this and start again with another --output",
                     folder,
                     current[folder],
                     known,
@@ -202,13 +202,15 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.settle < math.inf:
         raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")
     if options.list is not None or not options.input:
-        raise DataError("--watch follows folders: give them with --input, and no --list")
+        raise DataError("--watch follows folders; give them with --input, and leave out --list")
     for folder in options.input:
         if not is_folder(folder):
-            raise DataError(f"--watch follows folders, and --input {folder} is no folder")
+            raise DataError(f"--watch follows folders; --input {folder} isn't a folder")
     options.input = _outermost(options.input)
     if options.parquet:
-        raise OutputError("--parquet is written at the end of a run, which --watch doesn't have")
+        raise OutputError(
+            "--parquet is written at the end of a run, but --watch has no end; leave --parquet out"
+        )
     if (options.output / JOURNAL).exists() and not options.overwrite:
         raise OutputError(
             f"{options.output} holds a run without --watch that was broken off; give another "

@@ -52,13 +52,16 @@ log = logging.getLogger(__name__)
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
     """The options that every command takes."""
-    how = parser.add_argument_group("what is said").add_mutually_exclusive_group()
+    how = parser.add_argument_group("messages").add_mutually_exclusive_group()
     how.add_argument("-q", "--quiet", action="store_true", help="only results and errors")
     how.add_argument(
-        "-v", "--verbose", action="store_true", help="also what was decided and why, and times"
+        "-v", "--verbose", action="store_true", help="also decisions with their reasons, and times"
     )
     parser.add_argument(
-        "--log-file", type=Path, metavar="FILE", help="add all of it, with UTC times, to a file"
+        "--log-file",
+        type=Path,
+        metavar="FILE",
+        help="append all messages, with UTC times, to a file",
     )
 
 
@@ -126,7 +129,7 @@ def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[N
 
 @contextmanager
 def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
-    """Add all that is printed and logged to a file, with times, inside the `with` statement.
+    """Append all printed and logged lines, with times, to a file while the block lasts.
 
     Raises:
         OutputError: the file can't be written.
@@ -149,7 +152,7 @@ def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
         with redirect_stdout(_Copied(sys.stdout, handler)):
             yield
         if not handler.ended:
-            log.log(NOTE, "all that was said and decided is in %s", file)
+            log.log(NOTE, "all messages are in %s", file)
     except Exception:  # a defect of the program: its traceback isn't only for the terminal
         handler.handle(_record(logging.ERROR, "unforeseen", sys.exc_info()))
         raise

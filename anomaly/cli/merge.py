@@ -35,7 +35,10 @@ def run(options: argparse.Namespace) -> int:
         merged = merge(models, [str(folder) for folder in options.models])
         model_id = keep_run(merged, output, options.models, overwrite=options.overwrite)
     if merged.thresholds is None:
-        print("no thresholds, as one of the models has none; `anomaly calibrate --good` finds some")
+        print(
+            "no thresholds, because one of the models has none; find some with `anomaly "
+            "calibrate --good`"
+        )
     else:
         print("\n".join(merged.thresholds.lines()))
     counts = " + ".join(str(len(model.manifest["training_images"])) for model in models)

@@ -33,10 +33,21 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("images", type=Path, nargs="+", metavar="IMAGE", help="defects that were called good")
-    add("--model", type=Path, required=True, help="the run that called them so, or its model/")
-    add("--mask", type=Path, metavar="FILE", help="where the defect of the one image is")
-    good = "further folders with training images, where they have moved since"
+    add(
+        "images",
+        type=Path,
+        nargs="+",
+        metavar="IMAGE",
+        help="images of defects that were called good",
+    )
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        help="the run that called them good, or its model/ folder",
+    )
+    add("--mask", type=Path, metavar="FILE", help="mask of the defect, for a single image")
+    good = "further folders with training images, if they have moved"
     add_paths(parser, "--good", good, "FOLDER")
     add("--output", type=Path, metavar="FOLDER", help="a page of the evidence for each image")
     add("--overwrite", action="store_true", help="replace earlier pages there")
@@ -51,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default="2m",
         metavar="TIME",
-        help="how long to try other settings: 90s, 10m (2m)",
+        help="time to try other settings: 90s, 10m (default: 2m)",
     )
     add_device(parser)
 
@@ -69,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     paths = without_masks(find_inputs(options.images, option="IMAGE").paths)
     if options.mask is not None and len(paths) > 1:
-        raise AnomalyError(f"--mask belongs to one image, and {len(paths)} are given; give one")
+        raise AnomalyError(f"--mask takes one image, not {len(paths)}; give one")
     folder = find_model(options.model, exported=False)
     from anomaly.explain.missed import explain_missed
     from anomaly.training.update import unique_names
@@ -145,6 +156,6 @@ def _what_next(
     defects = folder.parent / "golden" / MISSED if options.keep else Path("FOLDER")
     tune = Run(model, folder, training_record(folder), ("--defects", defects)).tune()
     print(
-        "Few images can't choose settings: what helps them may cost others. Six known defects or "
-        f"more can: {tune}"
+        "So few images can't choose settings: what catches them may miss other defects. With six "
+        f"known defects or more: {tune}"
     )

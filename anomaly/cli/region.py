@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("image", type=Path, help="one of the images that a model will see")
     parser.add_argument("--output", type=Path, default=Path("region.html"), help="the page")
-    parser.add_argument("--bit-depth", type=int, help="as image.bit_depth in the config")
+    parser.add_argument(
+        "--bit-depth", type=int, help="bit depth of the camera, as image.bit_depth in the config"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier page there")
     parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
 
@@ -28,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output.absolute()
     claim(output.parent, [output.name], overwrite=options.overwrite)
     write(output, region_page(options.image, settings.max_pixels, settings.bit_depth))
-    print(f"draw in {output}, and copy what it shows into your config")
+    print(f"draw in {output}, then copy the lines it shows into your config")
     if sys.stdout.isatty() and not options.no_open:
         webbrowser.open(output.as_uri())
     return 0

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record",
         action="store_true",
-        help=f"note today's scores in the folder's {GOLDEN}, for later checks to compare with",
+        help=f"save today's scores in the folder's {GOLDEN}, for later checks",
     )
     parser.add_argument(
         "--tolerance",
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
         print(f"{name}: {change}")
     names = {name for name in scores if not is_missed(name)}
     kept = len(names - moved.keys())
-    print(f"{kept} of {len(names)} images as recorded" + ("" if moved else ": ready"))
+    print(f"{kept} of {len(names)} images score as recorded" + ("" if moved else ": ready"))
     if missed := len(scores) - len(names):
         passing = not_caught(scores)
         which = f"; not caught yet: {some(passing, most=10)}" if passing else ""

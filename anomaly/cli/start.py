@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("folder", type=Path, help="your images, or a CSV list of them")
     parser.add_argument(
-        "--format", help="how the folder is laid out, where it isn't recognised: mvtec, folder, …"
+        "--format", help="layout of the folder, if it isn't recognised: mvtec, folder, …"
     )
-    parser.add_argument("--name", help="of the product (default: the folder's)")
-    parser.add_argument("--output", type=Path, help="where everything goes (runs/<name>)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what lies there")
+    parser.add_argument("--name", help="name of the product (default: the folder's name)")
+    parser.add_argument("--output", type=Path, help="output folder (default: runs/<name>)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier start there")
     parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
-    add_settings(parser, "a setting that is to differ from what would be chosen; may be repeated")
+    add_settings(parser, "a setting of your own, e.g. --set image.area=512; may be repeated")
     add_device(parser)
 
 
@@ -71,10 +71,10 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
     if config.exists() and not options.overwrite:  # somebody may have changed it
         train = ["train", "--config", str(config), "--output", str(output)]
         raise OutputError(
-            f"{config} is there from an earlier start: `anomaly {shlex.join(train)}` takes it as "
-            "it is, --overwrite writes it anew"
+            f"{config} exists from an earlier start; use it with `anomaly {shlex.join(train)}`, or "
+            "add --overwrite to write it anew"
         )
-    log.info(f"{options.folder} is taken for --format {taken.layout}: {taken.reason}")
+    log.info(f"{options.folder} is read as --format {taken.layout}: {taken.reason}")
     if taken.listing:
         listing = output.absolute() / "images.csv"
         write(listing, taken.listing)
@@ -91,7 +91,7 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
     if dataset.drawn:
         good = sum(not sample.is_defect for sample in dataset.test)
         total = good + len(dataset.train)
-        log.info(f"- {good} of {total} good images are set aside to test with, not learned from")
+        log.info(f"- {good} of {total} good images are kept for testing, not for training")
     usable, hints = report.splits["train"].usable, list(advice(report))
     hints = [
         hint
@@ -102,7 +102,7 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
         setting = f" ({hint.key}: {hint.value})" if hint.key else ""
         log.info(f"- {hint.reason}{setting}")
     write(config, config_text(name, taken, network, why, hints))
-    log.info(f"the settings are in {config}, with the reasons; change what you know better")
+    log.info(f"the settings and their reasons are in {config}; edit them if you know better")
     contrary = next((f.detail for f in report.faults if f.kind == "two_labels"), "")
     code = _train(options, config, contrary, single=usable == 1)
     if code not in (0, 3):
@@ -129,11 +129,13 @@ def _train(options: argparse.Namespace, config: Path, contrary: str, single: boo
         raise DataError(contrary)
     if checked == 2:
         log.info(
-            "the faults are listed above; files at fault are left out. Where that isn't "
-            "enough, what follows is refused"
+            "the faulty files listed above are left out; if too few images remain, training will "
+            "stop with an error"
         )
     if single:
-        log.info("one image doesn't show how good parts differ: no thresholds, so no verdicts")
+        log.info(
+            "one image can't show how good parts vary, so there are no thresholds and no verdicts"
+        )
     uncalibrated = ["--no-calibrate"] if single else []
     overwrite = ["--overwrite"] if options.overwrite else []
     output = ["--output", str(options.output)]
@@ -259,7 +261,8 @@ def _look(
     if dataset.drawn and parted:
         write(listing, with_copies_together(dataset, report.copies))
         log.info(
-            f"images that show the same are all learned from or all tested with, see {listing}"
+            "copies of one image are kept together, all for training or all for testing; see "
+            f"{listing}"
         )
         taken = replace(taken, layout="csv", root=listing)
         dataset = open_dataset("csv", listing, None)

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
     parser.add_argument(
-        "--no-calibrate", action="store_true", help="find no thresholds; results have no verdicts"
+        "--no-calibrate", action="store_true", help="skip thresholds; results will have no verdicts"
     )
     add_cluster(
         parser, "compute features and scores on the workers of this Ray cluster (docs/scale.md)"

@@ -92,7 +92,10 @@ def train_products(
     if min(codes) == 2:
         return 2
     if len(products) > 1:
-        print(f"all in {output}: anomaly infer --model {shlex.quote(str(output))} tells them apart")
+        print(
+            f"all models are in {output}; anomaly infer --model {shlex.quote(str(output))} "
+            "recognises the product in each image"
+        )
     return 3 if any(codes) else 0
 
 
@@ -151,7 +154,7 @@ def _train_unless_there(
         if not (run / "model").exists() or options.overwrite:
             return train_and_report(config, dataset, run, options, product)
         check_same(run, config, dataset, remedy)
-    log.info("%s was trained with these settings before, and is kept", config.name)
+    log.info("%s is already trained with these settings and is kept", config.name)
     return 0
 
 
@@ -209,15 +212,18 @@ def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
         f"{summary['patches']:,} patches{kept}"
     )
     if thresholds is None:
-        print("no thresholds, so results will have no verdicts; `anomaly calibrate` finds some")
+        print(
+            "no thresholds, so results will have no verdicts; find thresholds with `anomaly "
+            "calibrate`"
+        )
     else:
         print("\n".join(thresholds.lines()))
     _report_patch_size(summary)
     if summary["left_out"]:
         names = summary["stand_out"]
         log.info(
-            "nothing was learned from what stands out from all others: %s%s. If these are good, "
-            "train with --set model.leave_out_suspects=false",
+            "left out of training, because they look unlike all other images: %s%s. If they are "
+            "good, train with --set model.leave_out_suspects=false",
             some([*names], most=_NAMED),
             ", train.json names all" if len(names) > _NAMED else "",
         )
@@ -227,7 +233,8 @@ def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
         log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(
-        f"{seconds:.1f} s, {peak:.2f} GB at most; model {summary['model_id']} in {output / 'model'}"
+        f"took {seconds:.1f} s, peak memory {peak:.2f} GB; "
+        f"model {summary['model_id']} in {output / 'model'}"
     )
 
 

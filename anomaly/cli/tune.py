@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_paths(
         parser,
         "--defects",
-        "known defects in these folders (default: those of the data set's test split)",
+        "folders of known defects (default: those of the data set's test split)",
         "FOLDER",
     )
     add_paths(
         parser,
         "--good",
-        "good images in these folders that nothing is learned from (default: the test split's)",
+        "folders of good images for testing, not training (default: the test split's)",
         "FOLDER",
     )
     parser.add_argument(
@@ -42,16 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default="10m",
         metavar="TIME",
-        help="how long to try: 90s, 10m, 1h (10m); what won't fit isn't tried",
+        help="time limit: 90s, 10m, 1h (default: 10m); settings that would take longer are skipped",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="the config to write (default: <config>_tuned.yaml beside the config); all figures go "
-        "into a .json beside it",
+        help="the config to write (default: <config>_tuned.yaml beside the config); all figures "
+        "go into a .json file beside it",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier one")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier file there")
     add_device(parser)
 
 
@@ -103,7 +103,7 @@ def _output(options: argparse.Namespace) -> Path:
         ours = any(given.is_relative_to(folder) for folder in FOLDERS[1:])
         file = (Path() if ours else given.parent) / f"{given.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
-        raise AnomalyError(f"--output {file} is to be a config; give a name that ends in .yaml")
+        raise AnomalyError(f"--output {file} isn't a config's name; give one that ends in .yaml")
     for each in (file, file.with_suffix(".json")):
         if each.exists() and not options.overwrite:
             raise OutputError(f"{each} exists already; give another --output or add --overwrite")

@@ -38,21 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model", type=Path, required=True, help="the run, or its model/ folder; it stays as it is"
     )
-    add_paths(parser, "--good", "images that a person has looked at and found good")
+    add_paths(parser, "--good", "images that a person has confirmed as good")
     add(
         "--feedback",
         type=Path,
         metavar="FILE",
-        help="the record of serve: parts that people have called good, and defects",
+        help="the record of serve, with people's judgements: good parts and defects",
     )
-    add_paths(parser, "--defects", "images of defects; none that is caught may pass")
+    add_paths(
+        parser,
+        "--defects",
+        "images of defects; the update is refused if one that is caught now would pass",
+    )
     add_output(parser, "the new run's folder")
     add(
         "--include-suspects",
         action="store_true",
-        help="learn from images that stand out from all others, too: they were looked at again",
+        help="also learn from images that look unlike all others; look at them again first",
     )
-    add("--force", action="store_true", help="even where a known defect would pass")
+    add("--force", action="store_true", help="write the model even if a known defect would pass")
     add_device(parser)
 
 
@@ -64,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         pass, and nothing was written.
     """
     if not options.good and options.feedback is None:
-        raise AnomalyError("give what is to be learned: --good, --feedback, or both")
+        raise AnomalyError("nothing to learn was given; give --good, --feedback, or both")
     check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
@@ -99,9 +103,12 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     if updated.moved.caution:
         log.warning(updated.moved.caution)
     if updated.learned.suspects:
-        print("look at the suspects again; where they are good, add --include-suspects")
+        print("look at the suspects again; if they are good, add --include-suspects")
     if not compare[DEFECTS]:
-        print("no confirmed defects were given, so nothing says whether one would pass now")
+        print(
+            "no confirmed defects were given, so it isn't known whether one would pass now; give "
+            "them with --defects"
+        )
     if updated.refusal and not options.force:
         print(f"{updated.refusal} (--force)")
         return 1
@@ -132,8 +139,8 @@ def _images(
         confirmed = feedback.confirmed_parts(options.feedback, lineage(model), scratch)
         if confirmed.lost:
             log.warning(
-                "left out, as the record keeps no picture of them (--keep-good, --keep-pictures of "
-                "serve): %d of the parts that people have judged",
+                "left out, because the record has no picture of them (see --keep-good and "
+                "--keep-pictures of serve): %d judged parts",
                 confirmed.lost,
             )
         good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]

@@ -234,9 +234,7 @@ class _Chunk:
                 f"logs (out of memory?), then {self.remedy}"
             )
         elif len(self.probed) == 1:
-            self.lost[self.probed[0]] = (
-                "it took down the processes that scored it, whichever they were (out of memory?)"
-            )
+            self.lost[self.probed[0]] = "every process that scored it crashed (out of memory?)"
             self.suspects, self.deaths = None, 0
         else:
             self.suspects = self.probed
@@ -254,8 +252,8 @@ class _Chunk:
         self.suspects, self.deaths = None, 0
         if self.fruitless == _FRUITLESS:
             raise OutputError(
-                f"chunk {self.number} took down {_FRUITLESS * _DEATHS} workers, and no single "
-                f"image of it does; see why in their logs (out of memory?), then {self.remedy}"
+                f"chunk {self.number} crashed {_FRUITLESS * _DEATHS} workers, but no single image "
+                f"of it does; see why in their logs (out of memory?), then {self.remedy}"
             )
 
     def _halve(self) -> None:

@@ -94,7 +94,7 @@ class ClusterCache:
         self._features: list[Any] = []
 
     def build(self) -> CachedFeatures:
-        """Have all features computed.
+        """Compute all features on other machines.
 
         Raises:
             AnomalyError: a worker has met it, or workers die whatever they are given.

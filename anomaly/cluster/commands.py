@@ -49,8 +49,8 @@ def _add_manifest(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1000,
         metavar="N",
-        help="images whose rows are written together; what a process that dies has to do again "
-        "(1000)",
+        help="images in a chunk: written together, and repeated together after a crash (default: "
+        "1000)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier manifest")
 
@@ -61,7 +61,8 @@ def _manifest(options: argparse.Namespace) -> int:
         raise DataError("give --input, --list, or both")
     if PurePosixPath(options.output).suffix.lower() in _TABLES:
         raise OutputError(
-            f"--output {options.output}: a manifest is a Parquet file; name it so, with .parquet"
+            f"--output {options.output}: a manifest is a Parquet file; give a name that ends in "
+            ".parquet"
         )
     if storage.exists(options.output) and not options.overwrite:
         raise OutputError(f"{options.output} exists already; add --overwrite")
@@ -78,8 +79,8 @@ def _manifest(options: argparse.Namespace) -> int:
 
 def _add_merge_results(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("manifest", help="what `anomaly manifest` has written")
-    parser.add_argument("results", help="the --output of the shards")
+    parser.add_argument("manifest", help="the manifest, written by `anomaly manifest`")
+    parser.add_argument("results", help="the folder or URL that the shards had as --output")
     parser.add_argument(
         "--output", required=True, metavar="FILE", help="the table: results.csv or results.parquet"
     )

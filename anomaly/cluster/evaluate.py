@@ -50,8 +50,8 @@ def run(
             return actor.ask("evaluate", sources[number])
         given_up: Future[tuple[Outcome, Said]] = Future()
         error = AnomalyError(
-            f"{sources[number]}: training or evaluating it took down the processes that did, "
-            "whichever they were (out of memory?)"
+            f"{sources[number]}: every process that trained or evaluated it crashed (out of "
+            "memory?)"
         )
         given_up.set_result((error, ("", "")))
         return given_up

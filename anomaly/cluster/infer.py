@@ -39,7 +39,7 @@ _OTHERS = ("input", "list", "watch", "overwrite", "regions", "parquet")
 
 
 def run(options: argparse.Namespace, wanted: OutputOptions) -> int:
-    """Score a manifest; 0 once each image has a row, be it one that says what is wrong.
+    """Score a manifest; returns 0 once each image has a row, with a score or the reason for none.
 
     Raises:
         DataError: options don't go together, or the manifest can't be read.

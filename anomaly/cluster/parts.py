@@ -174,7 +174,7 @@ def _job_of(manifest: ImageManifest, dest: str) -> dict[str, Any]:
 def _check_chunks(manifest: ImageManifest, dest: str) -> None:
     done, wanted = chunks_done(dest), len(manifest.sizes)
     if strangers := sorted(chunk for chunk in done if chunk >= wanted):
-        raise DataError(f"{part_of(dest, strangers[0])} is of no chunk of {manifest.place}")
+        raise DataError(f"{part_of(dest, strangers[0])} belongs to no chunk of {manifest.place}")
     missing = [chunk for chunk in range(wanted) if chunk not in done]
     if missing:
         images = sum(manifest.sizes[chunk] for chunk in missing)

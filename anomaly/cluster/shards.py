@@ -248,7 +248,7 @@ class _Images:
         """
         if not any(map(self._is_here, self.rows)) and len(self.rows) >= _SAMPLE:
             raise _unavailable(
-                f"none of the {len(self.rows)} images of chunk {chunk} can be had: "
+                f"none of the {len(self.rows)} images of chunk {chunk} can be read: "
                 f"{self.rows[0].reason}"
             )
         if "access is denied" in self._denied.values() and self._fetched:
@@ -288,6 +288,6 @@ class _Images:
 
 def _unavailable(what: str) -> DataError:
     return DataError(
-        f"{what}; is the storage there, and may it be read? Nothing is written for this chunk: "
-        "once that is mended, go on with --resume"
+        f"{what}; check that the storage is reachable and readable. Nothing was written for this "
+        "chunk; then continue with --resume"
     )

@@ -253,7 +253,9 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
             tag, or a number that isn't read as it is written.
     """
     if len(text) > _LONGEST:
-        raise ConfigError(f"{where}: this is longer than {_LONGEST:,} bytes; give settings alone")
+        raise ConfigError(
+            f"{where}: this is longer than {_LONGEST:,} bytes; keep only settings in it"
+        )
     try:
         return _Loader(text).get_single_data()
     except _RefusedError as error:
@@ -297,7 +299,9 @@ class _Loader(yaml.SafeLoader):
         if not isinstance(event, yaml.AliasEvent):
             self._sizes[id(node)] = 1 + sum(self._sizes[id(inner)] for inner in _inside(node))
         elif id(node) not in self._sizes:
-            raise _RefusedError(f"*{event.anchor} lies inside what it repeats; remove it", line)
+            raise _RefusedError(
+                f"the alias *{event.anchor} lies inside the part that it repeats; remove it", line
+            )
         if max(self._nodes, self._sizes[id(node)]) > _MOST_NODES:
             raise _RefusedError(
                 f"there are more than {_MOST_NODES:,} values up to here, counting those that "
@@ -333,8 +337,8 @@ def _inside(node: yaml.Node | None) -> list[yaml.Node]:
             line = key.start_mark.line + 1
             if key.value in seen:
                 raise _RefusedError(
-                    f"{key.value} stands in line {seen[key.value]}, too; write all of its settings "
-                    "in one place",
+                    f"{key.value} is also in line {seen[key.value]}; write all of its settings in "
+                    "one place",
                     line,
                 )
             seen[key.value] = line

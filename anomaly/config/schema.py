@@ -146,11 +146,11 @@ class DataConfig(_Section):
         "coco",
         "csv",
     ] = "mvtec"
-    """What lies where."""
+    """The layout of the folder."""
     root: Path | None = None
     """The folder with the images, or the CSV list; relative to the working directory."""
     category: Categories = None
-    """A folder in `data.root` that holds the data set; of a list, each has a model of its own."""
+    """A folder in `data.root` that holds the data set; for a list, each gets its own model."""
     mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
     """Mask values above this are defect."""
 
@@ -159,7 +159,7 @@ class ShapeConfig(_Section):
     """A part of the image, drawn in a picture or as polygons."""
 
     png: Path | None = None
-    """A picture in which it is drawn: any value but 0."""
+    """A picture of the region: every value except 0 belongs to it."""
     polygons: tuple[Annotated[tuple[tuple[float, float], ...], Field(min_length=3)], ...] = ()
     """Lists of corners [x, y]; `anomaly region` draws them."""
     unit: Literal["relative", "pixels"] = "relative"
@@ -184,10 +184,8 @@ class ZoneConfig(ShapeConfig):
     """A part of the image with a name, for rules, perhaps with a false-reject rate of its own."""
 
     reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The share of good parts that may be rejected for this zone; with the rest unless set.
-
-    Kept with 95 % confidence, as `calibration.reject_rate` is for the rest of the image.
-    """
+    """The share of good parts that may be rejected because of this zone, with 95 % confidence.
+    Unset: the zone counts with the image (`calibration.reject_rate`)."""
 
     @model_validator(mode="after")
     def _drawn(self) -> ZoneConfig:
@@ -209,7 +207,7 @@ class SmallestConfig(_Sized):
     """The smallest defect that counts for the image score."""
 
     area: Annotated[float, Field(gt=0)]
-    """Its area, in pixels or in mm²."""
+    """The area, in pixels or in mm²."""
 
 
 class RuleConfig(_Sized):
@@ -221,17 +219,17 @@ class RuleConfig(_Sized):
     name: Annotated[str, Field(min_length=1, max_length=60)]
     """Names the rule in results."""
     verdict: Literal["good", "review", "reject"]
-    """Of the regions that it decides; an image has the worst verdict of its regions."""
+    """The verdict of regions that fit the rule; an image gets the worst verdict of its regions."""
     zone: str | None = None
-    """Where the highest place of a region lies; anywhere unless set."""
+    """The zone that holds the region's peak; unset: anywhere."""
     area: Annotated[float, Field(gt=0)] | None = None
     """The smallest area, in pixels or in mm²."""
     length: Annotated[float, Field(gt=0)] | None = None
-    """The smallest length: of the narrowest box around a region, turned as it may be."""
+    """The smallest length: longer side of the narrowest box around the region, at any angle."""
     thickness: Annotated[float, Field(gt=0)] | None = None
-    """The smallest thickness: that box's shorter side."""
+    """The smallest thickness: shorter side of that box."""
     count: PositiveInt = 1
-    """With fewer such regions, the rule decides none of them."""
+    """The rule applies only if there are at least so many such regions."""
 
     def takes_all_of(self, other: RuleConfig, mm_per_pixel: float | None) -> bool:
         """Whether each region of the other rule's kind is of this one's."""
@@ -258,38 +256,36 @@ class ImageConfig(_Section):
     """
 
     area: Size = 256
-    """Keeps the aspect, at the area of a square of this side.
+    """Keeps the aspect, with the area of a square of this side.
 
-    Sides are multiples of 32, so that images of many aspects share few sizes and batches are full.
+    Sides become multiples of 32, so images of many aspects share few sizes and batches are
+    full.
     """
     resize: Size | None = None
-    """The way of the papers instead: both sides are resized to this."""
+    """Squashes images to a square of this side, as the papers do."""
     crop: Size | None = None
     """A centred crop of the resized image."""
     tile: Annotated[int, Field(ge=64, le=16384)] | None = None
-    """Large images are cut into squares of so many original pixels."""
+    """Cuts large images into squares of this side, in original pixels."""
     overlap: Annotated[int, Field(ge=0)] | None = None
-    """Original pixels that neighbouring tiles share; an eighth of a tile unless set."""
+    """Original pixels that neighbouring tiles share; unset: an eighth of a tile."""
     align: Literal["none", "shift", "rigid"] = "none"
-    """Find the part in each image first, and see it as it lies in a training image.
-
-    For parts that are shifted (`shift`), or shifted and turned (`rigid`, by any angle). Where to
-    look follows the part. `anomaly check` says how far parts move. Surfaces such as fabric have no
-    pose.
-    """
+    """Finds the part in each image and brings it into the pose of a training image: `shift` for
+    shifted parts, `rigid` for shifted and turned parts (any angle). Regions follow the part.
+    `anomaly check` says how far parts move. Surfaces such as fabric have no pose."""
     region: ShapeConfig | None = None
-    """Where to look; the whole image unless set."""
+    """The part of the image to inspect; unset: the whole image."""
     ignore: ShapeConfig | None = None
-    """Where not to look."""
+    """The part of the image to leave out."""
     mm_per_pixel: Annotated[float, Field(gt=0)] | None = None
-    """For sizes in millimetres."""
+    """Millimetres of a pixel, for sizes in millimetres."""
     bit_depth: Annotated[int, Field(ge=1, le=16)] | None = None
-    """Declared depth of 16-bit files (12, say); otherwise the full range of the type."""
+    """Bit depth of the camera in 16-bit files, e.g. 12; unset: the full range of the file."""
     max_pixels: PositiveInt = 250_000_000
-    """Larger images are refused before decoding.
+    """Larger images are refused before they are decoded.
 
-    So are those with one side more than 64 times as long as the other, and, before reading, files
-    of over 8 bytes for each of these pixels, plus 64 MiB.
+    Also refused: images with one side more than 64 times as long as the other, and files of
+    more than 8 bytes for each of these pixels plus 64 MiB.
     """
 
     @model_validator(mode="after")
@@ -336,17 +332,18 @@ class BackboneConfig(_Section):
     """
 
     name: str = "wide_resnet50_2"
-    """Any torchvision classification network, `resnet50_v1` (stride in the first 1×1), or one of
-    timm, `timm/vit_small_patch14_dinov2`, say."""
+    """A torchvision classification network, `resnet50_v1` (stride in the first 1×1), or a timm
+    network such as `timm/vit_small_patch14_dinov2`."""
     weights: str = "imagenet"
     """`imagenet`, a `.safetensors` or `.pth` file, or `random`.
 
-    `imagenet` is torchvision's official file: on disk in `$ANOMALY_WEIGHTS`, `weights/` or torch's
-    cache, else downloaded; its hash is checked. Of timm it is the file of an installed package
-    (`timm/tf_efficientnet_lite2` has one), else that in the Hugging Face cache.
+    `imagenet` is torchvision's official file, from `$ANOMALY_WEIGHTS`, `weights/` or torch's
+    cache, otherwise downloaded; its hash is checked. For timm it is the file of an installed
+    package (`timm/tf_efficientnet_lite2` has one), otherwise that in the Hugging Face cache.
     """
     layers: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Paths as PyTorch prints them, or `layer1[-1]`; by family and kind unless set."""
+    """Layer paths as PyTorch prints them, or like `layer1[-1]`; unset: chosen by network and
+    method."""
 
 
 def _known_method(kind: str) -> str:
@@ -358,89 +355,87 @@ def _known_method(kind: str) -> str:
 
 
 class ModelConfig(_Section):
-    """What is learned from the patch embeddings. Keys of another method are allowed and unused."""
+    """The method and its settings. Keys of another method are allowed and unused."""
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
     """The method: `patchcore`, `padim` or `subspace`."""
     image_score: Literal[
         "map_top_percent", "map_max", "map_top_relative", "top_percent", "max", "reweighted"
     ] = "map_top_percent"
-    """What becomes the image score.
+    """How the image score is computed.
 
-    `map_top_percent` is the mean of the blurred map's highest 1 %, `map_max` its maximum;
-    `map_top_relative` is the mean over the image's median patch score, for products whose good
-    images differ as a whole, in light or grain;
-    `top_percent` and `max` are those of the patch scores (`max` is the PatchCore reference's, set
-    in its configs); `reweighted` is the PatchCore paper's, with `model.neighbours`.
+    `map_top_percent`: mean of the highest 1 % of the blurred map; `map_max`: its maximum;
+    `map_top_relative`: that mean divided by the image's median patch score, for products whose
+    good images differ as a whole in light or grain; `top_percent` and `max`: the same of the
+    patch scores (`max` is PatchCore's reference); `reweighted`: the PatchCore paper's, with
+    `model.neighbours`.
     """
     smallest_defect: SmallestConfig | None = None
-    """Defects that are smaller don't count, however high their scores; wins over `image_score`.
+    """Smaller defects don't count, however high they score.
 
-    The image score is then the highest level at which a region of that area stands in the map.
+    The image score is the highest level at which the map has a region of this area. Replaces
+    `image_score`.
     """
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
     halo_damping: Annotated[float, Field(ge=0, le=4)] = 0.5
-    """How strongly the glow around a defect is reduced (0 = off). The image score is unchanged.
+    """How strongly the glow around a defect is reduced (0 = off).
 
-    A patch is multiplied by (s / highest neighbour)^this on the anomaly map.
+    Display only; the image score is unchanged. A patch score s in the map is multiplied by (s /
+    highest neighbour) to this power.
     """
     border_damping: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """How much less a patch at the image's border counts for the image score, from 0 to 1.
+    """How much less patches at the image's border count for the image score, from 0 to 1.
 
-    It fades over 24 network pixels: near the border, features come in part from the network's
-    padding. Maps, outlines and images of several tiles don't depend on it.
+    Fades over 24 network pixels, because near the border features partly come from padding.
+    Maps, outlines and images of several tiles don't depend on it.
     """
     leave_out_suspects: bool = False
-    """Leave out training images that stand out from all others, as defects among them do.
-
-    Those are images whose score's logarithm lies five robust standard deviations above the median;
-    `train` says in any case how many there are.
-    """
+    """Leaves out training images that look unlike all others, which may be defects: images
+    whose score's logarithm lies five robust standard deviations above the median. `train`
+    always says how many there are."""
     turned_copies: Literal["none", "quarter_turns", "quarter_turns_and_mirrors"] = "none"
-    """Learn turned copies of each training image, too, for parts that may lie in any direction.
-
-    A part that lies otherwise is then no defect any more. It helps most with few images. PatchCore
-    and subspace.
-    """
+    """Also learns turned copies of each training image, for parts that may lie in any
+    direction. A turned part then counts as good. Helps most with few images. PatchCore and
+    Subspace."""
 
     arrangement: bool = False
-    """Also compare how much of what lies where with good images: for kits and assemblies.
+    """Also compares how much of each kind of patch lies where, for kits and assemblies.
 
-    Finds parts that are missing, surplus, swapped or wrong though each patch looks usual. All parts
-    have to lie in about the same places; at least 20 images. Not for images in tiles.
+    Finds missing, surplus, swapped or wrong parts whose patches look normal. Parts must lie in
+    about the same places; needs at least 20 images; not with tiles.
     """
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """PatchCore: the share of the patches that the memory bank keeps."""
+    """PatchCore: share of the patches kept in the memory bank."""
     coreset_size: PositiveInt | None = None
-    """PatchCore: how many it keeps; wins over the ratio."""
+    """PatchCore: number of patches kept; overrides the ratio."""
     embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
-    """PatchCore: layers averaged over 3 × 3 positions side by side, the finest with more weight on
-    the centre (sharp) or as published (concat); or the reference's pooling to 1024 (adaptive)."""
+    """PatchCore: layers averaged over 3 × 3 positions and joined, with more weight on the
+    centre in the finest layer (`sharp`) or without (`concat`, as published); or pooled to 1,024
+    numbers as in the reference (`adaptive`)."""
     spacing_neighbours: Annotated[int, Field(ge=0, le=1000)] = 9
-    """PatchCore: patches of kinds that are rare among good ones count less for the image score.
-
-    A distance is divided by the mean distance from its nearest bank vector to that one's nearest
-    neighbours, this many, over the bank's mean, if that is above 1. 0 for plain distances, which
-    maps always have.
-    """
+    """PatchCore: number of neighbours K that make rare kinds of good patches count less for the
+    image score. A distance is divided by the nearest bank vector's mean distance to its K
+    neighbours, relative to the bank's mean, if that is above 1. 0: plain distances, which maps
+    always use."""
     neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
     """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
-    """PatchCore: how a patch's nearest bank vector is found."""
+    """PatchCore: how the nearest bank vector is found."""
 
     dimensions: PositiveInt = 100
-    """PaDiM: how many dimensions of the embedding are kept."""
+    """PaDiM: number of dimensions kept of the embedding."""
     projection: Literal["random", "orthogonal"] = "orthogonal"
-    """PaDiM: kept by a semi-orthogonal projection, or as a random subset of channels."""
+    """PaDiM: dimensions are kept by a semi-orthogonal projection, or as a random subset of
+    channels."""
     regularisation: Annotated[float, Field(gt=0)] = 0.01
-    """PaDiM: added to each covariance's diagonal."""
+    """PaDiM: added to the diagonal of each covariance."""
 
     variance: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Subspace: the share of the patches' variance that it keeps."""
+    """Subspace: share of the patches' variance that is kept."""
     components: PositiveInt | None = None
-    """Subspace: how many principal axes it has; wins over the share."""
+    """Subspace: number of principal axes; overrides the share."""
 
 
 class CalibrationConfig(_Section):
@@ -475,31 +470,29 @@ class Config(_Section):
     """All settings of one training."""
 
     name: Annotated[str, Field(pattern=r"^[^/\\\x00.][^/\\\x00]*$", max_length=100)] = "model"
-    """Names the run; the config file's name unless set."""
+    """Name of the run; unset: the config file's name."""
     data: DataConfig = DataConfig()
     image: ImageConfig = ImageConfig()
     backbone: BackboneConfig = BackboneConfig()
     model: ModelConfig = ModelConfig()
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """`auto` takes bf16 where the processor has it and a trial on training images shows it safe.
-
-    Settled at training; part of the model.
-    """
+    """`auto` uses bf16 if the processor has it and a trial on training images shows that it is
+    safe. Set at training; part of the model."""
     memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
-    """MiB of patches held while the coreset is selected; with more, the selection is streamed."""
+    """MiB of patches held while the coreset is selected; larger selections are streamed."""
     calibration: CalibrationConfig = CalibrationConfig()
     zones: dict[_Name, ZoneConfig] = {}
-    """Parts of the image by name, each with `polygons` and, where it has its own, `reject_rate`."""
+    """Named areas of the image, each with `polygons` and, if it has its own, `reject_rate`."""
     rules: tuple[RuleConfig, ...] = ()
-    """What marked regions mean, by size and zone; of each region the first rule decides."""
+    """Verdicts of marked regions by size and zone; the first rule that fits a region decides."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Images that go through the network at once: on a CPU 4 at most, 2 where exported."""
+    """Images computed together: on a CPU at most 4, in exported models 2."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Same seed, machine and threads: the same model, byte for byte."""
     chosen_by: tuple[str, ...] = ()
-    """Images that chose these settings, by the first 16 digits of their files' sha256.
+    """Images used to choose these settings, by the first 16 digits of their files' sha256.
 
-    `anomaly tune` writes them. `evaluate` says where it measures on such images.
+    `anomaly tune` writes them; `evaluate` reports test images among them.
     """
 
     def has_chosen(self, sha256: str) -> bool:
@@ -549,8 +542,8 @@ class Config(_Section):
                     raise ValueError(f"two rules are called {rule.name!r}; name each differently")
                 if before.takes_all_of(rule, self.image.mm_per_pixel):
                     raise ValueError(
-                        f"rule {rule.name!r} never decides: all its regions are decided by "
-                        f"{before.name!r}, which stands before it; put it first"
+                        f"rule {rule.name!r} never applies: {before.name!r} comes before it and "
+                        f"decides the same regions; put {rule.name!r} first"
                     )
         return self
 
@@ -564,7 +557,7 @@ class Config(_Section):
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
             if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(
-                    f"{key} needs model.kind=patchcore or subspace: {self.model.kind} learns each "
-                    "place of the image by itself"
+                    f"{key} needs model.kind=patchcore or subspace, because {self.model.kind} "
+                    "learns each position separately; change one of these"
                 )
         return self

@@ -70,8 +70,8 @@ def open_dataset(
         )
     if category is not None and not isinstance(category, str):
         raise DataError(
-            f"data.category lists several data sets ({', '.join(category)}), and this takes one; "
-            f"name it, --set data.category={category[0]} say"
+            f"data.category lists several data sets ({', '.join(category)}), but this command "
+            f"takes one; name it, e.g. --set data.category={category[0]}"
         )
     root = Path(root)
     if layout not in FORMATS:

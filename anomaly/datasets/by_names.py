@@ -39,10 +39,10 @@ def _label_within(inner: Path) -> Label:
     parts = inner.parts[_split_within(inner) != "" :]
     if any(map(says_masks, parts)):
         return Label.ASIDE
-    said = {label_of(part) for part in parts} - {Label.UNKNOWN}
-    if len(said) > 1 or not said <= CLEAR:
+    labels = {label_of(part) for part in parts} - {Label.UNKNOWN}
+    if len(labels) > 1 or not labels <= CLEAR:
         return Label.UNCLEAR
-    return said.pop() if said else Label.UNKNOWN
+    return labels.pop() if labels else Label.UNKNOWN
 
 
 def _split_within(inner: Path) -> str:
@@ -52,7 +52,7 @@ def _split_within(inner: Path) -> str:
 def sorted_by_names(
     folder: Path, answers: Mapping[Path, Label] | None = None
 ) -> tuple[list[tuple[str, Sample]], tuple[Path, ...]]:
-    """Good and defective images, told by the names of their folders, with the split of each.
+    """Good and defective images by the names of their folders, with the split of each.
 
     Behind them, the files among the masks that are no image's.
 
@@ -75,9 +75,9 @@ def sorted_by_names(
         inner = sample.path.parent.relative_to(folder)
         if labels[inner] not in CLEAR:
             continue
-        split, said = _split_within(inner), _says_defect(inner)
+        split, defect_part = _split_within(inner), _says_defect(inner)
         # Masks may leave out what is above a kind of defect.
-        ends = [Path(*inner.parts[i:]) for i in range(said + 2)]
+        ends = [Path(*inner.parts[i:]) for i in range(defect_part + 2)]
         if labels[inner] is Label.GOOD:
             ends = [end for end in ends if end.parts]
         own = [mask for mask in sorted(masks) if _split_within(mask) in ("", split)]
@@ -85,7 +85,9 @@ def sorted_by_names(
         if labels[inner] is Label.GOOD:  # its mask, which marks nothing, isn't needed
             samples.append((split, replace(sample, defect_type=GOOD)))
         else:  # a subfolder names the kind
-            kind = (inner.parts[said : said + 2] or inner.parts[-1:] or ("defect",))[-1]
+            kind = (inner.parts[defect_part : defect_part + 2] or inner.parts[-1:] or ("defect",))[
+                -1
+            ]
             samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
     for label in (Label.GOOD, Label.DEFECTIVE):
         alike = [s.path for _, s in samples if s.is_defect == (label is Label.DEFECTIVE)]
@@ -107,7 +109,7 @@ def _masks_in(inner: Path) -> Path:
 def _says_defect(inner: Path) -> int:
     """Which part of a path says that it holds defects; the number of its parts where none does."""
     labels = (label_of(part) for part in inner.parts)
-    return next((i for i, said in enumerate(labels) if said is Label.DEFECTIVE), len(inner.parts))
+    return next((i for i, label in enumerate(labels) if label is Label.DEFECTIVE), len(inner.parts))
 
 
 def open_by_names(folder: Path) -> Dataset:
@@ -167,11 +169,11 @@ def check_folders(images: Iterable[Path], folder: Path, remedy: Callable[[Path],
     bad = first_not_good({plain(image.parent) for image in images}, top)
     if bad is not None:
         all_in = "" if bad == top else f", like all in {top}"
-        said = label_of(bad.name) in (Label.UNKNOWN, Label.GOOD)
-        why = "beside folders named as good it may hold" if said else "by its name it holds"
+        is_neighbour = label_of(bad.name) in (Label.UNKNOWN, Label.GOOD)
+        why = "beside folders named as good it may hold" if is_neighbour else "by its name it holds"
         raise DataError(
-            f"the images in {bad} would be taken as good{all_in}, but {why} others: {remedy(bad)}. "
-            "If they are good, rename that folder"
+            f"the images in {bad} would be taken as good{all_in}, but {why} other images: "
+            f"{remedy(bad)}. If they are good, rename that folder"
         )
 
 
@@ -207,10 +209,10 @@ def check_defects(images: Iterable[Path], folder: Path) -> None:
         label = label_of(place.name, alone=place == top)
         inner = place != top or says_masks(top.name)
         if label is Label.GOOD or (label is Label.ASIDE and inner):
-            told = "it is good" if label is Label.GOOD else "it shows no part"
+            meaning = "they are good" if label is Label.GOOD else "they show no part"
             raise DataError(
-                f"what is in {place} lies among defects, but its folder's name says that {told}; "
-                "move it elsewhere, or rename the folder"
+                f"the images in {place} lie among defects, but the folder's name says that "
+                f"{meaning}; move them elsewhere, or rename the folder"
             )
     check_files(paths, folder, Label.DEFECTIVE)
 
@@ -236,7 +238,7 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
 def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> DataError:
     """The error of folders, or files, whose names don't tell."""
     return DataError(
-        f"{folder}: the names of these {what} don't tell whether images are good or defective: "
+        f"{folder}: the names of these {what} don't say whether images are good or defective: "
         f"{some(names)}. Rename them (`good …`, `defect …`), move them elsewhere, or list the "
         "images in a CSV file with the columns path and label (data.format=csv)"
     )

@@ -275,7 +275,7 @@ def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterat
         yield _fault(kind, split, sample, str(error))
         return
     if sample.is_defect and not marked:
-        detail = f"{sample.mask_path} marks no defect, but {sample.path} is said to show one"
+        detail = f"{sample.mask_path} marks no defect, but {sample.path} is labelled as a defect"
         yield _fault("mask_empty", split, sample, detail)
     if doubt := maybe_turned(sample, image):
         yield _fault("mask_maybe_turned", split, sample, doubt)
@@ -288,7 +288,7 @@ def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
     if defects and len(without) == len(defects):
         detail = (
             f"none of the {len(defects)} defects has a mask, so there will be image figures only; "
-            "pixel figures need masks of their own"
+            "pixel figures need masks"
         )
         yield _fault("no_masks", "test", None, detail)
         return
@@ -332,8 +332,8 @@ def _nearly_repeated(
         one, other = samples[alike[0]].path, samples[in_training[shown[alike[0]]]].path
         detail = (
             f"{len(alike)} of {len(others)} other good images are near copies of training images, "
-            f"which differ by noise or compression only ({one} of {other}): figures promise too "
-            "much; keep the images of one part in one split"
+            f"different only in noise or compression ({one} of {other}), so figures will be too "
+            "good; keep all images of one part in one split"
         )
         yield _fault("near_copies", "test", None, detail)
 
@@ -348,8 +348,8 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         yield _fault("too_few_images", "train", None, str(too_few_different(len(pictures))))
     elif len(pictures) < _FEW_IMAGES:
         detail = (
-            f"{len(pictures)} different training images are few: a single odd one among them sets "
-            f"the thresholds, which can promise little; take {_FEW_IMAGES} at least, better 50"
+            f"there are only {len(pictures)} different training images, so a single unusual image "
+            f"can set the thresholds; use {_FEW_IMAGES} at least, better 50"
         )
         yield _fault("few_images", "train", None, detail)
 
@@ -434,13 +434,13 @@ def _coreset_ratio(usable: int) -> tuple[str, str]:
     """How much of the patches to keep, and why."""
     if 0 < usable <= _HANDFUL:
         return "1.0", (
-            f"a handful of images to learn from ({usable}): all of their patches are kept; "
-            "thresholds can promise little with fewer than 50"
+            f"very few images to learn from ({usable}), so all of their patches are kept; with "
+            "fewer than 50, thresholds aren't reliable"
         )
     if usable < _SMALL_SET:
         return "0.1", (
-            f"few images to learn from ({usable}): 10 % of the patches are kept instead of 2 %, so "
-            "that rare details survive; thresholds can promise little with fewer than 50"
+            f"few images to learn from ({usable}), so 10 % of the patches are kept instead of 2 %: "
+            "rare details survive; with fewer than 50, thresholds aren't reliable"
         )
     return "0.02", (
         f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
@@ -482,12 +482,12 @@ def _is_strip(size: str) -> bool:
 def _bits_advice(report: DataReport) -> Iterator[Advice]:
     if report.bit_depth is not None:
         reason = (
-            f"no image with 16 bits is brighter than {report.bit_depth} bits allow: without this "
-            "they would be seen all but black"
+            f"no 16-bit image uses more than {report.bit_depth} bits; without this setting they "
+            "would look almost black"
         )
         yield Advice("image.bit_depth", str(report.bit_depth), reason)
         return
     modes = sum((Counter(split.modes) for split in report.splits.values()), Counter[str]())
     if deep := sum(count for mode, count in modes.items() if has_16_bits(mode)):
         images = "images" if deep == modes.total() else f"{deep} of {modes.total()} images"
-        yield Advice("", "", f"{images} have 16 bits, all of which are used")
+        yield Advice("", "", f"{images} have 16 bits and use them all")

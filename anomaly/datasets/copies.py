@@ -28,8 +28,8 @@ def contradiction(one: Sample, other: Sample) -> DataError | None:
         return None
     good, defect = (other, one) if one.is_defect else (one, other)
     return DataError(
-        f"{defect.path} is said to show a defect ({defect.defect_type}), but is the same picture "
-        f"as {good.path}, which is said to be good; look at it and remove the wrong one"
+        f"{defect.path} is labelled as a defect ({defect.defect_type}), but is the same picture as "
+        f"{good.path}, which is labelled good; look at them and remove the wrong one"
     )
 
 
@@ -102,9 +102,9 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
     one, other = (samples[i].path for i in alike[0][:2])
     return (
         f"{sum(map(len, alike)) - len(alike)} of {len(looks)} training images are near copies of "
-        f"others, which differ by noise or compression only ({other} of {one}); different ones: "
-        f"{len(met)}. They teach nothing, and thresholds from them promise too much: photograph "
-        "more parts in their place"
+        f"others, different only in noise or compression ({other} of {one}), which leaves "
+        f"{len(met)} different images. Copies teach nothing and make thresholds too optimistic: "
+        "photograph more parts instead"
     )
 
 
@@ -117,7 +117,7 @@ def too_few_different(count: int) -> DataError:
 
 
 def none_usable(reasons: Sequence[str]) -> DataError:
-    """The error of images none of which can be used.
+    """The error to raise if no image can be used.
 
     Args:
         reasons: of each, beginning with its path.

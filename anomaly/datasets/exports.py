@@ -62,8 +62,8 @@ def manifest_rows(data: bytes, file: Path) -> Iterator[tuple[int, dict[str, str]
         classes = {str(v["class-name"]) for v in about if v.get("class-name")}
         if len(classes) != 1:
             raise DataError(
-                f"{where} has {len(classes)} class names, and needs one: in the metadata of "
-                "anomaly-label say. Remove the line, or correct it"
+                f"{where} has {len(classes)} class names, but needs exactly one (e.g. in the "
+                "metadata of anomaly-label); correct the line, or remove it"
             )
         yield number, {"path": _beside(source, file.parent, by_name, where), "label": classes.pop()}
 
@@ -81,8 +81,8 @@ def _beside(source: str, folder: Path, by_name: dict[str, list[Path]], where: st
     found = sorted(by_name.get(parts[0], ()), key=alike)
     if not found:
         raise DataError(
-            f"{where}: {source} isn't below the folder of the list; copy the images there, with "
-            "`aws s3 sync` say"
+            f"{where}: {source} isn't below the folder of the list; copy the images there, e.g. "
+            "with `aws s3 sync`"
         )
     if len(found) > 1 and alike(found[-1]) == alike(found[-2]):
         raise DataError(
@@ -103,7 +103,9 @@ def coco_samples(folder: Path) -> list[tuple[str, Sample]]:
     """
     files = _coco_files(folder)
     if not files:
-        raise DataError(f"{folder} has no {_COCO}, nor has train/ in it; give the folder that has")
+        raise DataError(
+            f"neither {folder} nor train/ in it has {_COCO}; give the folder that has it"
+        )
     samples: list[tuple[str, Sample]] = []
     for split, file in files:
         samples += [(split, sample) for sample in _annotated(file, folder)]

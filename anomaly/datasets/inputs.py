@@ -76,7 +76,7 @@ def find_inputs(
     others: set[Path] = set()
     for given in inputs:
         if len(inputs) > 1 and left_by_system(given.name) and not given.name.startswith("."):
-            log.warning("passed over, as what the system keeps beside your files: %s", given)
+            log.warning("skipped, as files of the system: %s", given)
         elif is_folder(given):
             files = list_files(given)
             paths.update(dict.fromkeys(filter(is_image, files)))
@@ -110,7 +110,7 @@ def passed_over(folder: Path) -> int:
 def say_passed_over(count: int) -> str:
     """What is said of files in folders whose names aren't pictures'."""
     files = "1 file is" if count == 1 else f"{count} files are"
-    return f"{files} passed over, without a picture's suffix (.png, .jpg, .bmp, .tif, .webp …)"
+    return f"{files} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …)"
 
 
 def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
@@ -121,7 +121,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     except OSError as error:
         raise DataError(f"{name} can't be read: {error.strerror}") from None
     if data.startswith(_PICTURES):
-        raise DataError(f"{name} is a picture: a list names one on each line; is it an --input?")
+        raise DataError(f"{name} is an image, not a list of images; give it with --input")
     lines = _lines(data, name)
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not is_table(header, list_file):
@@ -176,8 +176,8 @@ def _grouped(data: bytes, name: str) -> dict[str, str]:
             raise DataError(f"{name}, line {line}: path and group mustn't be empty")
         if groups.setdefault(path, group) != group:
             raise DataError(
-                f"{name}, line {line}: {path} is in group {group!r}, and was in "
-                f"{groups[path]!r} above; an image shows one part"
+                f"{name}, line {line}: {path} is in group {group!r} here and in {groups[path]!r} "
+                "above; an image shows one part"
             )
     if not groups:
         raise DataError(f"{name} names no image")

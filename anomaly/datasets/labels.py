@@ -74,14 +74,14 @@ def label_of(name: str, *, alone: bool = False) -> Label:
         return Label.UNKNOWN
     if _shows_masks(found) and not (alone and _Kind.STICKER in found):
         return Label.ASIDE
-    said, loose, open_ = _polarities(words)
-    if _Kind.DOUBT in found or len(said) > 1:
+    polarities, loose, open_ = _polarities(words)
+    if _Kind.DOUBT in found or len(polarities) > 1:
         return Label.UNCLEAR
     if open_ and found == {_Kind.NOT}:
         return Label.UNCLEAR
-    if said:
-        sure = not (open_ or (True in said and (loose or _Kind.TEST in found)))
-        return (Label.GOOD if said == {True} else Label.DEFECTIVE) if sure else Label.UNCLEAR
+    if polarities:
+        sure = not (open_ or (True in polarities and (loose or _Kind.TEST in found)))
+        return (Label.GOOD if polarities == {True} else Label.DEFECTIVE) if sure else Label.UNCLEAR
     aside = found & {_Kind.TEST, _Kind.ASIDE}
     return Label.ASIDE if aside and found <= aside | _UNSAID else Label.UNKNOWN
 
@@ -95,13 +95,15 @@ def meant_by(label: str, where: str) -> str:
     label = label.strip()
     if _ZERO.fullmatch(label):
         return Label.GOOD.value
-    said = label_of(label)
-    if said in (Label.UNCLEAR, Label.ASIDE) or not any(map(str.isalnum, label)):
+    meaning = label_of(label)
+    if meaning in (Label.UNCLEAR, Label.ASIDE) or not any(map(str.isalnum, label)):
         raise DataError(
-            f"{where}: the label {label!r} doesn't tell whether the image is good; write `good` or "
+            f"{where}: the label {label!r} doesn't say whether the image is good; write `good` or "
             "a kind of defect, or remove the line"
         )
-    return Label.GOOD.value if said is Label.GOOD else "defect" if _ONE.fullmatch(label) else label
+    return (
+        Label.GOOD.value if meaning is Label.GOOD else "defect" if _ONE.fullmatch(label) else label
+    )
 
 
 def only_places(name: str) -> bool:
@@ -147,11 +149,11 @@ def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
             form: label_of(" ".join(word for word in own if word not in shared))
             for form, own in words.items()
         }
-        said = set(labels.values())
-        both = {Label.GOOD, Label.DEFECTIVE} <= said
+        meanings = set(labels.values())
+        both = {Label.GOOD, Label.DEFECTIVE} <= meanings
         last = shared == (common if telling else set())
-        some = last and len(said) > 1 and said & {Label.GOOD, Label.DEFECTIVE}
-        if both or some or (said == {Label.DEFECTIVE} and all(map(denies, labels))):
+        some = last and len(meanings) > 1 and meanings & {Label.GOOD, Label.DEFECTIVE}
+        if both or some or (meanings == {Label.DEFECTIVE} and all(map(denies, labels))):
             return {stem: labels[form] for stem, form in forms.items()}
     return None
 
@@ -278,7 +280,7 @@ def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool, bo
 
     Such a one is between other words, or at the end.
     """
-    said: list[bool] = []
+    polarities: list[bool] = []
     negated = loose = False
     for i, (word, kind) in enumerate(words):
         after, following = words[i + 1] if i + 1 < len(words) else ("", None)
@@ -289,12 +291,12 @@ def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool, bo
             negated = True
         elif kind in _TELLING:
             good = kind is _Kind.GOOD
-            said += [True, False] if negated and kind is _Kind.NEGATED else [good != negated]
+            polarities += [True, False] if negated and kind is _Kind.NEGATED else [good != negated]
             negated = False
-        elif kind is _Kind.FREE and (said or word != "less"):  # defect-free, free of defects
-            if said:
-                said[-1] = not said[-1]
-            negated |= not said
+        elif kind is _Kind.FREE and (polarities or word != "less"):  # defect-free, free of defects
+            if polarities:
+                polarities[-1] = not polarities[-1]
+            negated |= not polarities
         elif kind is _Kind.PREFIX:
             turns = following is _Kind.GOOD and after != "ordnung"
             loose |= turns and word == "in"  # in good order, or in-acceptable
@@ -302,4 +304,4 @@ def _polarities(words: Sequence[tuple[str, _Kind]]) -> tuple[set[bool], bool, bo
         elif kind not in (_Kind.FILLER, _Kind.NUMBER):
             loose |= negated
             negated = False
-    return set(said), loose, negated
+    return set(polarities), loose, negated

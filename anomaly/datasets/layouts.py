@@ -169,8 +169,8 @@ class _FolderLayout:
 
 
 def _good_only(folder: Path) -> Dataset:
-    if told := annotations_in(folder):
-        layout, root, what = told
+    if annotated := annotations_in(folder):
+        layout, root, what = annotated
         raise DataError(
             f"{folder} has {what}, which says which images are good: use --set "
             f"data.format={layout} {_root(root)}"
@@ -246,8 +246,8 @@ def open_test_images(
     if masks is not None and not any(sample.mask_path for sample in bad):
         wanted = masks / bad[0].defect_type / f"{bad[0].path.stem}.png"
         raise DataError(
-            f"none of {len(bad)} defects has a mask in {masks}: that of {bad[0].path} would be "
-            f"{wanted}, say; masks are named like their images, with or without _mask behind it"
+            f"none of {len(bad)} defects has a mask in {masks}; name masks like their images, with "
+            f"or without _mask at the end (for {bad[0].path}: {wanted})"
         )
     if tell and masks is not None and (unused := strays(finder.left_in(masks))):
         log.warning("%s", unused)

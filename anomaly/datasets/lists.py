@@ -48,12 +48,12 @@ def open_list(file: Path) -> Dataset:
             if {label_of(name), label_of(row[name])} & CLEAR:
                 raise DataError(
                     f"{where}: there is no column label, but {name} ({row[name]!r}) seems to say "
-                    "which images are good: call that column `label`, or remove it"
+                    "which images are good; rename that column to `label`, or remove it"
                 )
         if not seen and others:
             log.warning(
-                "%s has no column label, so all its images are taken for good; does %s say which "
-                "are?",
+                "%s has no column `label`, so all its images count as good; if %s says which are "
+                "good, rename that column to `label`",
                 file,
                 " or ".join(others),
             )
@@ -78,14 +78,14 @@ def open_list(file: Path) -> Dataset:
         paths = [sample.path for _, sample in samples]
         check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
     if numbers:
-        log.info("%s: the label 0 is taken for good, other numbers for defects", file)
+        log.info("%s: label 0 counts as good, other numbers as defects", file)
     kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
     if kinds:
-        log.info("%s: taken for kinds of defect: %s", file, some(sorted(kinds), most=8))
+        log.info("%s: these labels count as kinds of defect: %s", file, some(sorted(kinds), most=8))
     samples.sort(key=lambda entry: entry[1].name)
     hint = (
-        "A list needs good images with the split `train`; good ones have the label good, another "
-        "word for it, or 0"
+        "A list needs good images with the split `train`; their label is good, another word for "
+        "it, or 0"
     )
     return in_splits(file, samples, hint)
 

@@ -59,8 +59,8 @@ class Masks:
         mask = min(found, key=fits).path
         if (owner := self._owners.setdefault(mask, image)) != image:
             raise DataError(
-                f"{mask} would be the mask of {owner} and of {image}; give each its own, "
-                "of several folders in folders of their names"
+                f"{mask} would be the mask of both {owner} and {image}; give each image its own "
+                "mask, with one subfolder of masks for each folder of images"
             )
         return mask
 

@@ -91,8 +91,8 @@ class Poses:
         if typical >= _LEAST_CORRELATION:
             reason = "match nearly as well at other places"
         raise DataError(
-            "image.align: the training images show no part whose pose can be found: moved onto "
-            f"each other they {reason}, as surfaces do; train with image.align=none"
+            "image.align: the pose of the part can't be found: aligned with each other, the "
+            f"training images {reason}, as images of a surface do; train with image.align=none"
         )
 
 
@@ -175,15 +175,16 @@ def moving(pictures: Sequence[Grey]) -> str:
     if turn > _TURNED and left < _LEFT * before:
         ways = "any way" if turn > 90 else f"turned by up to {turn:.0f}°"
         return (
-            f"parts lie {ways}, shifted by up to {away:.0%} of the image's sides: "
-            "image.align=rigid finds each one's pose first; `anomaly tune` shows what it gains"
+            f"parts lie {ways} and are shifted by up to {away:.0%} of the image's sides; "
+            "image.align=rigid finds the pose of each part first, and `anomaly tune` shows the "
+            "gain"
         )
     _, away = _spread(shift)
     if away < _FAR:
         return ""
     return (
-        f"parts are shifted by up to {away:.0%} of the image's sides: image.align=shift finds "
-        "each one's pose first; `anomaly tune` shows what it gains"
+        f"parts are shifted by up to {away:.0%} of the image's sides: image.align=shift finds the "
+        "pose of each part first, and `anomaly tune` shows the gain"
     )
 
 

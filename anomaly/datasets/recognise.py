@@ -26,7 +26,7 @@ LIST_SUFFIXES = (".csv", ".manifest", ".jsonl")
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a folder is taken for.
+    """The layout that a folder is read as.
 
     Attributes:
         layout: a key of `anomaly.datasets.FORMATS`.
@@ -44,7 +44,7 @@ class Recognised:
 def recognise(
     place: Path, layout: str | None = None, ask: Callable[[str], str] | None = None
 ) -> tuple[Recognised, ...]:
-    """What a folder, or a list of images, can be taken for; the likeliest first.
+    """The layouts that a folder, or a list of images, can be read as; the likeliest first.
 
     Args:
         place: as a user named it.
@@ -61,7 +61,7 @@ def recognise(
     if not place.exists():
         raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
     if layout is not None:
-        return (Recognised(layout, place, "as you say"),)
+        return (Recognised(layout, place, "as you chose"),)
     if not is_folder(place):
         if place.suffix.lower() not in LIST_SUFFIXES:
             raise DataError(
@@ -69,8 +69,8 @@ def recognise(
                 f"{', '.join(LIST_SUFFIXES)})"
             )
         return (Recognised("csv", place, "a list of images"),)
-    if told := annotations_in(place):
-        return (Recognised(*told),)
+    if annotated := annotations_in(place):
+        return (Recognised(*annotated),)
     known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
     if known and known[0].layout != "good_defect":
         return tuple(known)
@@ -93,8 +93,8 @@ def _check_whole(place: Path) -> None:
             if known.name != "visa" and known.fits(around):
                 raise DataError(
                     f"{place} is a part of {around}, which looks like a data set of its own "
-                    f"({known.name}: {known.reason}); give {around}, or say --format folder where "
-                    f"all images in {place} are good"
+                    f"({known.name}: {known.reason}); give {around}, or add --format folder if all "
+                    f"images in {place} are good"
                 )
 
 
@@ -125,8 +125,8 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         outer = {
             i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_
         }
-        told = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
-        answers = {inner: told[top] for inner, top in outer.items()}
+        answered = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
+        answers = {inner: answered[top] for inner, top in outer.items()}
     good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
     if not good and (Label.DEFECTIVE in labels.values() or answers):
         raise _no_good(place, [say_folder(inner) for inner in labels])
@@ -222,8 +222,8 @@ def _plain(place: Path) -> Recognised:
         raise DataError(f"no images in {place}{give}")
     counts = Counter((by_file_names(image.stem for image in images) or {}).values())
     if counts[Label.GOOD] and counts[Label.DEFECTIVE]:
-        told = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
-        return Recognised("folder", place, told)
+        counted_names = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
+        return Recognised("folder", place, counted_names)
     tops = [image.relative_to(place).parts for image in images]
     unclear = sorted({parts[0] for parts in tops if len(parts) > 1})
     if len(unclear) > 1 and all(len(parts) > 1 for parts in tops):
@@ -236,7 +236,7 @@ def _plain(place: Path) -> Recognised:
 
 
 def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:
-    """One of what a folder can be taken for.
+    """The layout to use; a person is asked if there are several.
 
     Args:
         candidates: as `recognise` gave them.
@@ -249,7 +249,7 @@ def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None)
     if len(candidates) == 1:
         return candidates[0]
     listed = ", ".join(f"{c.layout} ({c.reason})" for c in candidates)
-    untold = DataError(f"{candidates[0].root} can be {listed}; say which with --format")
+    untold = DataError(f"{candidates[0].root} can be {listed}; choose one with --format")
     if ask is None:
         raise untold
     try:

@@ -23,7 +23,7 @@ GOOD = "good"
 SPLITS = ("train", "validation", "test")
 _TEST_SHARE = 5  # one good image in five
 # A mask that marks as much of its image is inverted, or has a background that isn't 0.
-_NEARLY_ALL = 0.98
+NEARLY_ALL = 0.98
 _UPRIGHT, _SIDEWAYS = 1, 5  # EXIF orientations; from 5 on the sides are swapped
 
 
@@ -133,7 +133,7 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
                 "mask_size",
             )
         whole |= mask
-    if sample.is_defect and (marked := float(whole.mean())) >= _NEARLY_ALL:
+    if sample.is_defect and (marked := float(whole.mean())) >= NEARLY_ALL:
         raise MaskError(
             f"{sample.mask_path} marks {marked:.1%} of {sample.path} as defect. If the defect is "
             "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, set "
@@ -143,7 +143,7 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
         )
     if not sample.is_defect and whole.any():
         raise MaskError(
-            f"{sample.mask_path} marks a defect, but {sample.path} is said to be good; remove the "
+            f"{sample.mask_path} marks a defect, but {sample.path} is labelled good; remove the "
             "mask, or move the image to the defects",
             "mask_on_good",
         )
@@ -183,9 +183,9 @@ def maybe_turned(sample: Sample, image: Image) -> str:
     if any(_orientation(file) != _UPRIGHT for file in mask_files(sample.mask_path)):
         return ""
     return (
-        f"{sample.path} is turned by its EXIF orientation ({orientation}), and its mask "
-        f"{sample.mask_path} says nothing of one: see that it is drawn on the image as a viewer "
-        "shows it, or it marks another place"
+        f"{sample.path} is turned by its EXIF orientation ({orientation}), but its mask "
+        f"{sample.mask_path} isn't; draw the mask on the image as a viewer shows it, or it will "
+        "mark the wrong place"
     )
 
 
@@ -206,7 +206,7 @@ def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
     if defect_type == GOOD and len(images) < len(files):
         mask = next(file for file in files if file not in images)
         log.warning(
-            "%s: passed over %d masks of images beside them, by their names (%s)",
+            "%s: skipped %d masks that lie beside their images (%s)",
             folder, len(files) - len(images), mask.name,
         )  # fmt: skip
     return [Sample(p, p.relative_to(root).as_posix(), defect_type) for p in images]

@@ -207,8 +207,8 @@ def score_test_split(
             progress(len(scored), len(samples))
     if unmarked:
         log.warning(
-            "%d masks of defects mark nothing (%s); these images count in the figures of images, "
-            "not in those of pixels",
+            "%d masks of defects mark nothing (%s); these images count in image figures, not in "
+            "pixel figures",
             len(unmarked),
             some(unmarked),
         )
@@ -216,8 +216,7 @@ def score_test_split(
     unmasked = [str(sample.path) for sample in defects if sample.mask_path is None]
     if 0 < len(unmasked) < len(defects):
         log.warning(
-            "%d of %d defects have no mask (%s); they count in the figures of images, not in those "
-            "of pixels",
+            "%d of %d defects have no mask (%s); they count in image figures, not in pixel figures",
             len(unmasked),
             len(defects),
             some(unmasked),
@@ -256,7 +255,7 @@ def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError 
     if not sample.is_defect or sha256 not in good:
         return None
     return DataError(
-        f"{sample.path} is said to show a defect ({sample.defect_type}), but the model has learned "
+        f"{sample.path} is labelled as a defect ({sample.defect_type}), but the model has learned "
         f"it as good ({good[sha256]}); look at it. If it is a defect, remove it from the training "
         "images and train again; if it is good, remove it from the defects"
     )
@@ -270,6 +269,6 @@ def _mask(
     try:
         mask = decoders.call(ground_truth, sample, size, mask_above, about=sample.mask_path)
     except ImageError as error:
-        reason = f"{sample.path} is left out, for its mask can't be used: {error}"
+        reason = f"{sample.path} is left out, because its mask can't be used: {error}"
         raise ImageError(reason, error.status) from None
     return np.asarray(mask, bool)

@@ -111,12 +111,12 @@ class HeldOutScores:
         if not kept:
             raise DataError(
                 f"all {len(outliers)} good images would be for review whatever their score "
-                f"({self.images[0].reason}), so they say nothing of thresholds; where parts look "
-                "like that from now on, the model can learn them (update)"
+                f"({self.images[0].reason}), so they can't set thresholds; if parts look like that "
+                "from now on, let the model learn them (anomaly update)"
             )
         if outliers:
             log.warning(
-                "%d good images would be for review whatever their score, and say nothing of "
+                "%d good images would be for review whatever their score, so they can't set "
                 "thresholds; left out: %s",
                 len(outliers),
                 some(outliers, "; "),
@@ -242,10 +242,10 @@ def recalibrated(
     }
     if threshold is None:
         if review_threshold is not None:
-            raise DataError("review_threshold needs threshold, where rejection begins")
+            raise DataError("review_threshold needs threshold; give both")
         wanted = detector.rates(review_rate, reject_rate)
     elif reject_rate is not None or review_rate is not None:
-        raise DataError("thresholds are set by hand or found by rates, not both")
+        raise DataError("thresholds are either set by hand or found by rates; give one of these")
     else:
         check_by_hand(threshold, review_threshold)
     unseen = None
@@ -269,7 +269,9 @@ def recalibrated(
         for line in moved.lines():
             log.info(line)
         if moved.is_doubtful and not force:
-            raise DataError(f"{moved.caution}; leave out what isn't good, or give force=True")
+            raise DataError(
+                f"{moved.caution}; leave out images that aren't good, or give force=True"
+            )
         if moved.caution:
             log.warning(moved.caution)
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -324,11 +326,11 @@ def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
         DataError: it knows no scores, or no image has such a name.
     """
     if detector.thresholds is None:
-        raise DataError("the model knows no scores of good images; give some good images")
+        raise DataError("the model has no scores of good images; give some good images")
     before = detector.thresholds.good
     now = before.without(without)
     if back := {out.name for out in before.left_out} - {out.name for out in now.left_out}:
-        log.warning("left out before, and counted again: %s", ", ".join(sorted(back)))
+        log.warning("left out before, counted now: %s", ", ".join(sorted(back)))
     return now
 
 
@@ -385,7 +387,7 @@ def evaluated_on(
         if data_root is not None:
             raise
         log.warning(
-            "%s: make sure yourself that these images aren't those the model is evaluated on%s",
+            "%s: make sure that these images aren't the model's test images%s",
             error,
             instead,
         )

@@ -172,8 +172,8 @@ class Update:
             if names:
                 were = "defect that was" if len(names) == 1 else "defects that were"
                 return (
-                    f"{len(names)} {kind} {were} {how} ({some(names)}), so the update isn't "
-                    f"taken; {remedy}, or force it"
+                    f"{len(names)} {kind} {were} {how} ({some(names)}), so the update is refused; "
+                    f"{remedy}, or force it"
                 )
         return ""
 
@@ -212,19 +212,19 @@ class Update:
     def _learned(self) -> Iterator[str]:
         new, limits = self.learned.good, self.moved.after
         if self.known:
-            yield f"left out, as known already or copies of others: {self.known}"
+            yield f"left out, because already learned or copies of others: {self.known}"
         for name, score in self.learned.suspects.items():
             yield f"suspect, not learned: {name} (score {score:.4g})"
         images = counted(len(new.names), "good image")
         yield f"learned {images}; each scored without itself: {_verdicts(limits, new.image)}"
-        yield f"the model as it was, by their scores: {_verdicts(self.before, self.learned.before)}"
+        yield f"before the update: {_verdicts(self.before, self.learned.before)}"
         if self.before.label != "calibrated":
             label = self.before.label
-            yield f"the thresholds were found {label} so far, and are found by rates now"
+            yield f"the thresholds were found {label} before; now they are found by rates"
         yield from limits.lines()
         yield from self.moved.lines()
         yield (
-            f"{len(new.names)} new images alone can't guarantee a false-reject rate below "
+            f"{len(new.names)} new images can't guarantee a false-reject rate below "
             f"{percent(supported_rate(len(new.names)))}"
         )
 
@@ -344,7 +344,7 @@ def _fresh(
         met |= {sha256} - {""}
     if not kept:
         raise DataError(
-            f"there is nothing to learn: the model knows all of the {len(good)} good images"
+            f"there is nothing to learn: the model has already learned all {len(good)} good images"
         )
     return kept
 

@@ -42,12 +42,12 @@ _OUTSIDE = 1.1  # times the training images' lowest or highest figure
 # the five sets of benchmarks/ACCURACY.md (93, 9, 47, -6 and 1 %).
 _TUNED, _LEARNED, _FINER = 0.29, 0.5, 0.5
 _BY_TUNING = (
-    "of five photographed sets two gained: 59 to 97 % and 12 to 53 % of defects caught (where 5 % "
-    "of good parts are flagged); three stayed within 2 points"
+    "on two of five photographed sets more defects were caught (97 % instead of 59 %, 53 % "
+    "instead of 12 %, with 5 % of good parts flagged); on three hardly any change (2 points)"
 )
 _BY_CLEANING = (
-    "of 40 defective bottles of MVTec AD 39 weren't rejected where one training image in ten was "
-    "a defect; once those were removed, 1 wasn't"
+    "on bottles of MVTec AD with defects among the training images (10 %), 39 of 40 defects "
+    "weren't rejected; after removing them, 1 of 40"
 )
 _BY_TURNING = "with 4 training images of hazelnuts, image AUROC rose from 0.875 to 1.000"
 
@@ -235,7 +235,7 @@ def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[W
     files = [image.source for image in missed if isinstance(image.source, Path)][:_PRINTED]
     why = "The settings are those that tune chose."
     if defects < LEAST_DEFECTS:
-        why = f"From {LEAST_DEFECTS} known defects on, tune can choose settings."
+        why = f"With {LEAST_DEFECTS} known defects or more, tune can choose settings."
     remedy = f"{why} See why {'these pass' if len(files) > 1 else 'it passes'} (2 minutes at most):"
     yield Weakness(what, remedy, run.missed(files) if files else "", "", _TUNED * share)
 
@@ -252,7 +252,7 @@ def _too_coarse(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterat
         return
     what = (
         f"{len(widths)} of {counted(len(missed), 'missed defect')} are narrower than a patch: "
-        f"{median(widths):.2g} of its {patch:.2g} pixels in the median."
+        f"{median(widths):.2g} of its {patch:.2g} pixels (median)."
     )
     setting, times = _finer(run.model.config.image, factor, scale)
     remedy = f"Show the network more pixels (about {times:.2g} times the time):"
@@ -291,14 +291,14 @@ def _few(run: Run) -> Iterator[Weakness]:
     bound, target = supported_rate(count), percent(reject.target)
     what = (
         f"{counted(count, 'good image')} can't guarantee a false-reject rate below "
-        f"{percent(bound)}, and leave nothing between good and reject for review."
+        f"{percent(bound)}, so there is no review zone."
     )
-    remedy = f"Take {images_needed(reject.target)} for {target}; from 39 on there is a review zone."
+    remedy = f"Use {images_needed(reject.target)} images for {target}; a review zone needs 39."
     if count < LEAST_IMAGES:
-        remedy += f" Below {LEAST_IMAGES} another product or a lens cap isn't noticed as such."
+        remedy += f" With fewer than {LEAST_IMAGES} another product or a lens cap isn't recognised."
     command = ""
     if run.is_turnable:
-        remedy += " Where parts may lie any way, turned copies of the images help:"
+        remedy += " If parts can lie any way, turned copies of the images help:"
         command = run.train(_TURNED_COPIES)
     expected = _BY_TURNING if command else ""
     yield Weakness(what, remedy, command, expected, bound - reject.target)
@@ -319,7 +319,7 @@ def _suspects(run: Run) -> Iterator[Weakness]:
     if not names:
         return
     stand, pronoun = ("stands", "it") if len(names) == 1 else ("stand", "them")
-    what = f"{counted(len(names), 'training image')} {stand} out from all others: {some(names)}."
+    what = f"{counted(len(names), 'training image')} {stand} unlike all others: {some(names)}."
     without = raised[-1][2] if raised else thresholds.image
     if raised:
         alone = some([name for name, _, _ in raised]) if len(raised) < len(names) else pronoun
@@ -328,8 +328,8 @@ def _suspects(run: Run) -> Iterator[Weakness]:
             f"{thresholds.image:.5g}."
         )
     remedy = (
-        f"Look at {pronoun} (heatmaps of the oddest: {run.folder / 'suspects'}). Remove what isn't "
-        "good and train again:"
+        f"Look at {pronoun} (heatmaps of the most unusual: {run.folder / 'suspects'}). Remove "
+        "images that aren't good and train again:"
     )
     yield Weakness(what, remedy, run.train(), _BY_CLEANING, 1 - without / thresholds.image)
 
@@ -351,11 +351,11 @@ def _flagged_shares(
     noun = "good image" if labelled else "image"
     what = f"{flagged} of {counted(images, noun)} are flagged ({percent(share)}); "
     if comparison == "fewer":
-        what += f"at least {percent(promised.low)} were to be expected, so defects may pass."
+        what += f"at least {percent(promised.low)} expected, so defects may pass."
         remedy = "Find lower thresholds with images like these:"
         yield Weakness(what, remedy, run.calibrate(), "", promised.low - share)
         return
-    what += f"of good parts like the training images at most {percent(promised.at_most)} are."
+    what += f"at most {percent(promised.at_most)} expected for good parts like the training images."
     remedy, command = "Let the model learn other good images like these:", run.update()
     if not labelled and unlike:  # they are flagged whatever the thresholds
         remedy = "If parts look like that from now on, let the model learn confirmed good ones:"
@@ -385,11 +385,11 @@ def _other_light(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
         return
     what = (
         f"{len(outside)} of {counted(len(flagged), 'flagged image')} have a {about}, by "
-        f"{percent(median(outside) - 1)} in the median."
+        f"{percent(median(outside) - 1)} (median)."
     )
     remedy = (
-        "Set lamp, exposure and focus as they were for training; or, if parts look like that from "
-        "now on, let the model learn confirmed good ones:"
+        "Set lamp, exposure and focus as they were for training. If parts look like that from now "
+        "on, let the model learn confirmed good ones:"
     )
     yield Weakness(what, remedy, run.update(), "", len(outside) / images)
 
@@ -409,8 +409,8 @@ def _other_colours(run: Run, flagged: Sequence[JudgedImage], images: int) -> Ite
         f"images are {kinds[1]}."
     )
     remedy = (
-        f"Set the camera to deliver images that are {kinds[1]}, or train with images that are "
-        f"{kinds[0]} alone:"
+        f"Set the camera to deliver images that are {kinds[1]}, or train with images that are all "
+        f"{kinds[0]}:"
     )
     yield Weakness(what, remedy, run.train("data.root=FOLDER"), "", other / images)
 
@@ -426,10 +426,10 @@ def _other_poses(run: Run, flagged: Sequence[JudgedImage], images: int) -> Itera
     if usual < max(_LEAST_ALIKE, len(tried) / 2):
         return
     what = (
-        f"{usual} of {counted(len(tried), 'flagged image')} that were tried score as good parts "
-        "do once they are turned or mirrored: training lacks the ways in which these parts lie."
+        f"{usual} of {counted(len(tried), 'flagged image')} score like good parts once they are "
+        "turned or mirrored: the training images don't show these poses."
     )
-    remedy = "Train with turned copies of the images (the model stays as large):"
+    remedy = "Train with turned copies of the images (the model's size stays the same):"
     yield Weakness(
         what, remedy, run.train(_TURNED_COPIES), "", usual / len(tried) * len(flagged) / images
     )

@@ -49,7 +49,7 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
 
 
 def map_of(output: Tensor, size: Sequence[int]) -> Tensor:
-    """A layer's output as a feature map (1, C, h, w), where it is one in another order.
+    """A layer's output as a feature map (1, C, h, w), reordered if channels come last.
 
     Args:
         output: of one image: a map, Swin's form of one (1, h, w, C), or a transformer's tokens

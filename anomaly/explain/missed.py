@@ -124,8 +124,8 @@ def explain_missed(
     """
     if model.thresholds is None:
         raise DataError(
-            "the model has no scores of good images, so nothing says what it would take to catch a "
-            "defect; find some with anomaly calibrate"
+            "the model has no scores of good images, so the threshold that would catch a defect "
+            "can't be judged; find scores with anomaly calibrate --good"
         )
     explanation = explained(model, image, *good)
     for name, sha256 in model.manifest["training_images"].items():
@@ -151,8 +151,8 @@ def _read(mask: Path, size: tuple[int, int]) -> NDArray[np.bool_]:
 
 
 def _mask_of(image: Path) -> Path | None:
-    truth = image.parents[min(2, len(image.parents) - 1)] / "ground_truth" / image.parent.name
-    return Masks().of(image, [truth])
+    around = image.parents[2:0:-1]
+    return Masks().of(image, [place / "ground_truth" / image.parent.name for place in around])
 
 
 def _inside(values: NDArray[np.float32], mask: NDArray[np.bool_]) -> str:

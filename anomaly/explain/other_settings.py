@@ -84,7 +84,7 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def features(self, done: int, total: int) -> None:
@@ -97,8 +97,8 @@ class Budget:
         needed = _WHOLE * self.spent / max(done, 1) * total
         if self.spent > _MEASURED_SECONDS and needed > self.seconds:
             raise OverBudgetError(
-                f"other settings need about {needed:.0f} s with {total} training images, and "
-                f"{self.seconds:.0f} s were given; give --budget {1 + needed // 60:.0f}m"
+                f"other settings need about {needed:.0f} s with {total} training images, but the "
+                f"budget is {self.seconds:.0f} s; give --budget {1 + needed // 60:.0f}m"
             )
 
 
@@ -160,8 +160,8 @@ def _training_samples(model: Model, folders: Sequence[Path]) -> dict[int, Sample
     if missing:
         name, why = next(iter(missing.items()))
         raise DataError(
-            f"other settings are compared on the training images, of which {len(missing)} of "
-            f"{len(samples) + len(missing)} aren't at hand ({name}: {why}); give their folder with "
+            f"other settings are compared on the training images, but {len(missing)} of "
+            f"{len(samples) + len(missing)} can't be read ({name}: {why}); give their folder with "
             "--good"
         )
     return samples
@@ -231,9 +231,9 @@ def settings_table(tried: Sequence[SettingScores]) -> list[str]:
     return [
         *text_table([("settings", "caught", "good images as high", ""), *map(_row, listed)]),
         "caught: above the review threshold that training would find with these settings",
-        f"good images as high: how many of {total}, scored by models that haven't seen them, score "
-        f"as high as {'it' if len(own.images) == 1 else 'one of these defects on average'}, with "
-        "the share's 95 % interval",
+        f"good images as high: how many of {total} (scored by models that haven't seen them) "
+        f"score as high as {'it' if len(own.images) == 1 else 'one of these defects on average'}, "
+        "with the 95 % interval of the share",
     ]
 
 

@@ -122,11 +122,11 @@ def _map(prediction: Prediction) -> str:
     limits = prediction.thresholds
     lines = ""
     if prediction.verdict != "good":
-        lines = "A white line runs around what is marked, a fainter one around what is for review."
+        lines = "White lines surround marked regions, fainter lines regions for review."
     if limits is not None and prediction.verdict == "reject" and not prediction.regions:
         lines = (
-            "No single place is odd enough to be marked, but together they are; a faint line runs "
-            "around the oddest."
+            "No single place is unusual enough to be marked, but all places together are. A faint "
+            "line surrounds the most unusual place."
         )
     if np.isnan(prediction.anomaly_map).any():
         lines += " Darkened: where the network doesn't look."
@@ -170,7 +170,7 @@ def _compared(explanation: Explanation) -> Iterator[str]:
     """Each flagged patch beside good ones."""
     nearest = explanation.prediction.nearest is not None
     what = "the good patches most like it" if nearest else "the same place on good parts"
-    place = "Each marked place" if explanation.regions else "The oddest place"
+    place = "Each marked place" if explanation.regions else "The most unusual place"
     yield f"<h2>{place} beside {what}</h2>"
     for facts, crops in zip(explanation.patches, explanation.crops, strict=True):
         number = f"{facts['region']}: this image" if facts["region"] else "This image"
@@ -215,7 +215,7 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
         return [
             ("Is the part good? Then there is nothing to do.", ""),
             ("Is it defective? See what would have caught it, and keep it as known:", missed),
-            ("Do such defects pass again and again? Try other settings on them:", tune),
+            ("Do defects like this pass often? Try other settings on them:", tune),
         ]
     return [
         ("Look at the part, at what is marked first, and judge it.", ""),

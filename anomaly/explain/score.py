@@ -214,8 +214,8 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     notes = []
     if prediction.nearest is None:
         notes.append(
-            f"the nearest good patches: {method} keeps none; the page has the same place on "
-            "some good images instead"
+            f"nearest good patches: {method} keeps none; the page shows the same place on some "
+            "good images instead"
         )
     if missing := good.missing():
         name, reason = next(iter(missing.items()))

@@ -51,21 +51,27 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--golden",
         type=Path,
         metavar="FOLDER",
-        help="images that both have to score alike (default: some of the training images)",
+        help="images on which export and model must give the same scores (default: some training "
+        "images)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="gets the folder model/")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder in which the export is written, as model/",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "int8"),
         default="fp32",
-        help="compute in this number format (fp32); another one than the model was trained in "
-        "makes another model, which learns again from the training images",
+        help="number format (default: fp32); if it isn't the model's, the export is a new model, "
+        "trained again on the training images",
     )
     parser.add_argument(
         "--keep-thresholds",
         action="store_true",
-        help="don't learn again, though the model was trained in another number format",
+        help="don't train again if the model was trained in another number format",
     )
     parser.add_argument(
         "--data-root",
@@ -130,8 +136,8 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
         return
     changed, correlation = again["verdicts_changed"], again["correlation"]
     print(
-        f"it is another model than {values['source_model_id']}, whose training images it has "
-        "learned again, and has thresholds of its own"
+        f"it is a new model, trained again on the training images of {values['source_model_id']}, "
+        "with its own thresholds"
     )
     print(
         f"on {again['golden_images']} golden images {len(changed)} verdicts differ; scores are "
@@ -140,8 +146,8 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
     )
     if correlation is not None and correlation < _AGREES:
         log.warning(
-            "the two see these images differently: evaluate both on images with defects before "
-            "the exported one is used"
+            "the two models score these images differently: evaluate both on images with defects "
+            "before you use the export"
         )
     for one in changed:
         before, after = one["scores"]
@@ -207,7 +213,9 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
     )
     parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
-    parser.add_argument("--overwrite", action="store_true", help="begin anew instead of going on")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start again instead of continuing"
+    )
     add_device(parser)
 
 
@@ -226,7 +234,7 @@ def _features(options: argparse.Namespace) -> int:
         for name in ("weights", "input_size", "square"):
             if getattr(options, name):
                 option = f"--{name.replace('_', '-')}"
-                raise AnomalyError(f"{option} is for --backbone; a model brings its own")
+                raise AnomalyError(f"{option} needs --backbone; a model already has it")
         check_layers(options.model)
     paths = find_inputs(options.input).paths
     with locked(options.output):

@@ -98,8 +98,8 @@ def golden_images(
                 break
     if not present:
         raise DataError(
-            f"{folder}: its training images aren't where they were, and an export is compared on "
-            "images; give --golden, a folder of some, good and defective"
+            f"{folder}: its training images have moved, and the export has to be compared on "
+            "images; give a folder of good and defective images with --golden"
         )
     return sorted(present)
 
@@ -141,9 +141,9 @@ def compare(
         verdict = _verdict(verdicts[one.index])
         if not share <= limit or _verdict(one) != verdict:
             raise ModelError(
-                f"the exported model doesn't say the same: {path} has {_said(one)} with "
-                f"{exported.extractor.engine} and {_said(before)} with torch, which is off by "
-                f"{share:.2g} of the score (up to {limit:g} is let pass); its verdict was "
+                f"the exported model's scores differ: {path} has {_said(one)} with "
+                f"{exported.extractor.engine} and {_said(before)} with torch, a difference of "
+                f"{share:.2g} of the score (allowed: {limit:g}); its verdict was "
                 f"{verdict or 'none'}. Nothing was exported{hint}"
             )
         largest = max(largest, Largest(share, path.name), key=lambda one: one.share)
@@ -155,7 +155,7 @@ def compare(
 def differences(
     parent: Model, detector: Model, paths: Sequence[Path], *, workers: int
 ) -> dict[str, Any]:
-    """What another model says of images.
+    """How another model's scores and verdicts differ on images.
 
     Args:
         parent: the one model.
@@ -221,9 +221,9 @@ def compare_patches(
             for item, share in zip(batch, _patch_differences(reference, graph, batch), strict=True):
                 if not share <= limit:
                     raise ModelError(
-                        f"the whole graph doesn't say the same: a patch of {paths[item.index]} is "
-                        f"off by {share:.2g} of the image's highest score (up to {limit:g} is let "
-                        "pass). Nothing was exported"
+                        f"the whole graph's scores differ: a patch of {paths[item.index]} by "
+                        f"{share:.2g} of the image's highest score (allowed: {limit:g}). Nothing "
+                        "was exported"
                     )
                 largest = max(largest, share)
     return largest
@@ -268,9 +268,9 @@ def compare_pixels(
         verdict = VERDICTS[int(codes[0])]
         if not max(shares) <= limit or verdict != one.verdict:
             raise ModelError(
-                f"the graph from pixels doesn't say the same: {one.name} has score "
-                f"{scores[0]:.6g} ({verdict}) there and {_said(one)} with torch; its score and map "
-                f"are off by {max(shares):.2g} (up to {limit:g} is let pass). Nothing was exported"
+                f"the scores of the graph from pixels differ: {one.name} has score {scores[0]:.6g} "
+                f"({verdict}) there and {_said(one)} with torch; score and map differ by "
+                f"{max(shares):.2g} (allowed: {limit:g}). Nothing was exported"
             )
         largest, count = max(largest, *shares), count + 1
     if not count:

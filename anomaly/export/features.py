@@ -162,7 +162,7 @@ def save_features(
     *,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> list[tuple[str, str, str]]:
-    """Save what a network makes of images, but for those that are saved already.
+    """Save a network's features of images that have none saved yet.
 
     Args:
         source: the network.

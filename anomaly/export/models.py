@@ -119,8 +119,8 @@ def _warn_of_scores(folder: Path) -> None:
     wanted = {"zones": bool(config.zones), "rules": bool(config.rules), "smallest_defect": smallest}
     if names := [name for name, is_set in wanted.items() if is_set]:
         log.warning(
-            "the whole graph ends with patch scores: %s of this model count where anomaly runs the "
-            "export, not in other programs",
+            "the whole graph ends with patch scores: %s of this model apply when anomaly runs "
+            "the export, not in other programs",
             " and ".join(names),
         )
 
@@ -128,14 +128,11 @@ def _warn_of_scores(folder: Path) -> None:
 def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
     model, place = folder.resolve(), target.resolve()
     if place.is_relative_to(model) or model.is_relative_to(place):
-        raise OutputError(
-            f"{target} is where the model is that is to be exported ({folder}); give another "
-            "--output"
-        )
+        raise OutputError(f"{target} holds the model to export ({folder}); give another --output")
     check_run_folder(target.parent)
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
-            f"{target} is a trained model, which an export isn't written over; give another "
+            f"{target} holds a trained model, which an export doesn't replace; give another "
             "--output"
         )
     claim_model(target, overwrite=overwrite)
@@ -297,15 +294,15 @@ def _training_images(
     except DataError as error:
         choice = "" if options.precision == "int8" else ", or --keep-thresholds to keep them"
         raise DataError(
-            f"the model was trained in {trained_in}; in {options.precision} scores are others, so "
-            f"it is learned again from its training images, thresholds too: {error}{choice}"
+            f"the model was trained in {trained_in}; scores differ in {options.precision}, so the "
+            f"export is trained again on its training images, with new thresholds: {error}{choice}"
         ) from None
 
 
 def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
     """How equal an export is to its source, as export.json tells it."""
     if left := images - len(largest.images):
-        log.warning("%d of %d golden images can't be scored, and prove nothing", left, images)
+        log.warning("%d of %d golden images can't be scored and aren't compared", left, images)
     return {
         "compared_with": f"torch {version('torch')}, {precision}",
         "images": largest.images,

@@ -127,7 +127,7 @@ class PixelsToVerdict(nn.Module):
         }
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of `described`, in its order."""
+        """The graph's outputs, in the order of `described`."""
         images = pixels.permute(0, 3, 1, 2).float() / 255
         if self._camera.bgr:
             images = images.flip(1)

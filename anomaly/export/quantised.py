@@ -101,7 +101,7 @@ def quantised(
     workers: int,
     progress: StageProgress,
 ) -> tuple[Model, dict[str, Any], int]:
-    """Write the quantised network, and the rest of the model that it makes.
+    """Write the model with the quantised network.
 
     Args:
         parent: the model, on the CPU.
@@ -182,10 +182,9 @@ def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.f
     if not share <= _FARTHEST:
         name, other = ENGINES[graph.engine][0], next(one for one in ENGINES if one != graph.engine)
         raise ModelError(
-            f"int8 makes another network of this one in {name} {graph.version}: one patch in a "
-            f"hundred is off by {share:.2g} of how far patches are from their mean (up to "
-            f"{_FARTHEST:g} is let pass). Nothing was exported; use --precision fp32, or try "
-            f"--to {other}"
+            f"int8 changes this network too much in {name} {graph.version}: 1 % of the patches are "
+            f"off by {share:.2g} of the patches' distance from their mean (allowed: "
+            f"{_FARTHEST:g}). Nothing was exported; use --precision fp32, or try --to {other}"
         )
 
 
@@ -237,7 +236,7 @@ def learned_again(
         scorer = fitter.refit_embeddings(detector.scorer, patches)
         if patches.refused:
             why = patches.refused[0].reason
-            raise DataError(f"a training image can't be used any more: {why}")
+            raise DataError(f"a training image can no longer be used: {why}")
         looks = TrainingStatistics.of([patches.statistics[i] for i in samples])
         new = replace(
             detector, scorer=scorer, training_statistics=detector.training_statistics and looks

@@ -94,7 +94,7 @@ def left_by_system(name: str) -> bool:
 
 
 def matched(name: str, pattern: str) -> bool:
-    """Whether a match of a pattern isn't a system's own, but for what the pattern spells out."""
+    """Whether a match of a pattern counts: no system file unless the pattern names it."""
     return not any(map(left_by_system, set(name.split("/")) - set(pattern.split("/"))))
 
 

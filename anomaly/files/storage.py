@@ -205,7 +205,7 @@ def again(place: str, act: Callable[[], Result], kind: type[AnomalyError] = Data
         except Exception as error:  # each kind of storage has errors of its own
             if "Credentials" in type(error).__name__:
                 raise kind(
-                    f"{place}: nothing says how to sign in; see the documentation of fsspec's "
+                    f"{place}: no way to sign in is set up; see the documentation of fsspec's "
                     "package for this storage (environment variables, a profile, a role)"
                 ) from None
             if pause is None:

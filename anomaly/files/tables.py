@@ -61,7 +61,7 @@ def _unguarded(cell: str) -> str:
 
 
 def marked_encoding(data: bytes) -> tuple[str, bytes] | None:
-    """The encoding that a byte order mark at the start stands for, and the rest; None without."""
+    """The encoding of a byte order mark, and the bytes behind the mark; None without one."""
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):
             return encoding, data.removeprefix(mark)
@@ -159,7 +159,7 @@ def _check_columns(
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Rows of text in columns of even width, flush right but for some.
+    """Lines of a table with columns of even width, flush right except those in `left`.
 
     Args:
         rows: the head first; columns that are empty below it are left out.

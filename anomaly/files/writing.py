@@ -36,12 +36,15 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
     """
     try:
         if folder.is_file():
-            raise OutputError(f"{folder} is a file, and results need a folder; give another one")
+            raise OutputError(
+                f"{folder} is a file, but results need a folder; give another --output"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         entries = [file.name for file in folder.iterdir()]
         if is_model(folder, entries):
             raise OutputError(
-                f"{folder} is a model folder, which holds nothing else; give another --output"
+                f"{folder} is a model folder, where nothing else can be written; give another "
+                "--output"
             )
         present = [folder / name for name in names if (folder / name).exists()]
         if present and not overwrite:
@@ -180,7 +183,7 @@ class DamagedError(AnomalyError, ValueError):
 
 def _read_number(text: str) -> float:
     if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
-        raise DamagedError(f"it holds the number {text[:_MOST_DIGITS]}, which can't be meant")
+        raise DamagedError(f"it holds the impossible number {text[:_MOST_DIGITS]}")
     return int(text) if text.lstrip("-").isdigit() else number
 
 

@@ -143,7 +143,7 @@ class Capture:
             self._running = False
 
     def pop(self) -> dict[str, Tensor]:
-        """Take out each layer's latest output and forget the rest.
+        """Return each layer's latest output and forget all outputs.
 
         Returns:
             Path to tensor, in the order in which the layers were named. Outputs that hold several

@@ -175,8 +175,8 @@ class ArrayFormat:
         if dtype.kind == "f":
             if self.full_scale is None:
                 raise unsupported(
-                    "its values are floats, and nothing says which one means white: give "
-                    "full_scale=1.0 for values from 0 to 1, 255 for 0 to 255"
+                    "its values are floats, so the value of white must be given: full_scale=1.0 "
+                    "for values from 0 to 1, 255 for 0 to 255"
                 )
             return float(self.full_scale)
         full_scale = full_scale_of(float(np.iinfo(dtype).max), self.bit_depth)

@@ -331,7 +331,7 @@ class _DecoderProcess:
             return answer
         if not self._has_answered:
             _check_start()
-        raise _EndedError(f"has ended {_ATTEMPTS} processes, one after the other")
+        raise _EndedError(f"has crashed {_ATTEMPTS} decoding processes, one after the other")
 
     def drop(self) -> None:
         """End it if what it is at may remain unfinished."""

@@ -222,8 +222,8 @@ class Sizing:
             if max(rows, columns) > _LONGEST_INPUT:
                 raise DataError(
                     f"its {source[1]}×{source[0]} pixels would be {columns}×{rows} for the "
-                    f"network, of which a side may have {_LONGEST_INPUT} at most; lower "
-                    "image.area, or cut it into pieces"
+                    f"network, but a side may have at most {_LONGEST_INPUT}; lower image.area, or "
+                    "cut it into pieces"
                 )
             return View(
                 AxisView(source[0], rows, 0, rows), AxisView(source[1], columns, 0, columns)

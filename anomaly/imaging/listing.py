@@ -44,7 +44,7 @@ def other_files(folder: Path) -> str:
     found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
     *names, last = (known.NAME for known in FORMATS.values())
     readable = f"{', '.join(names)} and {last}"
-    return f" (but {found}, of which none can be read; pictures are {readable}: convert them)"
+    return f" (but {found}, in a format that can't be read; convert them to one of {readable})"
 
 
 def is_image(path: Path) -> bool:
@@ -92,7 +92,7 @@ def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
     yield from _walk(folder, (), own)
     if own and tell:
         names = some([path.relative_to(folder).as_posix() for path in own], most=6)
-        log.warning("%s: passed over this program's own outputs: %s", folder, names)
+        log.warning("%s: skipped this program's own outputs: %s", folder, names)
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:

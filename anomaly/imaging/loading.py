@@ -250,7 +250,7 @@ def drop_outside_region(
 def drop_without_pose(
     items: Iterable[NetworkInput | UnusableImage],
 ) -> Iterator[NetworkInput | UnusableImage]:
-    """Refuse images of which it isn't sure where the part lies; nothing is learned from them."""
+    """Refuse images with a doubtful pose; they aren't learned."""
     for item in items:
         pose = item.view.pose if isinstance(item, NetworkInput) else None
         if isinstance(item, NetworkInput) and pose is not None and pose.reason:
@@ -358,7 +358,7 @@ def turn_of(row: int) -> tuple[int, int]:
 def upright(
     turn: int, patch: tuple[int, int], grid: tuple[int, int], tiles: tuple[int, int]
 ) -> tuple[int, int]:
-    """Row and column in an image of a patch of its turned copy, of which each tile is turned.
+    """Row and column, in the image, of a patch in a turned copy whose tiles are turned.
 
     Args:
         turn: how the image was turned, 0 to 7.

@@ -183,9 +183,9 @@ class Reference:
         """Why a pose isn't trusted, for a person; empty where it is."""
         if correlation < self.least:
             return (
-                f"the part's pose can't be found: it matches the training images by "
-                f"{correlation:.2f}, and {self.least:.2f} is the least (another product, or part "
-                "of it covered or out of view?)"
+                "the part's pose can't be found: it matches the training images by "
+                f"{correlation:.2f}, but at least {self.least:.2f} is needed (another product, or "
+                "a part covered or out of view?)"
             )
         low, high = np.array(self.lowest), np.array(self.highest)
         beyond = (np.array(share) < low) | (np.array(share) > high)
@@ -194,9 +194,8 @@ class Reference:
         axis = int(np.argmax(beyond))
         name, unit, scale = _AXES[axis]
         return (
-            f"the part is {name.format(f'{scale * share[axis]:+.3g}{unit}')}, and "
-            f"{scale * low[axis]:+.3g}{unit} to {scale * high[axis]:+.3g}{unit} is what the "
-            "training images allow"
+            f"the part is {name.format(f'{scale * share[axis]:+.3g}{unit}')}; the training images "
+            f"allow {scale * low[axis]:+.3g}{unit} to {scale * high[axis]:+.3g}{unit}"
         )
 
     def tensors(self) -> dict[str, NDArray[Any]]:

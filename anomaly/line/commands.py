@@ -43,9 +43,11 @@ def _add_deploy(parser: argparse.ArgumentParser) -> None:
         "--to", type=Path, required=True, metavar="RUN", help="the run that is to hold it"
     )
     parser.add_argument(
-        "--back", action="store_true", help="put the version before in use again instead"
+        "--back", action="store_true", help="bring the previous version back instead"
     )
-    parser.add_argument("--force", action="store_true", help="even where a known defect would pass")
+    parser.add_argument(
+        "--force", action="store_true", help="deploy even if a known defect would pass"
+    )
     add_device(parser)
 
 
@@ -135,10 +137,11 @@ def _drift(options: argparse.Namespace) -> int:
         log.log(NOTE, line)
     lines = [
         *drift.lines(),
-        f"{HORIZON} parts as expected raise an alarm with a chance of at most "
-        f"{percent(options.false_alarms)}; {percent(options.defects)} of parts are taken to be "
-        f"defective, {thresholds.images} good images stand behind the levels",
+        f"chance of a false alarm in {HORIZON} parts: at most {percent(options.false_alarms)}; "
+        f"assumed share of defective parts: {percent(options.defects)}; levels from "
+        f"{thresholds.images} good images",
     ]
+    lines.extend(filter(None, drift.flagged(thresholds.calibration.review, str(options.model))[1:]))
     print("\n".join(lines))
     if options.output is not None:
         facts = f"{drift.parts} parts of {options.rows}, {options.model}"
@@ -146,7 +149,7 @@ def _drift(options: argparse.Namespace) -> int:
         print(f"charts in {options.output}")
     alarm = drift.alarm
     if alarm is None:
-        print("no drift is seen")
+        print("no drift")
         return 0
     when = stream.times[alarm.alarm or 0]
     at = f" ({when})" if when else ""
@@ -161,8 +164,8 @@ def _thresholds(options: argparse.Namespace) -> Thresholds:
     thresholds = read_thresholds(folder)
     if thresholds is None:
         raise DataError(
-            f"{options.model} has no thresholds, so nothing is promised that could be broken; "
-            "find some with anomaly calibrate"
+            f"{options.model} has no thresholds, so drift can't be measured; find some with "
+            "anomaly calibrate"
         )
     return thresholds
 
@@ -175,8 +178,8 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verdict",
         choices=("good", "defect"),
-        help="what the parts really were; without it and --pictures, all that was said is listed, "
-        "a line of JSON each",
+        help="what the parts really were; without --verdict and --pictures, all judgements are "
+        "listed as lines of JSON",
     )
     add_paths(parser, "--images", "image files, found in the record by their hash", "FILE")
     add_paths(parser, "--parts", "numbers of parts", "N", _part_number)
@@ -185,11 +188,11 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="write the pictures of all parts that were judged there, as good/ and defect/TYPE/ in "
-        "a folder for each model",
+        "a folder for each model, and masks of defects as ground_truth/TYPE/",
     )
     parser.add_argument("--type", default="", help="kind of defect")
     parser.add_argument("--note", default="", help="anything else")
-    parser.add_argument("--who", help="who says so (the user's name)")
+    parser.add_argument("--who", help="name of the person who judges (default: the user's name)")
 
 
 def _feedback(options: argparse.Namespace) -> int:
@@ -200,7 +203,10 @@ def _feedback(options: argparse.Namespace) -> int:
         raise AnomalyError("--verdict goes with --images or --parts, and these with --verdict")
     if options.pictures is not None:
         if options.verdict is not None:
-            raise AnomalyError("--verdict notes something, and --pictures writes it out; give one")
+            raise AnomalyError(
+                "--verdict records a judgement and --pictures writes judged pictures; give one "
+                "of these"
+            )
         return _save(options.record, options.pictures)
     try:
         hashes = [(file, sha256_of(file)) for file in options.images]
@@ -224,7 +230,7 @@ def _feedback(options: argparse.Namespace) -> int:
             print(f"part {part}: {options.verdict}")
         for file, sha256 in hashes:
             number = record.add_feedback(options.verdict, sha256=sha256, **judgement)
-            known = "not scored here so far" if number is None else f"part {number}"
+            known = "not scored here yet" if number is None else f"part {number}"
             print(f"{file} ({known}): {options.verdict}")
         print(f"written to {options.record}")
     finally:
@@ -235,8 +241,11 @@ def _feedback(options: argparse.Namespace) -> int:
 def _save(record: Path, folder: Path) -> int:
     for model, counts in save_pictures(record, folder).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
+        masks = f", {counts['masks']} with a mask" if counts["masks"] else ""
         place = folder / model_folder(model)
-        print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
+        print(
+            f"{model}: {counts['good']} good, {counts['defect']} defective{masks}{lost}; in {place}"
+        )
     return 0
 
 
@@ -244,7 +253,7 @@ def _part_number(text: str) -> int:
     """The number of a part, as the record can have it."""
     if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part, which are 1, 2, 3 …")
+    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part; give 1, 2, 3 …")
 
 
 def _text(given: str) -> str:

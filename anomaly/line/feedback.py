@@ -13,28 +13,30 @@ from anomaly.datasets import Sample
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import short_name, write
 from anomaly.imaging.read import suffix_of
-from anomaly.line.record import open_to_read
+from anomaly.line.record import JUDGED, open_to_read
 
 _PAST = 200  # newest pictures that nobody has judged
-# The last word on each image.
-_JUDGED = """
-SELECT sha256, verdict, defect_type FROM feedback
-WHERE id IN (SELECT MAX (id) FROM feedback GROUP BY sha256) ORDER BY id
-"""
+_JUDGED = f"SELECT sha256, verdict, defect_type FROM {JUDGED} ORDER BY id"
 # Of an image, a part that some models have scored; those with a picture come first.
 _PART = """
 SELECT parts.id, pictures.file FROM parts LEFT JOIN pictures ON pictures.part = parts.id
 WHERE parts.sha256 = ? AND parts.{column} IN ({marks})
 ORDER BY pictures.part IS NULL, parts.id DESC LIMIT 1
 """
-_NEWEST = """
+_NEWEST = f"""
 SELECT MAX (parts.id), pictures.file FROM pictures JOIN parts ON pictures.part = parts.id
-WHERE parts.model_id IN ({marks}) AND parts.sha256 NOT IN (SELECT sha256 FROM feedback)
+WHERE parts.model_id IN ({{marks}}) AND parts.sha256 NOT IN (SELECT sha256 FROM {JUDGED})
 GROUP BY parts.sha256 ORDER BY MAX (parts.id) DESC LIMIT ?
 """
 # The models that have scored what was judged.
-_MODELS = """
-SELECT DISTINCT model FROM parts WHERE sha256 IN (SELECT sha256 FROM feedback) ORDER BY model
+_MODELS = f"""
+SELECT DISTINCT model FROM parts WHERE sha256 IN (SELECT sha256 FROM {JUDGED}) ORDER BY model
+"""
+# The newest mask of an image since it was last called something else than a defect.
+_MARK = """
+SELECT png FROM marks JOIN feedback ON feedback.id = marks.feedback WHERE sha256 = :sha256 AND id >
+    (SELECT COALESCE (MAX (id), 0) FROM feedback WHERE sha256 = :sha256 AND verdict <> 'defect')
+ORDER BY id DESC LIMIT 1
 """
 
 
@@ -80,7 +82,7 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
                 "Where an int8 export of it was served, which is another model, write the "
                 "pictures into a folder (anomaly feedback --pictures), and give that"
             )
-        for verdict, kind, part, file in _judged(db, "model_id", model_ids):
+        for _, verdict, kind, part, file in _judged(db, "model_id", model_ids):
             if file is None:
                 lost += 1
             else:
@@ -94,14 +96,16 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
     """Write the pictures of all parts that people have judged, by the model that scored them.
 
     For programs that take files, and for models that aren't those of the record: `good/` and
-    `defect/<type>/` are what `start` and `train` learn from, too.
+    `defect/<type>/` are what `start` and `train` learn from, too. `ground_truth/<type>/` has the
+    masks of defects that somebody has marked.
 
     Args:
         record: the record of `serve`, which may be in use.
         folder: gets a folder for each model, as `model_folder` names it.
 
     Returns:
-        How many are `good` and `defect`, and how many aren't kept (`lost`), by model.
+        How many are `good` and `defect`, how many aren't kept (`lost`), and how many defects have
+        a mask (`masks`), by model.
 
     Raises:
         DataError: the record can't be read, or nobody has judged a part in it.
@@ -115,20 +119,26 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
         places = {model: folder / model_folder(model) for model in models}
         if there := [place for place in places.values() if place.exists()]:
             raise OutputError(f"{there[0]} exists already; give another folder for the pictures")
+        has_marks = db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'marks'").fetchone()
         for model, place in places.items():
             counts[model] = Counter()
-            for verdict, kind, part, file in _judged(db, "model", [model]):
+            for sha256, verdict, kind, part, file in _judged(db, "model", [model]):
                 counts[model][verdict if file else "lost"] += 1
-                if file:
-                    kept = place / verdict / (_folder_name(kind) if kind else "")
-                    write(kept / f"part-{part}.{suffix_of(file)}", file)
+                if file is None:
+                    continue
+                kept = place / verdict / (_folder_name(kind) if kind else "")
+                write(kept / f"part-{part}.{suffix_of(file)}", file)
+                mark = db.execute(_MARK, {"sha256": sha256}).fetchone() if has_marks else None
+                if verdict == "defect" and mark:
+                    counts[model]["masks"] += 1
+                    write(place / "ground_truth" / kept.name / f"part-{part}_mask.png", mark[0])
     return counts
 
 
 def _judged(
     db: sqlite3.Connection, column: str, models: Collection[str]
-) -> Iterator[tuple[str, str, int, bytes | None]]:
-    """Verdict, kind of defect, part and picture of each judged image that the models have scored.
+) -> Iterator[tuple[str, str, str, int, bytes | None]]:
+    """Hash, verdict, kind of defect, part and picture of each judged image that models have scored.
 
     Args:
         db: the record.
@@ -138,7 +148,7 @@ def _judged(
     query = _PART.format(column=column, marks=_marks(models))
     for sha256, verdict, kind in db.execute(_JUDGED).fetchall():
         if (part := db.execute(query, (sha256, *models)).fetchone()) is not None:
-            yield verdict, kind, *part
+            yield sha256, verdict, kind, *part
 
 
 def _marks(values: Collection[str]) -> str:

@@ -3,10 +3,16 @@
     parts      one row for each answer, in the order of answers; never changed
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
+<<<<<<< HEAD
     feedback   what people say; a trigger refuses changes
     promises   what the thresholds of each model promise that has scored parts
+=======
+    feedback   what people say, an empty verdict to withdraw it; a trigger refuses changes
+    marks      masks of defects, as PNG files, that people have drawn beside their feedback
+>>>>>>> main
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
+    acknowledgements   who has seen which alarm, when, and when it was over
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
 after the process was killed. A file that is removed or replaced meanwhile is noticed: SQLite would
@@ -48,7 +54,15 @@ _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
 """
+<<<<<<< HEAD
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
+=======
+# The last word on each image, unless it was withdrawn.
+JUDGED = """
+(SELECT part, sha256, verdict, defect_type, id FROM feedback
+ WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256))
+"""
+>>>>>>> main
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
@@ -158,7 +172,7 @@ class Record:
             what = "removed; it is begun anew in the same place"
             what = "replaced; it goes on in the file that is there" if there else what
             self.changes += 1
-            self.changed = visible(f"{self.file} was {what} ({_now()})")
+            self.changed = visible(f"{self.file} was {what} ({time_now()})")
             log.error("%s", self.changed)
             self._gone = False
         return db
@@ -291,16 +305,18 @@ class Record:
         sha256: str = "",
         defect_type: str = "",
         note: str = "",
+        mark: bytes = b"",
     ) -> int | None:
         """Write down what a person says of a part.
 
         Args:
-            verdict: `good` or `defect`.
+            verdict: `good` or `defect`; empty to withdraw what was said before.
             who: says so.
             part: its number; None takes the newest one of this image, if there is any.
             sha256: of the image; taken from the part where there is one.
             defect_type: what is wrong with it.
             note: anything.
+            mark: mask of the defect, a PNG file of the image's size; empty for none.
 
         Returns:
             The part's number; None for an image that was never scored here.
@@ -315,11 +331,13 @@ class Record:
             else:
                 newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
                 part = db.execute(newest, (sha256,)).fetchone()[0]
-            db.execute(
+            cursor = db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, _now()),
+                (part, sha256, who, verdict, defect_type, note, time_now()),
             )
+            if mark:
+                db.execute("INSERT INTO marks VALUES (?, ?)", (cursor.lastrowid, mark))
         return part
 
     def check_part(self, number: int) -> str:
@@ -331,7 +349,7 @@ class Record:
         return str(parts[0][0])
 
     def parts(
-        self, before: int | None = None, verdict: str = "", limit: int = 60
+        self, before: int | None = None, verdict: str = "", limit: int = 60, model: str = ""
     ) -> list[dict[str, Any]]:
         """The newest parts, the newest first.
 
@@ -339,12 +357,13 @@ class Record:
             before: only those with a lower number.
             verdict: only those with this verdict; empty for all.
             limit: so many at most.
+            model: only those of this model; empty for all.
 
         Returns:
             Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
             and what a person said last (`feedback`).
         """
-        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
+        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
         conditions = {condition: value for condition, value in wanted.items() if value}
         where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
         rows = self.read(
@@ -367,12 +386,17 @@ class Record:
         rows = self.read("SELECT file FROM pictures WHERE part = ?", (number,))
         return rows[0][0] if rows else None
 
-    def counts(self, since: str) -> dict[str, int]:
-        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
+    def counts(self, since: str, model: str = "") -> dict[str, int]:
+        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status.
+
+        Args:
+            since: the time.
+            model: only its parts; empty for all.
+        """
         rows = self.read(
             "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
-            " FROM parts WHERE time >= ? GROUP BY outcome",
-            (since,),
+            " FROM parts WHERE time >= ? AND ? IN (model, '') GROUP BY outcome",
+            (since, model),
         )
         return {outcome or "no verdict": count for outcome, count in rows}
 
@@ -556,7 +580,7 @@ def _part(
     number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
 ) -> dict[str, Any]:
     feedback = None
-    if verdict is not None:
+    if verdict:  # not withdrawn
         feedback = dict(
             zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True)
         )
@@ -564,8 +588,8 @@ def _part(
     return {**row, "feedback": feedback}
 
 
-def _now() -> str:
-    """The time now."""
+def time_now() -> str:
+    """The time now, as the record has it."""
     return _in_milliseconds(datetime.now(UTC))
 
 

@@ -82,7 +82,7 @@ class ModelRegistry:
         self._awake = threading.Event()
         wake = self._awake.set
         self.models = {
-            name: ModelSlot(name, folder, record.file, record.last, most_waiting=waiting, wake=wake)
+            name: ModelSlot(name, folder, record.file, most_waiting=waiting, wake=wake)
             for name, folder in folders.items()
         }
         self._recorder = recorder
@@ -273,7 +273,7 @@ def check(model: Model, folder: Path, workers: int) -> str:
 
 
 def passing_defects(model: Model, new: Path, run: Path, workers: int) -> list[str]:
-    """The missed defects that a new version calls good, but for those recorded beside it as such.
+    """The missed defects that a new version calls good, except those recorded as such.
 
     Args:
         model: the new version.
@@ -332,7 +332,7 @@ def deploy(new: Path, run: Path) -> bool:
     with _changing(run):
         before = _id(run)
         if _holds(run / "model", new):
-            raise OutputError(f"{run} holds this model already ({before}); nothing is changed")
+            raise OutputError(f"{run} holds this model already ({before}); nothing was changed")
         try:
             shutil.copytree(new, draft / "model")
             for part in _BESIDE if new.name == "model" else ():
@@ -346,7 +346,7 @@ def deploy(new: Path, run: Path) -> bool:
 
 
 def back(run: Path) -> str:
-    """Put the version before in use again; the one in use is kept among those withdrawn.
+    """Bring the previous version back; the present one is kept among the withdrawn.
 
     Args:
         run: as `deploy` has left it.

@@ -15,13 +15,17 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.errors import DataError, visible
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.read import MAX_PIXELS
+from anomaly.line.alarms import Alarms, alarms_of
 from anomaly.line.bodies import Bodies
-from anomaly.line.engine import BusyError
+from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
-from anomaly.storage.golden import keep_missed
+from anomaly.runtime.parallel import locked_cached_property
+from anomaly.storage.golden import keep_golden, keep_missed
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +70,8 @@ class InspectionService:
         )
         self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
         self.stopping = False
+        models = self.registry.models.values()
+        self.alarms = Alarms(record, lambda: alarms_of(models, record, self.stopping))
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -77,6 +83,7 @@ class InspectionService:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.registry)
+        self._open.enter_context(self.alarms)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,9 +93,36 @@ class InspectionService:
         """A part's small heatmap; None where it is neither recent nor kept."""
         return self._recent.get(number) or self.record.heatmap(number)
 
-    def parts(self, before: int | None, verdict: str, limit: int) -> list[dict[str, Any]]:
+    def picture_file(self, number: int) -> bytes | None:
+        """A part's image file; None where it is neither recent nor kept."""
+        return self._files.get(number) or self.record.picture_file(number)
+
+    def photograph(self, number: int) -> bytes | None:
+        """A part's image as a JPEG for a browser; None where it is neither recent nor kept.
+
+        Raises:
+            ImageError: decoding it took too long or too much.
+        """
+        part = self.record.part(number)
+        file = self.picture_file(number)
+        if part is None or file is None:
+            return None
+        slot = self.registry.models.get(part["model"])
+        image = slot.now.long["config"]["image"] if slot and slot.now else {}
+        limits = image.get("max_pixels", MAX_PIXELS), image.get("bit_depth")
+        decoded = self._decoders.call(photograph, file, *limits, about=Path(part["path"]))
+        return bytes(decoded)
+
+    @locked_cached_property
+    def _decoders(self) -> Decoders:
+        """A process for the pages' photographs, beside those that production needs."""
+        return self._open.enter_context(Decoders(1))
+
+    def parts(
+        self, before: int | None, verdict: str, limit: int, model: str
+    ) -> list[dict[str, Any]]:
         """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
-        return [self._seen(one) for one in self.record.parts(before, verdict, limit)]
+        return [self._seen(one) for one in self.record.parts(before, verdict, limit, model)]
 
     def part(self, number: int) -> dict[str, Any] | None:
         """One part; None where there is none of this number."""
@@ -111,22 +145,52 @@ class InspectionService:
             DataError: it can't be one; the message says why.
             OutputError: no room, or somebody else is changing the run.
         """
-        part = self.record.part(number)
-        file = self._files.get(number) or self.record.picture_file(number)
-        said = part and part["feedback"]
-        if not part or part["verdict"] != "good" or not said or said["verdict"] != "defect":
+        part = self.record.part(number) or {}
+        said = part.get("feedback")
+        if part.get("verdict") != "good" or not said or said["verdict"] != "defect":
             raise DataError(f"part {number} isn't a defect that was called good; nothing is kept")
-        slot = self.registry.models.get(part["model"])
+        self._keep(
+            part, who, "known missed defect", lambda slot, *file: keep_missed(slot.folder, *file)
+        )
+
+    def keep_golden(self, number: int, who: str) -> None:
+        """Make a part that its model judges rightly a golden part of that; as `keep_missed`."""
+        part = self.record.part(number) or {}
+        if not (said := part.get("feedback")):
+            raise DataError(f"nobody has judged part {number}; nothing is kept")
+
+        def keep(slot: ModelSlot, name: str, file: bytes) -> Path:
+            if slot.engine is None:
+                raise DataError(f"{slot.name} isn't in memory; send it a part, and try again")
+            model, good = slot.engine.model, said["verdict"] == "good"
+            return keep_golden(model, slot.folder, name, file, good=good)
+
+        self._keep(part, who, "golden part", keep)
+
+    def _keep(
+        self,
+        part: dict[str, Any],
+        who: str,
+        what: str,
+        keep: Callable[[ModelSlot, str, bytes], Path],
+    ) -> None:
+        """Keep a judged part's picture beside its model, and note as `what` and where.
+
+        `keep` takes the model, a name and the file, and returns where that is.
+        """
+        number, said = part["id"], part["feedback"]
+        file, slot = self.picture_file(number), self.registry.models.get(part["model"])
         if file is None or slot is None:
-            what = "is no picture of it" if file is None else f"is no model {part['model']}"
+            gone = "is no picture of it" if file is None else f"is no model {part['model']}"
             raise DataError(
-                f"part {number} can't be kept: there {what} any more; give the file to anomaly "
-                "missed --keep. serve --keep-good 1 keeps the pictures of all good parts"
+                f"part {number} can't be kept: there {gone} any more; give the file to anomaly "
+                "missed --keep, or put it into the run's golden/ and record it with anomaly "
+                "selfcheck --record. serve --keep-good 1 keeps the pictures of all good parts"
             )
-        kept = keep_missed(slot.folder, f"part-{number}", file)
-        note = "; ".join(filter(None, [said["note"], f"known missed defect: {kept.name}"]))
+        kept = keep(slot, f"part-{number}", file)
+        note = "; ".join(filter(None, [said["note"], f"{what}: {kept.name}"]))
         self.record.add_feedback(
-            "defect", who=who, part=number, defect_type=said["defect_type"], note=note
+            said["verdict"], who=who, part=number, defect_type=said["defect_type"], note=note
         )
         self.changed(number)
 

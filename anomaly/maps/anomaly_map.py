@@ -130,7 +130,7 @@ class SourceMap:
 
 
 def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1)) -> Array:
-    """Patch scores of which those beside a higher one are lowered: s · (s / highest of 3 × 3)^γ.
+    """Patch scores, lowered beside higher ones: s · (s / highest of 3 × 3)^γ.
 
     A patch that is the highest among its eight neighbours keeps its score, and so does a plateau.
 

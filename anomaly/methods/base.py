@@ -40,7 +40,7 @@ class PatchBatch:
     inside: Tensor | None = None
 
     def counted(self) -> Iterator[Tensor]:
-        """The patches (n, D) that count, of one image after the other.
+        """The patches (n, D) that count, image by image.
 
         A sum's or product's rounding depends on its shape. What is computed image by image doesn't
         depend on which of them share a batch.
@@ -50,11 +50,11 @@ class PatchBatch:
 
 
 class PatchSet(Protocol):
-    """The patches of all training images; re-iterable, the same each time."""
+    """The patches of all training images; can be iterated repeatedly, always the same."""
 
     @property
     def count(self) -> int:
-        """How many patches all images have."""
+        """Number of patches of all images."""
         ...
 
     def __iter__(self) -> Iterator[PatchBatch]: ...
@@ -64,7 +64,7 @@ class PatchSet(Protocol):
         ...
 
     def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """The patches that count, projected; where images are read once alone, by this.
+        """Projected patches that count, image by image.
 
         Args:
             matrix_of: called once before the first patches, with their D; gives (D, d).
@@ -81,7 +81,7 @@ class PatchSet(Protocol):
                 yield image, patches @ matrix
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """What a function makes of the patches: of all of them, unless parts lie elsewhere.
+        """Results of a function applied to the patches, part by part.
 
         Args:
             function: of a set of patches; on a cluster it is pickled, and called where each part
@@ -135,25 +135,25 @@ def check_fits(channels: int, learned: int) -> None:
 
 
 def axis_length(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
-    """The length of one axis of a saved tensor, for `check_tensors`; -1 where it has no such."""
+    """The length of one axis of a saved tensor; -1 if it has no such axis."""
     shape = tensors[name].shape if name in tensors else ()
     return shape[axis] if -len(shape) <= axis < len(shape) else -1
 
 
 def device_of(values: Array) -> torch.device:
-    """Where a tensor is; the processor for an array."""
+    """The device of a tensor; the CPU for an array."""
     return CPU if isinstance(values, np.ndarray) else values.device
 
 
 def is_finite(values: Array) -> bool:
-    """Whether no value is NaN or infinite; reads a tensor once and makes no other."""
+    """Whether all values are finite; reads the tensor once and allocates no other."""
     if "float" not in str(values.dtype) or 0 in values.shape:
         return True
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
 
 
 def check_disjoint(numbers: Sequence[Mapping[int, int]]) -> None:
-    """Refuse to join sums of models that have learned from the same images.
+    """Refuse to merge models that have learned from the same images.
 
     Args:
         numbers: as `Fitter.merged` takes them.
@@ -164,7 +164,7 @@ def check_disjoint(numbers: Sequence[Mapping[int, int]]) -> None:
     several = sum(map(len, numbers)) - len({i for known in numbers for i in known.values()})
     if several:
         raise ModelError(
-            f"{several} training images were learned from more than once, and would count so; "
+            f"{several} training images are in more than one of the models and would count twice; "
             "merge models that share no images"
         )
 
@@ -177,7 +177,7 @@ Fold: TypeAlias = tuple[int, ...]  # training images that are left out together
 
 @dataclass(frozen=True)
 class PatchScores:
-    """How anomalous each patch is. Tensors of a `Scorer`, arrays of an `ArrayScorer`.
+    """Scores of patches: tensors of a `Scorer`, arrays of an `ArrayScorer`.
 
     Attributes:
         scores: (B, h, w) float32, a distance (never squared); higher is more anomalous.
@@ -189,19 +189,19 @@ class PatchScores:
 
 
 class ArrayScorer(Protocol):
-    """What scoring asks of a model of good patches; an exported model's has no more.
+    """A model of good patches that scores arrays; all that an exported model has.
 
     It takes and gives numpy arrays where it stands alone, and tensors where it is a `Scorer`.
     """
 
     @property
     def unit(self) -> str:
-        """What patch scores are, for people: `distance`, say."""
+        """Name of the score's unit for people, e.g. `distance`."""
         ...
 
     @property
     def dimensions(self) -> int:
-        """D, the channels of the embeddings that `score` takes."""
+        """Number D of channels that `score` takes."""
         ...
 
     def score(self, embeddings: Array) -> PatchScores:
@@ -209,11 +209,11 @@ class ArrayScorer(Protocol):
         ...
 
     def weighted(self, scores: PatchScores) -> Array:
-        """Patch scores (B, h, w) as image scores count them; maps have those of `score`."""
+        """Patch scores (B, h, w) weighted for the image score; maps use those of `score`."""
         return scores.scores
 
     def image_scores(self, embeddings: Array, scores: PatchScores) -> Array:
-        """The method's own image score, where a config names one that it alone has.
+        """Image scores of the method's own kind, if the config names it.
 
         Without one of its own it is the highest patch score.
 
@@ -228,7 +228,7 @@ class ArrayScorer(Protocol):
         return module_of(values).amax(values.reshape(len(values), -1), 1)
 
     def check_origin(self, channels: int, images: int) -> None:
-        """Check that this can have been learned from a network's embeddings of so many images.
+        """Check that the scorer fits the network and the number of training images.
 
         Args:
             channels: of all hooked layers together.
@@ -241,15 +241,15 @@ class ArrayScorer(Protocol):
 
 
 class Scorer(ArrayScorer, Protocol):
-    """An immutable model of good patches. What has a body here serves most methods."""
+    """An immutable model of good patches; default bodies serve most methods."""
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes."""
+        """Turn feature maps into the embeddings that `score` takes."""
         ...
 
     def evidence(self, patches: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-        """The training patches that patches were compared with.
+        """The training patches nearest to given patches.
 
         Args:
             patches: (N, D) float32.
@@ -263,7 +263,7 @@ class Scorer(ArrayScorer, Protocol):
         return None
 
     def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """What `score` does, in operations that `torch.export` can follow: reductions, no search.
+        """`score` in operations that `torch.export` can trace: reductions, no search.
 
         Returns:
             A function of embeddings (B, h, w, D) that gives patch scores (B, h, w) float32, and
@@ -279,7 +279,7 @@ class Scorer(ArrayScorer, Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         ...
 
 
@@ -287,20 +287,20 @@ S = TypeVar("S", bound=Scorer)
 
 
 class Fitter(Protocol[S]):
-    """Settings of a scorer that isn't there yet. Holds nothing that is learned from images."""
+    """Settings that make a scorer from patches; holds nothing learned from images."""
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings to learn from."""
+        """Turn feature maps into the embeddings to learn from."""
         ...
 
     @property
     def compact(self) -> bool:
-        """Whether aligned embeddings take less room than the feature maps that they come from."""
+        """Whether embeddings take less memory than their feature maps."""
         return False
 
     def prepared(self, channels: int, device: torch.device) -> Fitter[S]:
-        """The fitter for a network, with what has to be drawn before images are read.
+        """The fitter for a network, with everything random already drawn.
 
         Args:
             channels: of all hooked layers together.
@@ -313,7 +313,7 @@ class Fitter(Protocol[S]):
 
     @property
     def projected_by(self) -> MatrixOf | None:
-        """What `fit` wants patches projected by; None where it reads embeddings."""
+        """The projection of patches for `fit`; None if it reads embeddings."""
         return None
 
     def fit(self, batches: PatchSet, progress: Progress | None = None) -> S:
@@ -326,7 +326,7 @@ class Fitter(Protocol[S]):
         ...
 
     def refit_embeddings(self, scorer: S, patches: PatchSet) -> S:
-        """What a scorer has learned, in the embeddings of another network.
+        """A scorer with the same learned patches, embedded by another network.
 
         Args:
             scorer: of these settings.
@@ -338,7 +338,7 @@ class Fitter(Protocol[S]):
         return self.fit(patches)
 
     def incremental(self, scorer: S, learned: int) -> Fitter[S]:
-        """A fitter whose `fit` adds to what a scorer has learned already.
+        """A fitter whose `fit` adds images to a scorer.
 
         Args:
             scorer: of these settings.
@@ -350,7 +350,7 @@ class Fitter(Protocol[S]):
         raise ModelError("the model's method can't learn more images; train again with all of them")
 
     def merged(self, scorers: Sequence[S], numbers: Sequence[Mapping[int, int]]) -> S:
-        """What scorers have learned apart, in one.
+        """One scorer of everything that several scorers have learned.
 
         Args:
             scorers: of these settings.
@@ -365,7 +365,7 @@ class Fitter(Protocol[S]):
     def held_out(
         self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, Scorer]]:
-        """Scorers that haven't learned from the images which they are to score.
+        """Scorers for cross-fitting, each without the images it will score.
 
         Args:
             scorer: fitted on all of `patches`.

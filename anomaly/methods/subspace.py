@@ -41,7 +41,7 @@ _FOLDS_HELD = 4  # sums of so many folds are held at once: 38 MB each at D = 1,5
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> SubspaceFitter:
-    """What a config's section `model` learns with.
+    """The fitter of a config's section `model`.
 
     Args:
         settings: its values by key.
@@ -58,7 +58,7 @@ def scorer(
     device: torch.device | None = None,
     cache: Path | None = None,
 ) -> PatchSubspace:
-    """The subspace that was saved.
+    """The subspace in saved tensors.
 
     Args:
         tensors: as `PatchSubspace.tensors` gave them; arrays for a scorer that takes arrays.
@@ -100,7 +100,7 @@ def _check_saved(tensors: Mapping[str, Array]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PatchSubspace(Scorer):
-    """The principal subspace of good patches, and the sums that it comes from.
+    """The principal subspace of good patches, with its sums.
 
     Attributes:
         mean: (D,) float32.
@@ -117,16 +117,16 @@ class PatchSubspace(Scorer):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes."""
+        """Turn feature maps into the embeddings that `score` takes."""
         return _align()
 
     @property
     def dimensions(self) -> int:
-        """D, the channels of the embeddings that `score` takes."""
+        """Number D of channels that `score` takes."""
         return int(self.basis.shape[0])
 
     def score(self, embeddings: Array) -> PatchScores:
-        """‖r − U·Uᵀr‖ with r = x − μ: what the subspace leaves of each patch.
+        """Distances ‖r − U·Uᵀr‖ of patches to the subspace, with r = x − μ.
 
         Differentiable in the embeddings, where they are tensors.
 
@@ -158,12 +158,12 @@ class PatchSubspace(Scorer):
         return PatchSubspace(self.mean.to(target), self.basis.to(target), statistics)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         return {**self.learned.tensors(), "basis": self.basis}
 
     @property
     def learned(self) -> PatchStatistics:
-        """The statistics of a subspace of tensors."""
+        """The statistics of a subspace."""
         assert self.statistics is not None, "an exported model doesn't learn"
         return self.statistics
 
@@ -177,7 +177,7 @@ def _align() -> Align:
 
 @dataclass(frozen=True, eq=False)
 class PatchStatistics:
-    """Moments of N patches, in float64: those of two sets merge to those of both.
+    """Mean and scatter of N patches, in float64; can be merged.
 
     Attributes:
         count: N.
@@ -210,7 +210,7 @@ class PatchStatistics:
         return PatchStatistics(count, self.mean + shift * (other.count / count), scatter)
 
     def without(self, part: PatchStatistics) -> PatchStatistics:
-        """Statistics of what is left when a part of the patches goes: `merge` solved for one."""
+        """Statistics without a part of the patches: the inverse of `merge`."""
         count = self.count - part.count
         mean = self.mean + (self.mean - part.mean) * (part.count / count)
         between = (part.mean - mean) * (count * part.count / self.count) ** 0.5
@@ -233,7 +233,7 @@ class PatchStatistics:
         return leading
 
     def to(self, target: torch.device | str) -> PatchStatistics:
-        """The same on another device."""
+        """An equal whitening on another device."""
         return PatchStatistics(self.count, self.mean.to(target), self.scatter.to(target))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ class PatchStatistics:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> PatchStatistics:
-        """The way back from `tensors`."""
+        """The object stored by `tensors`."""
         mean, packed = tensors["mean"], tensors["scatter"]
         scatter = packed.new_zeros(len(mean), len(mean))
         scatter[scatter.new_ones(scatter.shape).tril().bool()] = packed
@@ -269,7 +269,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings to learn from."""
+        """Turn feature maps into the embeddings to learn from."""
         return _align()
 
     def prepared(self, channels: int, device: torch.device) -> SubspaceFitter:
@@ -304,7 +304,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         return self._subspaces([_sums(batches, self.base)])[0]
 
     def incremental(self, scorer: PatchSubspace, learned: int) -> SubspaceFitter:
-        """A fitter whose `fit` adds to the sums that a subspace comes from.
+        """A fitter whose `fit` adds images to a subspace.
 
         It gives what a fit on all images would.
         """
@@ -324,7 +324,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
     def held_out(
         self, scorer: PatchSubspace, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, PatchSubspace]]:
-        """Subspaces without the images of one fold after another: its sums are taken off."""
+        """Subspaces without the images of each fold, by subtracting its sums."""
         for first in range(0, len(folds), _FOLDS_HELD):
             held = folds[first : first + _FOLDS_HELD]
             parts = [_sums(patches.only(frozenset(fold))) for fold in held]
@@ -332,7 +332,7 @@ class SubspaceFitter(Fitter[PatchSubspace]):
             yield from zip(held, self._subspaces(left), strict=True)
 
     def _subspaces(self, statistics: Sequence[PatchStatistics]) -> list[PatchSubspace]:
-        """The subspaces of several statistics.
+        """Statistics of several subspaces.
 
         Each is found by one thread alone: eigenvectors take thousands of small steps.
         """

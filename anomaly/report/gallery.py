@@ -141,13 +141,14 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     left_out = ""
     if tally.learned:
         left_out = (
-            f"The model has learned from {tally.learned} of the {total} images and knows them: "
-            "that they are called good says nothing of others. "
+            f"{tally.learned} of the {total} images were used to train the model: their good "
+            "verdicts say nothing about new images. "
         )
     if scored > len(shown):
         left_out += (
-            f"Only these have pictures here: what a person has to look at and the highest scores "
-            f"of {scored} images. All are counted on the left, and results.csv has a row for each."
+            "Pictures are shown only for images that a person has to look at and for the highest "
+            f"scores of {scored} images. All images are counted on the left; results.csv has a row "
+            "for each."
         )
     data = {
         "labelled": False,

@@ -29,8 +29,7 @@ from anomaly.version import __version__
 INDEX_FILES = ("index.html", "metrics.json", "scores.csv")
 CATEGORY_FILES = ("report.html", "metrics.json", "scores.csv")
 _SHARED = (
-    "Some of these models were evaluated on the same images, so that there is no mean over them "
-    "and no sum of their counts."
+    "Some of these models were evaluated on the same images, so there are no means and no sums."
 )
 _STRIP_WIDTH, _STRIP_HEIGHT = 130, 30
 

@@ -162,7 +162,7 @@ def utc_now() -> str:
 
 
 def shown_time(utc: str) -> str:
-    """A time (ISO 8601, in UTC) as pages show it."""
+    """A time (ISO 8601, UTC) in the form shown on pages."""
     return f"{utc[:16].replace('T', ' ')} UTC"
 
 

@@ -105,22 +105,21 @@ def at_thresholds(name: str, counts: Confusion) -> str:
 
 
 def flattered(evaluation: Evaluation) -> str:
-    """That some of the test images have chosen something; empty where nothing says so."""
+    """A warning that test images were used to choose settings or thresholds; empty if none were."""
     limits, images = evaluation.thresholds, len(evaluation.scored)
     notes = []
     if count := evaluation.n_settings_images:
         notes.append(
-            f"{count} of {images} test images are among those that the settings were chosen with "
-            "(tune): figures here are a little better than what new parts will show; test with "
-            "others (--good, --defects)"
+            f"{count} of {images} test images were used to choose the settings (tune), so figures "
+            "are slightly better than on new parts; test with other images (--good, --defects)"
         )
     if count := evaluation.n_threshold_images:
         notes.append(
-            f"{count} of {images} test images are among those that the thresholds were chosen "
-            "with: what the thresholds do here is better than what new parts will show"
+            f"{count} of {images} test images were used to choose the thresholds, so verdicts are "
+            "better here than on new parts"
             + (
-                f". Of new defects they catch about {percent(evaluation.expected_of_new)}, told by "
-                "leaving out one after the other"
+                f". Expected for new defects: about {percent(evaluation.expected_of_new)} caught, "
+                "estimated by leaving out one defect at a time"
                 if evaluation.expected_of_new is not None
                 else ""
             )
@@ -129,8 +128,8 @@ def flattered(evaluation: Evaluation) -> str:
         return ". ".join(notes)
     if limits is not None and limits.label == "by hand":
         return (
-            "the thresholds were set by hand: if these test images were looked at for that, what "
-            "the thresholds do here is better than what new parts will show"
+            "the thresholds were set by hand: if they were chosen by these test images, verdicts "
+            "are better here than on new parts"
         )
     return ""
 

@@ -265,7 +265,7 @@ def in_parallel(
 
 @contextmanager
 def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
-    """Hand out pieces of work to as many threads as there are, each of which computes alone.
+    """Share pieces of work among single-threaded workers.
 
     Torch's own way splits every single operation and has all threads meet at its end. For
     operations of some microseconds the meeting costs more than the work, and where another

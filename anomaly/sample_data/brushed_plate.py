@@ -83,7 +83,7 @@ class Plate:
 
     @property
     def side(self) -> int:
-        """S, in scene pixels."""
+        """The side S of the plate, in scene pixels."""
         return int(self.outline.shape[0])
 
 

@@ -79,7 +79,7 @@ class Cloth:
 
     @property
     def side(self) -> int:
-        """S, in scene pixels."""
+        """The side S of the plate, in scene pixels."""
         return int(self.glow.shape[0])
 
 

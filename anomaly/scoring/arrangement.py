@@ -74,8 +74,8 @@ class Arrangement:
             coarse.update(zip(images, zip(patches, weights, strict=True), strict=True))
         if projection is None or len(coarse) < LEAST_IMAGES:
             raise DataError(
-                f"model.arrangement needs {LEAST_IMAGES} good images or more to tell how parts are "
-                f"arranged; there are {len(coarse)}. Add images, or leave the setting off"
+                f"model.arrangement needs at least {LEAST_IMAGES} good images to learn how parts "
+                f"are arranged; there are {len(coarse)}. Add images, or leave the setting out"
             )
         shown = [coarse[i] for i in sorted(coarse)]
         points = np.concatenate([patches[weights > 0] for patches, weights in shown])
@@ -85,7 +85,7 @@ class Arrangement:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, NDArray[np.generic]]) -> Arrangement:
-        """From what `tensors` gave.
+        """The arrangement stored by `tensors`.
 
         Raises:
             ModelError: one is missing.
@@ -95,13 +95,13 @@ class Arrangement:
         return cls(**tensors)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, NDArray[np.generic]]:
-        """What a model folder keeps."""
+        """The tensors to save in a model folder."""
         return {name: np.ascontiguousarray(getattr(self, name)) for name in _TENSORS}
 
     def joined(
         self, patch_scores: Sequence[float], places: Sequence[int], folds: Sequence[Sequence[int]]
     ) -> tuple[Arrangement, tuple[float, ...]]:
-        """With the scale that brings distances to patch scores, and the scores that come of it.
+        """A copy scaled to patch scores, and the combined scores.
 
         Args:
             patch_scores: cross-fitted, of distinct training images.
@@ -120,7 +120,7 @@ class Arrangement:
     def judged(
         self, scores: Sequence[float], embeddings: Array, inside: Array | None, names: Sequence[str]
     ) -> tuple[list[float], list[str]]:
-        """Image scores that the arrangement counts in, and what is wrong with it.
+        """Image scores with the arrangement, and the part at fault.
 
         Args:
             scores: of the patches (B,).

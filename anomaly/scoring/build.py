@@ -48,7 +48,7 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
 
 
 def _check_size(config: Config, extractor: FeatureExtractor) -> None:
-    """See that a network takes images of the sizes that a config gives them.
+    """Refuse image sizes that a network doesn't take.
 
     Raises:
         ConfigError: it doesn't; the message says what it takes.
@@ -145,7 +145,7 @@ _TURNS = {
 
 
 def turns_of(config: Config) -> tuple[int, ...]:
-    """The ways in which training images are learned beside the one they have.
+    """The turns and mirrors in which training images are also learned.
 
     See `anomaly.imaging.loading.turned`.
     """
@@ -153,7 +153,7 @@ def turns_of(config: Config) -> tuple[int, ...]:
 
 
 def region_of(image: ImageConfig, folder: Path) -> Region | None:
-    """Where a config says to look; None for everywhere.
+    """The region of a config; None for the whole image.
 
     Args:
         image: the settings.

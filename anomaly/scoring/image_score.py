@@ -55,12 +55,12 @@ def network_map(
 
 
 def _nearest(patches: int, size: int) -> list[int]:
-    """Which patch of an axis each pixel of it lies on."""
+    """The patch index of each pixel along an axis."""
     return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
 
 
 def with_border_damped(scores: Array, size: tuple[int, int], damping: float) -> Array:
-    """Patch scores of which those near the image's border are lowered: s · (1 − δ·(1 − d/24)).
+    """Patch scores, lowered near the image's border: s · (1 − δ·(1 − d/24)).
 
     d is how far a patch's centre is from the nearest border, 24 network pixels at most. What a
     network makes of the border comes in part from the zeros that it pads images with.
@@ -88,7 +88,7 @@ def _from_border(patches: int, size: int) -> NDArray[np.float64]:
 
 
 def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -> Array:
-    """One score for each image.
+    """Image scores (B,) from patch scores and maps.
 
     Args:
         scores: patch scores (B, h, w); NaN doesn't count.
@@ -169,7 +169,7 @@ def inside_of(
 
 
 def pieces_of(batch: Sequence[NetworkInput]) -> list[Piece]:
-    """Where network inputs come from."""
+    """The layouts and tiles behind network inputs."""
     return [(item.layout, item.tile, item.turn) for item in batch]
 
 

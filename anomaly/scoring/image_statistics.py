@@ -27,7 +27,7 @@ _GREY = 1 / 255  # mean difference between channels, below which an image has no
 
 @dataclass(frozen=True)
 class ImageStatistics:
-    """An image as a whole, in sums, so that its tiles add up.
+    """Statistics of an image as a whole, kept as sums so that tiles add up.
 
     Attributes:
         pixels: how many the network saw and counted.
@@ -64,7 +64,7 @@ class ImageStatistics:
 
     @property
     def blank(self) -> str:
-        """That all pixels have one value, for a person; empty where they don't."""
+        """A message if all pixels have one value; empty otherwise."""
         if self.brightest - self.darkest > BLANK:
             return ""
         return (
@@ -90,14 +90,14 @@ class ImageStatistics:
         return np.asarray(self.embedding, np.float64) / max(self.patches, 1)
 
     def variance(self) -> float:
-        """Of the embeddings of the image's patches, the mean over their values."""
+        """Mean variance of the image's patch embeddings."""
         mean = self.mean_embedding()
         mean_square = self.squared / max(self.patches, 1) / len(mean)
         return max(mean_square - float(np.mean(np.square(mean))), 0.0)
 
 
 class StatisticsSums:
-    """Statistics of images whose tiles come one by one. Pictures of some are kept, evenly spread.
+    """Collects statistics of images tile by tile, and evenly spread pictures.
 
     Their embeddings are float32 rows of one array: small arrays that stay among large ones that go
     keep the memory of these from being used again.
@@ -164,7 +164,7 @@ def measure(
     tile: tuple[int, int] = (0, 0),
     tiles: tuple[int, int] = (1, 1),
 ) -> ImageStatistics:
-    """The statistics of one network input.
+    """The statistics of one network input or tile.
 
     Args:
         pixels: (H, W, 3) in [0, 1].
@@ -232,7 +232,7 @@ _AT_ONCE = 64  # images whose mean embeddings are held a second time
 
 @dataclass(frozen=True, eq=False)
 class TrainingStatistics:
-    """What good images have in common as a whole: the range and spread of their statistics.
+    """Range and spread of good images' statistics.
 
     Attributes:
         ranges: lowest and highest accepted brightness, contrast and sharpness.
@@ -278,7 +278,7 @@ class TrainingStatistics:
 
     @property
     def is_reliable(self) -> bool:
-        """Whether there were images enough to say what is far outside them."""
+        """Whether there were enough images to judge others."""
         return self.images >= LEAST_IMAGES
 
     def merged(self, other: TrainingStatistics) -> TrainingStatistics:
@@ -317,7 +317,7 @@ class TrainingStatistics:
         return float(self._from_others(self.farthest).max())
 
     def deviation(self, image: ImageStatistics, *, turned: bool = False) -> str:
-        """Why an image is far outside the training set, for a person.
+        """A message if an image is far outside the training set; empty otherwise.
 
         Empty where it isn't, or where there were too few images to say.
 
@@ -347,9 +347,9 @@ class TrainingStatistics:
         away = float(self._standardised(image.mean_embedding() - self.mean, self.variance))
         if away > FARTHER * self.seen_distance and self.distance(image) > LEAST_DISTANCE:
             return (
-                f"as a whole the image is {away:.2g} from the training images, and the farthest "
-                f"of these is {self.seen_distance:.2g} from the others (another product, or turned "
-                "or cut out differently?)"
+                f"the image as a whole lies at distance {away:.2g} from the training images, which "
+                f"lie at most {self.seen_distance:.2g} from each other (another product, or turned "
+                "or cropped differently?)"
             )
         return ""
 
@@ -370,7 +370,7 @@ class TrainingStatistics:
         return _root_mean_square(apart / self.deviations(variance))
 
     def deviations(self, variance: Floats) -> Floats:
-        """Standard deviations (…, D) of variances, of which none is next to nothing."""
+        """Standard deviations (…, D) of variances, with a lower limit."""
         least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
         return np.asarray(np.sqrt(variance + least + np.square(_ROUNDING * self.spread)))
 
@@ -388,7 +388,7 @@ class TrainingStatistics:
         return [int(place) for place in np.argsort(-away, kind="stable")[:_KEPT]]
 
     def tensors(self) -> dict[str, NDArray[Any]]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         bounds = np.array([[*self.ranges[n], *self.seen[n]] for n in _LEAST_FACTOR])
         return {
             "bounds": bounds,
@@ -401,7 +401,7 @@ class TrainingStatistics:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], images: int) -> TrainingStatistics:
-        """The way back from `tensors`, for as many images as they were learned from.
+        """The statistics stored by `tensors`, for the number of training images.
 
         Raises:
             ModelError: they aren't the statistics of training images.
@@ -421,7 +421,7 @@ class TrainingStatistics:
             or (tensors["variance"] < 0).any()
             or tensors["spread"] <= 0
         ):
-            raise ModelError("what says how the training images look is damaged")
+            raise ModelError("the statistics of the training images are damaged")
         bounds = dict(zip(_LEAST_FACTOR, tensors["bounds"].tolist(), strict=True))
         return cls(
             ranges={name: (b[0], b[1]) for name, b in bounds.items()},
@@ -464,12 +464,12 @@ def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:
 
 
 def nearest(products: Mapping[str, TrainingStatistics], image: ImageStatistics) -> str:
-    """The product whose training images an image is least far from."""
+    """The product with the nearest training images."""
     return min(products, key=lambda product: products[product].distance(image))
 
 
 def _mean_embeddings(statistics: Sequence[ImageStatistics]) -> Iterator[Floats]:
-    """Images' mean embeddings (n, D), so many at a time: they aren't all held a second time."""
+    """Mean embeddings (n, D) of images, several at a time."""
     for first in range(0, len(statistics), _AT_ONCE):
         group = statistics[first : first + _AT_ONCE]
         yield np.stack([image.mean_embedding() for image in group])

@@ -55,7 +55,7 @@ _LEAST_SCORE = 1e-12  # where a power has a gradient
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """What the backbone makes of a few images or tiles of one network size.
+    """Patch embeddings and statistics of a few images or tiles of one size.
 
     Attributes:
         embeddings: (B, h, w, D).
@@ -70,7 +70,7 @@ class Embedded:
     pieces: Sequence[Piece]
 
     def only(self, places: Sequence[int]) -> Embedded:
-        """Those at some of the places, which ascend."""
+        """The entries at some ascending places."""
         if len(places) == len(self.statistics):
             return self
         rows = list(places)
@@ -158,7 +158,7 @@ class Model(Predictor):
 
     @property
     def unit(self) -> str:
-        """What the scores are, for people."""
+        """Name of the score's unit, for people."""
         return self.scorer.unit
 
     def rates(
@@ -218,7 +218,7 @@ class Model(Predictor):
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
     def embedded(self, batch: Sequence[NetworkInput]) -> Embedded:
-        """What the backbone makes of images or tiles of one network size.
+        """Embeddings and statistics of images or tiles of one network size.
 
         Raises:
             DataError: the region to look at holds none of an image's patches.
@@ -229,7 +229,7 @@ class Model(Predictor):
         return Embedded(embeddings, inside, statistics, pieces_of(batch))
 
     def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[list[float]]]:
-        """Patches of images or tiles, and their scores, see `image_scores_of`.
+        """The patches of images or tiles, with their scores.
 
         Raises:
             DataError: the scorer doesn't take their grid.
@@ -294,14 +294,14 @@ class Model(Predictor):
 
     @cached_property
     def scene(self) -> Scene | None:
-        """How its training images look, in a row; None where too few of them are known."""
+        """The scene of the training images; None with too few images."""
         known, turned = self.training_statistics, self.config.model.turned_copies != "none"
         if known is None or len(known.pictures) < LEAST_PICTURES:
             return None
         return Scene(known.pictures, turned=turned)
 
     def review_reason(self, statistics: ImageStatistics) -> str:
-        """Why a person has to look at an image, whatever its score; empty where none does."""
+        """The reason for review whatever the score; empty without one."""
         if statistics.blank or self.training_statistics is None:
             return statistics.blank
         turned = self.config.model.turned_copies != "none"
@@ -318,7 +318,7 @@ class Model(Predictor):
         return tuple(zone for zone in self.judge.zones if zone.reject_rate is not None)
 
     def _zone_weights(self, layout: AnyView, grid: tuple[int, ...]) -> NDArray[np.float32] | None:
-        """What patches (h, w) are multiplied by on the map, so that one threshold is for all."""
+        """Factors (h, w) that scale zones to the image's threshold."""
         if not self.scored_zones or self.thresholds is None:
             return None
         height, width = (n // len(p) for n, p in zip(grid, layout.axes, strict=True))
@@ -353,7 +353,7 @@ class Model(Predictor):
         inside: Array | None = None,
         top: int | None = None,
     ) -> tuple[PatchScores, Array]:
-        """What `score_patches` gives, of patch scores that are known; these take the longest.
+        """The result of `score_patches` for known patch scores.
 
         Args:
             patches: as the scorer gave them.
@@ -385,7 +385,7 @@ class Model(Predictor):
     def parts(
         self, embeddings: Array, pieces: Sequence[Piece], among: Array | None
     ) -> list[Array | None]:
-        """Which patches (B, h, w) have a score together: those of no scored zone, and of each."""
+        """Masks (B, h, w) of the patches outside scored zones, and in each zone."""
         rest, zones = among, []
         for zone in self.scored_zones:
             mask = inside(pieces, embeddings, zone.region)

@@ -1,4 +1,4 @@
-"""What a detector makes of one image."""
+"""The result of a detector for one image."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Patches:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """What a detector makes of one image.
+    """The result of a detector for one image.
 
     Attributes:
         index: the image's place among those that were given.
@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """What messages call the image: its path, or its place among those given."""
+        """The image's name in messages: its path, or its position."""
         return described(self.index, self.path)
 
     @property
@@ -141,7 +141,7 @@ class Prediction:
 
     @cached_property
     def source_map(self) -> SourceMap:
-        """The anomaly map, made when it is called, all rows or some: it may not fit into memory."""
+        """A function that computes the anomaly map, all rows or some."""
         region, scores = self.loading.region, self.patch_scores
         if self.zone_weights is not None:
             scores = scores * self.zone_weights
@@ -157,7 +157,7 @@ class Prediction:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """(H0, W0), True where a defect is: around each peak above the pixel threshold.
+        """Mask (H0, W0): True around each peak above the pixel threshold.
 
         Raises:
             ModelError: the model has no thresholds.
@@ -191,7 +191,7 @@ class Prediction:
         return heatmap(self._decoded(), scores, limit, areas)
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows: the heatmap, made smaller where it is large."""
+        """The heatmap as PNG for notebooks, reduced if large."""
         try:
             picture = self.heatmap()
         except ImageError:  # the file has gone; the text remains
@@ -210,7 +210,7 @@ class Prediction:
     def _limits(self) -> Thresholds:
         if self.thresholds is None:
             raise ModelError(
-                "the model has no thresholds, so nothing says where marking starts; find some with "
+                "the model has no thresholds, so no defects can be marked; find thresholds with "
                 "detector.calibrate(good_images)"
             )
         return self.thresholds
@@ -229,7 +229,7 @@ class Prediction:
 
 
 def combined(scores: Sequence[float], thresholds: Thresholds | None) -> tuple[float, str]:
-    """The image score of an image's scores, and the zone that it is of; empty for the rest.
+    """The image score and the name of its zone; an empty name outside all zones.
 
     Args:
         scores: of the image without its scored zones, and of these.

@@ -41,7 +41,7 @@ AnyModel: TypeAlias = "Model | ProductSet"
 
 
 class Predictor:
-    """What makes predictions: one model, or several that share what the backbone makes of images.
+    """Makes predictions with one model, or with several that share the backbone.
 
     An image goes through the backbone once. A subclass says which models there are, and which of
     them scores an image. Nothing in it changes while it runs, so
@@ -67,12 +67,12 @@ class Predictor:
 
     @property
     def reference_model(self) -> Model:
-        """One of the models, for what all of them share: backbone, image settings, device."""
+        """The model that stands for what all models share: backbone, image settings, device."""
         return next(iter(self.models.values()))
 
     @property
     def batch_size(self) -> int:
-        """Images that go through the network together, unless somebody says otherwise."""
+        """Default number of images computed together."""
         return self.reference_model.embedder.max_batch_size(self.reference_model.config.batch_size)
 
     @property
@@ -86,7 +86,7 @@ class Predictor:
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> ArrayFormat:
-        """How arrays are to be taken as images; what they don't say comes from the config."""
+        """The format of arrays; the config fills in what isn't given."""
         image = self.reference_model.config.image
         return ArrayFormat(channels, full_scale, layout, image.bit_depth, image.max_pixels)
 
@@ -107,7 +107,7 @@ class Predictor:
     def results(
         self, images: Iterable[ImageLike], given: ArrayFormat | None = None
     ) -> Iterator[Prediction | UnusableImage]:
-        """Score images; one that can't be used has a result, too.
+        """Results of images; unusable images have one too.
 
         Args:
             images: files, arrays, PIL images or tensors; read only a few batches ahead of what
@@ -130,7 +130,7 @@ class Predictor:
         workers: int = 2,
         keep_images: bool = False,
     ) -> Iterator[Prediction | UnusableImage]:
-        """Score images with decoding processes of their own, and tell of those that can't be used.
+        """Score images with new decoding processes, and report unusable ones.
 
         Args:
             images: files, or pixels that are decoded already.
@@ -150,7 +150,7 @@ class Predictor:
     def fitting(
         self, items: Iterable[NetworkInput | UnusableImage]
     ) -> Iterator[NetworkInput | UnusableImage]:
-        """Refuse images whose patches all lie outside the region, so that no batch holds any.
+        """Refuse images whose patches all lie outside the region.
 
         Args:
             items: loaded images; those refused already pass through.
@@ -217,7 +217,7 @@ class Predictor:
         return [predictions[place] for place in range(len(batch))]
 
     def _score_tiles(self, item: NetworkInput) -> Prediction:
-        """Score one large image, not rendered yet.
+        """Score one large image in tiles.
 
         Which product it is shows once all its tiles have been seen, so every model scores them all.
         """
@@ -248,7 +248,7 @@ class Predictor:
 
 
 def _usable(result: Prediction | UnusableImage) -> Prediction:
-    """A prediction; raises what is wrong with an image that can't be used."""
+    """The prediction; raises the error of an unusable image."""
     if isinstance(result, UnusableImage):
         raise ImageError(result.reason, result.status)
     return result
@@ -272,7 +272,7 @@ _ScoredTiles: TypeAlias = tuple[
 
 
 class _TiledPatches:
-    """The patches of a large image, put together from those of its tiles.
+    """Collects the patches of a large image from its tiles.
 
     Args:
         rows: of tiles.
@@ -289,7 +289,7 @@ class _TiledPatches:
 
     @property
     def patches(self) -> Patches:
-        """Of the whole image, once its tiles have been put in."""
+        """The patches of the whole image, after all tiles were added."""
         assert self._patches is not None
         return self._patches
 
@@ -345,12 +345,12 @@ class ProductSet(Predictor):
 
     @property
     def model_id(self) -> str:
-        """Names these very models: 16 digits that follow from their names and ids."""
+        """The set's id: 16 digits from the models' names and ids."""
         ids = "".join(f"{name}\0{model.model_id}\0" for name, model in self.products.items())
         return hashlib.sha256(f"{ids}{self.product}".encode()).hexdigest()[:16]
 
     def given(self, product: str) -> ProductSet:
-        """The same models, for images that all show one product.
+        """The same models with a fixed product.
 
         One that looks like another of the products is for review.
 
@@ -383,7 +383,7 @@ class ProductSet(Predictor):
         return product, self.products[product].review_reason(statistics)
 
     def _nearest(self, statistics: ImageStatistics) -> str:
-        """The product that an image looks most like; the one given where that can't be said."""
+        """The product nearest to an image; the given product if it can't be recognised."""
         known = {
             name: model.training_statistics
             for name, model in self.products.items()
@@ -395,7 +395,7 @@ class ProductSet(Predictor):
 
 
 def check_product(folder: object, products: Mapping[str, object], product: str) -> None:
-    """See that a product is one of a set's.
+    """Refuse a product that the set doesn't have.
 
     Args:
         folder: of the set, for the message.
@@ -406,8 +406,6 @@ def check_product(folder: object, products: Mapping[str, object], product: str) 
         ModelError: it isn't.
     """
     if not products:
-        raise ModelError(
-            f"{folder} is the model of one product; leave out which one it is ({product})"
-        )
+        raise ModelError(f"{folder} is the model of one product; leave the product out ({product})")
     if product not in products:
         raise ModelError(f"{folder} has no product {product!r}; it has {', '.join(products)}")

@@ -52,7 +52,7 @@ class Zone:
 
 @dataclass(frozen=True)
 class Rule:
-    """What regions of a kind mean: those with these sizes at least, in a zone.
+    """The verdict of regions with at least these sizes, in a zone.
 
     Attributes:
         name: of the rule.
@@ -70,7 +70,7 @@ class Rule:
     count: int = 1
 
     def fits(self, region: MarkedRegion) -> bool:
-        """Whether a region, whose zone is known, is of the kind."""
+        """Whether a region fits the rule."""
         if self.zone is not None and self.zone not in region.zone.split(_AND):
             return False
         return all(getattr(region, name) >= least for name, least in self.sizes)
@@ -78,7 +78,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """What decides on regions.
+    """Decides on regions by rules and zones.
 
     Attributes:
         zones: by which regions are placed.

@@ -49,8 +49,9 @@ _FALSE_ALARMS = 0.001  # chance that any sum reaches its limit within `HORIZON` 
 _LATEST = 8  # parts whose median says by how much the scene has changed; twice as many are kept
 
 _CHANGED = (
-    "%sscene changed at part %d: %s. Look at lamp, exposure, lens, camera and product. Parts are "
-    "for review until they look right again; anomaly update teaches the model a look that stays"
+    "%sscene changed at part %d: %s. Check lamp, exposure, lens, camera and product. Parts are "
+    "for review until the scene looks right again; if the change stays, let the model learn it "
+    "with anomaly update"
 )
 
 Picture = NDArray[np.float16]
@@ -87,12 +88,12 @@ def picture_of(
 
 
 def evenly(count: int, most: int = PICTURES) -> list[int]:
-    """Places of at most so many of a number of things, evenly spread."""
+    """Indices of at most `most` items, evenly spread."""
     return sorted({int(i) for i in np.linspace(0, count - 1, min(count, most))})
 
 
 class _Look:
-    """What of a picture is compared: values of its cells by rank (4, R), and brightness by cell."""
+    """The compared features of a picture: cell values by rank (4, R), brightness by cell."""
 
     def __init__(self, picture: Picture) -> None:
         cells = np.where(picture == _OUTSIDE, np.nan, picture.astype(np.float32))
@@ -104,7 +105,7 @@ class _Look:
 
 
 class Scene:
-    """How training pictures look, and how much their figures differ.
+    """The look of training pictures, and the spread of their figures.
 
     Args:
         pictures: (K, SIDE, SIDE, 4), at least `LEAST_PICTURES`.
@@ -131,7 +132,7 @@ class Scene:
             self.levels[3:] = np.inf
 
     def figures(self, picture: Picture) -> tuple[float, ...]:
-        """By how much a picture differs from training pictures, signed, as `_LEAST` says."""
+        """Signed differences of a picture from training pictures, in units of `_LEAST`."""
         return tuple(round(float(value), 6) for value in self._figures(_Look(picture)))
 
     def _figures(self, look: _Look) -> NDArray[np.float64]:
@@ -145,7 +146,7 @@ class Scene:
 
 
 def _match(light: NDArray[np.float64], look: _Look) -> tuple[float, float, float]:
-    """Where the middle of a picture lies in another one: to the right and down, as shares.
+    """The shift of a picture against another one: right and down, as shares.
 
     Returns:
         Both, and the correlation there.
@@ -168,7 +169,7 @@ def _peak(values: list[float], at: int) -> float:
 
 
 class SceneWatch:
-    """Watches predictions in the order of the parts, those of each product by themselves.
+    """Watches predictions in the order of the parts, separately for each product.
 
     Args:
         models: that make them, by product.
@@ -200,14 +201,14 @@ class SceneWatch:
         return prediction, figures
 
     def add(self, product: str, figures: Sequence[float]) -> None:
-        """Take a part's figures, as `judged` gave them, now or in an earlier run."""
+        """Add a part's figures from `judged`, now or from an earlier run."""
         self.changed.pop(product, None)
         if figures and (text := self._streams[product].add(figures)):
             self.changed[product] = text
 
 
 class _Stream:
-    """The parts of one product, and the sums that watch their figures, each to either side."""
+    """The parts of one product, with two-sided sums of each figure."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.parts = scene, 0
@@ -222,7 +223,7 @@ class _Stream:
         self._latest: deque[Sequence[float]] = deque(maxlen=2 * _LATEST)
 
     def add(self, figures: Sequence[float]) -> str:
-        """Take a part's figures; what has changed, empty where nothing has."""
+        """Add a part's figures; returns what has changed, empty if nothing has."""
         self._latest.append(figures)
         for (figure, side), watched in self._sums.items():
             watched.add(side * figures[figure], self.parts)

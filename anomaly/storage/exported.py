@@ -135,7 +135,7 @@ def write_export(folder: Path, values: dict[str, Any]) -> None:
 
 
 def check_layers(folder: Path) -> None:
-    """See that a model has layers to look at: an exported one hasn't.
+    """Refuse an exported model, which has no layers.
 
     Args:
         folder: the run, or its model folder.

@@ -51,7 +51,7 @@ _Deviation = Annotated[float, Field(ge=1e-3, le=1)]
 
 
 class Part(BaseModel):
-    """A piece of a JSON file of which all entries are known."""
+    """A part of a JSON file whose entries are all known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -322,7 +322,7 @@ def check_run_folder(folder: Path, sources: Iterable[Path] = ()) -> None:
     place = folder.resolve()
     if any(place in (model.resolve(), model.resolve().parent) for model in sources):
         raise OutputError(
-            f"{folder} is a model that the new one is made of, which stays; name another folder"
+            f"{folder} is one of the models to merge and isn't replaced; name another folder"
         )
     if _model_at(folder) is None and (inside := _models_inside(folder)):
         raise OutputError(
@@ -418,7 +418,7 @@ def check_files(
 
 
 def model_id(folder: Path) -> str:
-    """The first 16 digits of the manifest's sha256; the manifest vouches for all the rest."""
+    """The first 16 digits of the manifest's sha256; the manifest holds the hashes of all files."""
     return sha256_of(folder / MANIFEST)[:16]
 
 
@@ -441,7 +441,7 @@ def claim_model(folder: Path, *, overwrite: bool) -> None:
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else None
     if names is None or (names and not is_model(folder, names)):
         raise OutputError(
-            f"{folder} is no model, so none is written over it; move it away or give another place"
+            f"{folder} isn't a model, so it isn't replaced; move it away or give another --output"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anomaly.errors import DataError, some, why
@@ -144,21 +145,60 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
             aren't recorded.
         OutputError: no room, or somebody else is changing the run.
     """
-    if folder.name != "model":
-        raise DataError(f"{folder} is in no run, so it has no golden parts; give the run's folder")
+    golden = _golden_in(folder)
     sha256 = hashlib.sha256(file).hexdigest()
     for learned, hashed in read_manifest(folder)["training_images"].items():
         if hashed == sha256:
             raise learned_as_good(name, learned)
     with locked(folder.parent):
-        golden = folder.parent / "golden"
         for part in missed_parts(golden):
             if sha256_of(part) == sha256:
                 return part
-        stem = short_name(f"{Path(name).stem}-{sha256[:8]}")
-        place = golden / MISSED / f"{stem}.{suffix_of(file)}"
+        place = golden / MISSED / _file_name(name, file)
         _add(place, file, model_id(folder))
         return place
+
+
+def keep_golden(model: Model, folder: Path, name: str, file: bytes, *, good: bool) -> Path:
+    """Make a part that a model judges rightly one of its run's golden parts, with today's score.
+
+    Takes and returns what `keep_missed` does; `good` is whether people call the part good.
+
+    Raises:
+        DataError: as `keep_missed`, or the model says otherwise.
+        OutputError: as `keep_missed`.
+    """
+    golden = _golden_in(folder)
+    place = golden / _file_name(name, file)
+    with TemporaryDirectory() as scratch:
+        copy = Path(scratch, place.name)
+        copy.write_bytes(file)
+        answers = score_golden(model, [copy], Path(scratch), 1)
+    verdict = answers[place.name]["verdict"]
+    if (verdict == "good") != good:
+        raise DataError(
+            f"{name} is called {verdict} by the model and was judged otherwise; golden parts are "
+            "those that the model judges rightly"
+        )
+    with locked(folder.parent):
+        _begin(golden, model.model_id)
+        recorded = read_record(golden)
+        write_record(golden, recorded["model_id"], recorded["images"] | answers)
+        write(place, file)
+    return place
+
+
+def _golden_in(folder: Path) -> Path:
+    """The folder for golden parts of the run that a model folder is in."""
+    if folder.name != "model":
+        raise DataError(f"{folder} is in no run, so it has no golden parts; give the run's folder")
+    return folder.parent / "golden"
+
+
+def _file_name(name: str, file: bytes) -> str:
+    """A name for an image's file that no other image has."""
+    stem = short_name(f"{Path(name).stem}-{hashlib.sha256(file).hexdigest()[:8]}")
+    return f"{stem}.{suffix_of(file)}"
 
 
 def learned_as_good(image: object, name: str) -> DataError:
@@ -186,7 +226,12 @@ def carry_missed(source: Path, target: Path, model: str) -> None:
 
 
 def _add(place: Path, file: bytes, model: str) -> None:
-    golden = place.parents[1]
+    _begin(place.parents[1], model)
+    write(place, file)
+
+
+def _begin(golden: Path, model: str) -> None:
+    """See that a folder has a record of golden parts, if an empty one."""
     if not (golden / GOLDEN).is_file():
         images = (
             [str(p.relative_to(golden)) for p in list_images(golden)] if golden.is_dir() else []
@@ -197,7 +242,6 @@ def _add(place: Path, file: bytes, model: str) -> None:
                 "record them first with anomaly selfcheck --record"
             )
         write_record(golden, model, {})
-    write(place, file)
 
 
 def write_record(folder: Path, model_id: str, current: Answers) -> None:

@@ -279,8 +279,9 @@ def _precision(source: _Source) -> str:
     if chosen != own:
         why = "as asked" if source.precision else "this machine doesn't have bf16"
         log.warning(
-            "the model was trained in %s and runs in %s (%s): scores move by about 1 %% in "
-            "the mean, single ones by up to 10 %%, and verdicts close to a threshold may change",
+            "the model was trained in %s and runs in %s (%s): scores change by about 1 %% on "
+            "average and by up to 10 %% for single images, so verdicts close to a threshold may "
+            "change",
             own,
             chosen,
             why,
@@ -399,6 +400,6 @@ def _check_recognisable(folder: Path, products: Mapping[str, Path]) -> None:
     ]
     if lacking and len(products) > 1:
         raise ModelError(
-            f"{folder}: {', '.join(lacking)} learned from too few images to tell what else looks "
-            "like it; say which product the images show (--product, product=)"
+            f"{folder}: {', '.join(lacking)} has too few training images to recognise its product; "
+            "name the product of the images (--product, product=)"
         )

@@ -199,7 +199,7 @@ def change(
     images: Mapping[str, Mapping[str, str]],
     found: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a model's history says of other thresholds, but for the model's ids.
+    """An entry of a model's history about a change of thresholds, without the models' ids.
 
     Args:
         asked: what was asked for, by option.

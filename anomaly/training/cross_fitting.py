@@ -63,7 +63,7 @@ class Suspects:
         self._kept: dict[int, Suspect] = {}
 
     def see(self, batch: PatchBatch, patch_scores: Tensor, image_scores: Tensor) -> None:
-        """Take note of a batch; the tiles of an image come one after the other.
+        """Add a batch; the tiles of an image must follow each other.
 
         Args:
             batch: of n images or tiles.
@@ -83,7 +83,7 @@ class Suspects:
         self._kept = {s.image: s for s in self.worst()} | last
 
     def take(self, others: Iterable[Suspect]) -> None:
-        """Take note of whole images that another process has seen."""
+        """Add whole images that another process has scored."""
         self._kept |= {s.image: s for s in others}
         self._kept = {s.image: s for s in self.worst()}
 
@@ -180,7 +180,7 @@ def patch_pieces(batch: PatchBatch, views: Mapping[int, AnyView]) -> list[Piece]
 def good_scores(
     detector: Model, names: Sequence[str], scores: Sequence[Sequence[float]], source: str
 ) -> GoodScores:
-    """What `scores_of` gives of good images, as what thresholds are found with.
+    """Good scores for thresholds, from the result of `scores_of`.
 
     Args:
         detector: of the scores.
@@ -293,7 +293,7 @@ def joined(batches: Iterable[PatchBatch], views: Mapping[int, AnyView]) -> Itera
 
 
 def _most(batch: PatchBatch) -> int:
-    """How many images of a batch's size are joined at most."""
+    """Largest number of images to join in a batch."""
     most = _MOST_IMAGES
     while most > 1 and most * batch.embeddings.nbytes > _MOST_BYTES * len(batch.images):
         most //= 2
@@ -301,7 +301,7 @@ def _most(batch: PatchBatch) -> int:
 
 
 def _kind(batch: PatchBatch, views: Mapping[int, AnyView]) -> tuple[object, ...]:
-    """What images have in common that share a batch."""
+    """The properties that images of one batch share."""
     view = views[batch.images[0]]
     return batch.embeddings.shape[1:], view.size, view.whole, batch.inside is None
 

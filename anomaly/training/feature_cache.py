@@ -92,7 +92,7 @@ class FeatureCache:
     def build(
         self, images: Mapping[int, Path | Image], *, learned: bool = True, among: int | None = None
     ) -> CachedFeatures:
-        """Run the network on images and write what it makes to temporary files.
+        """Run the network on images and store the features in temporary files.
 
         Feature maps are written before they are aligned, which is half the size of the embeddings
         (coarse layers aren't up-sampled yet), or as embeddings, where the method makes these
@@ -126,7 +126,7 @@ class FeatureCache:
         return self._built[-1]
 
     def close(self) -> None:
-        """Delete the temporary files, but those that other processes read."""
+        """Delete the temporary files, except those that other processes read."""
         for features in self._built:
             for file in features.files:
                 file.close()
@@ -184,11 +184,11 @@ class CachedFeatures(PatchSet):
 
     @property
     def count(self) -> int:
-        """How many patches the images have."""
+        """Number of patches of the images."""
         return sum(count for image, count in self.counts.items() if image in self.images)
 
     def pictures(self) -> dict[int, str]:
-        """What tells each one's picture from others, by the images' numbers."""
+        """Hashes of the pictures, by image number."""
         return {i: look.picture for i, look in self.looks.items()}
 
     def checked(self) -> CachedFeatures:
@@ -216,7 +216,7 @@ class CachedFeatures(PatchSet):
                     yield _patch_batch(embeddings, read, self.views, self.region)
 
     def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """An image's number and its points (n, d) float32, image by image."""
+        """Image number and projected patches (n, d) float32, image by image."""
         with torch.inference_mode():
             # All are of one matrix; none are of a shard in which no image can be used.
             known = next((kept for kept in self.points if kept.channels), None)
@@ -228,7 +228,7 @@ class CachedFeatures(PatchSet):
                     yield from PatchSet.projected(part, matrix_of)
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
-        """What a function makes of the patches, so many images at a time."""
+        """Results of a function applied to the patches, several images at a time."""
         if self.run_each is not None:
             yield from self.run_each(self.images, function)
         else:
@@ -241,7 +241,7 @@ class CachedFeatures(PatchSet):
 
 
 def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
-    """The features of several shards' images, which processes have built apart, in one."""
+    """The joined features of several shards."""
     hashes = {i: sha256 for shard in shards for i, sha256 in shard.hashes.items()}
     return replace(
         shards[0],
@@ -288,7 +288,7 @@ class TensorFile:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was written yet."""
+        """Whether the file is still empty."""
         return not self._written
 
     def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
@@ -317,7 +317,7 @@ class TensorFile:
     def read(
         self, images: Container[int], *, ascending: bool = False
     ) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
-        """Give the batches again that hold any of some images, whole and as they were.
+        """The stored batches that contain any of some images, unchanged.
 
         Args:
             images: their numbers.
@@ -342,7 +342,7 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class _InFile:
-    """How a tensor lies in the file: in the order of its strides, so that nothing is copied."""
+    """The layout of a tensor in the file, in the order of its strides."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
@@ -362,7 +362,7 @@ class _InFile:
 
 
 class ProjectedCache:
-    """What `PatchSet.projected` gives, so that embeddings aren't made and multiplied once more.
+    """Stores projected patches, so that embeddings aren't computed again.
 
     Args:
         folder: on the disk that the file is to be on.
@@ -404,7 +404,7 @@ class ProjectedCache:
         return written
 
     def read(self, images: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """The points (n, d) of some images, ascending, a tile after the other."""
+        """The projected patches (n, d) of some images, ascending, tile by tile."""
         for (piece,), (points,) in self._file.read(images, ascending=True):
             yield piece.image, points
 
@@ -417,7 +417,7 @@ class ProjectedCache:
 
 
 class _Embedded(NamedTuple):
-    """A batch of images, what is kept of it, its embeddings, and each image's look or none."""
+    """A batch of images with kept features, embeddings and image statistics."""
 
     images: list[NetworkInput]
     kept: list[Tensor]
@@ -426,7 +426,7 @@ class _Embedded(NamedTuple):
 
 
 class _Writer:
-    """Writes batches of features, and notes what there is to know of their images.
+    """Writes batches of features and records facts about their images.
 
     Args:
         cache: what computes them.
@@ -459,7 +459,7 @@ class _Writer:
         self._counts: dict[int, int] = {}
 
     def add(self, done: _Embedded | UnusableImage) -> None:
-        """Keep a batch, or note that an image can't be used."""
+        """Store a batch, or record an unusable image."""
         if isinstance(done, UnusableImage):
             self.refused.append(done)
             return
@@ -485,7 +485,7 @@ class _Writer:
             release_memory()
 
     def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
-        """Say what disk space the features of all images will take, where it is much.
+        """Report the disk space for all features, if it is large; refuse if it is missing.
 
         Raises:
             OutputError: all images, each of which takes as much as the first, need more than is
@@ -514,7 +514,7 @@ class _Writer:
             )
 
     def features(self) -> CachedFeatures:
-        """What was kept."""
+        """The stored features."""
         model = self._cache.model
         return CachedFeatures(
             (self._file,),
@@ -552,5 +552,5 @@ def _gigabytes(size: float) -> str:
 
 
 def _matrix_hash(matrix: Tensor) -> str:
-    """What tells a matrix (D, d) float32 from others: sha256 of its bytes."""
+    """sha256 of a matrix (D, d) float32."""
     return hashlib.sha256(matrix.cpu().contiguous().numpy().data).hexdigest()

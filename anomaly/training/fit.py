@@ -57,7 +57,7 @@ _TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
 @dataclass(frozen=True, eq=False)
 class TrainingSetup:
-    """All stages of a model but the scorer, and what fits one.
+    """All stages of a model except the scorer, and its fitter.
 
     Attributes:
         config: all settings, the precision chosen.
@@ -149,7 +149,7 @@ def prepare(
 
 
 def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) -> Reference | None:
-    """What says where the part lies in each image; None where images are seen as they are.
+    """The reference for poses; None without `image.align`.
 
     Raises:
         DataError: the images show no part that lies in each of them.
@@ -162,7 +162,8 @@ def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) 
     )
     poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
     log.info(
-        "parts are seen as the one in %s lies; image.region and image.ignore are drawn on that",
+        "all parts are brought into the pose of %s; draw image.region and image.ignore on that "
+        "image",
         pictures[poses.index][0],
     )
     return poses.reference
@@ -292,7 +293,7 @@ def _with_arrangement(
     pictures: Mapping[int, str],
     good: GoodScores,
 ) -> tuple[Model, GoodScores]:
-    """A model that counts the arrangement in, and its cross-fitted scores."""
+    """The model with the arrangement, and its cross-fitted scores."""
     batches = features.only(frozenset(samples))
     arrangement = Arrangement.of(
         ((b.images, b.embeddings, b.inside) for b in batches if not is_turned(b)),
@@ -314,8 +315,9 @@ def _warn_of_copies(pictures: Mapping[int, str]) -> None:
     different = len(set(pictures.values()))
     if copies := len(pictures) - different:
         log.warning(
-            "%d of %d training images are copies of others; different ones: %d. Each counts once "
-            "for the thresholds, and copies teach nothing: photograph more parts in their place",
+            "%d of %d training images are copies of others, which leaves %d different images. "
+            "Copies count once for the thresholds and teach nothing: photograph more parts "
+            "instead",
             copies,
             len(pictures),
             different,
@@ -329,7 +331,7 @@ def _check_labels(
     config: Config,
     decoders: Decoders,
 ) -> None:
-    """See that no good image shows the same picture as a defect.
+    """Refuse a good image that is the same picture as a defect.
 
     Raises:
         DataError: one does.
@@ -345,7 +347,7 @@ def _check_labels(
 
 
 def _picture(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
-    """What tells a picture from others; empty where it can't be read. Called in a process."""
+    """Hash of a picture; empty if it can't be read. Called in a process."""
     try:
         if not isinstance(source, Image):
             source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
@@ -370,11 +372,11 @@ class Stages:
         self._last = time.perf_counter()
 
     def of(self, stage: str) -> Progress:
-        """What takes the progress of a stage."""
+        """A callback for the progress of a stage."""
         return partial(self._progress, stage)
 
     def end(self, stage: str) -> None:
-        """Note that a stage is over."""
+        """Record the end of a stage."""
         now = time.perf_counter()
         self.seconds[stage] = now - self._last
         self._last = now
@@ -382,7 +384,7 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class Training(DetectorFit):
-    """A detector that is ready to predict, and what is worth knowing about how it came to be.
+    """A trained detector with the facts about its training.
 
     Attributes:
         refused: why a training image couldn't be used, by name.
@@ -403,7 +405,7 @@ class Training(DetectorFit):
 
     @property
     def learned(self) -> int:
-        """How many training images were learned from."""
+        """Number of training images learned."""
         return len(self.images)
 
 
@@ -412,17 +414,17 @@ class SharedFeatures(Protocol):
 
     @property
     def shard(self) -> int:
-        """How many images a worker computes together."""
+        """Number of images that a worker computes together."""
 
     @property
     def score(self) -> Scoring:
         """Scores images where their features are; see `cross_fit`."""
 
     def build(self) -> CachedFeatures:
-        """Have all features computed."""
+        """Compute all features on other machines."""
 
     def close(self) -> None:
-        """Delete what was kept."""
+        """Delete the stored features."""
 
 
 SharedFeaturesOf: TypeAlias = Callable[

@@ -23,7 +23,7 @@ Grid = tuple[int, int]
 
 
 def image_sizes(samples: Sequence[Sample], decoders: Decoders) -> list[Grid]:
-    """(H0, W0) of the images, as far as they can be read."""
+    """Sizes (H0, W0) of all readable images."""
     headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
     sizes = [size for size in headers if isinstance(size, tuple)]
     return sizes + [s.image.size for s in samples if s.image is not None]
@@ -36,7 +36,7 @@ def check_measurable(
     grid_of: Callable[[Grid], Grid],
     region: Region | None,
 ) -> None:
-    """See that zones lie in the images, and that sizes of defects can be measured in them.
+    """Refuse zones outside the images and defect sizes that can't be measured.
 
     Args:
         config: all settings.
@@ -84,13 +84,13 @@ def _check_zones(judge: Judge, view: AnyView, grid: Grid, counted: NDArray[np.bo
             rest &= ~inside
     if not rest.any():
         raise ConfigError(
-            "the zones with a reject_rate leave nothing of the image; leave one of them out, and "
-            "give its rate as calibration.reject_rate, which is the rest's"
+            "the zones with a reject_rate cover the whole image; remove one of them, and give its "
+            "rate as calibration.reject_rate, which holds outside zones"
         )
 
 
 def _check_sizes(judge: Judge, smallest: float, view: AnyView, counted: NDArray[np.bool_]) -> None:
-    """See that no size is below a patch's, nor the smallest defect as large as the image."""
+    """Refuse sizes below a patch, and a smallest defect as large as the image."""
     height, width = patch_size(view, counted.shape)
     side = min(height, width)
     least = {"area": height * width, "length": side, "thickness": side}

@@ -28,7 +28,7 @@ _FREE = ("name", "data.", "batch_size", "memory_limit", "calibration.")
 
 
 def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
-    """Join what detectors have learned apart.
+    """Merge detectors into one.
 
     The thresholds come from the scores that each of them knows, by detectors that knew less than
     the new one: what a detector knows better, it scores lower.
@@ -45,7 +45,7 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
     """
     first = detectors[0]
     if len(detectors) < 2:
-        raise ModelError("one model is no two to merge; give another one")
+        raise ModelError("merging takes two models or more; give another one")
     for detector, name in zip(detectors, names, strict=True):
         if isinstance(detector.extractor, ExportedNetwork):
             raise ModelError(f"{name} is exported; merge the models that were exported, and export")
@@ -75,7 +75,7 @@ def merge(detectors: Sequence[Model], names: Sequence[str]) -> Model:
 
 
 def _check_same(one: Model, other: Model, names: str) -> None:
-    """See that two detectors make the same embeddings, and scores of them.
+    """Refuse detectors with different embeddings or scores.
 
     Raises:
         ModelError: they don't; names the settings.
@@ -99,7 +99,7 @@ def _one_reference(one: Reference | None, other: Reference | None) -> bool:
 
 
 def _settings(detector: Model) -> dict[str, Any]:
-    """What has to be equal, by key."""
+    """The settings that must be equal, by key."""
     manifest = detector.manifest
     files = {
         f"{name} (sha256)": manifest["files"].get(name, {}).get("sha256") for name in MASKS.values()
@@ -132,7 +132,7 @@ def _numbered(
 
 
 def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds | None:
-    """Those of the scores that each detector knows; None where one has no thresholds.
+    """Thresholds from the scores of all detectors; None if one has no thresholds.
 
     An image that somebody has left out of one is left out. Each image counts once.
     """
@@ -152,13 +152,13 @@ def _thresholds(detectors: Sequence[Model], names: Sequence[str]) -> Thresholds 
             parts.append(replace(good.with_rows(fresh), left_out=()))
     if not parts:
         raise ModelError(
-            "each image behind the models' thresholds was left out by hand of one of them; give "
-            "them other thresholds first (anomaly calibrate)"
+            "no good image is left for thresholds, because each was left out by hand in one of "
+            "the models; give the models other thresholds first (anomaly calibrate)"
         )
     joined = reduce(lambda a, b: a.joined(b, ""), parts)
     unique = unique_names([*joined.names, *(out.name for out in left_out.values())], ())
     count = len(joined.names)
-    source = f"{count} good images, each scored by one of the models merged, which hadn't seen it"
+    source = f"{count} good images, each scored by a merged model that hadn't seen it"
     out = [
         image._replace(place=count + i, name=unique[count + i])
         for i, image in enumerate(left_out.values())
@@ -178,7 +178,7 @@ def _hashed(good: GoodScores, images: Mapping[str, str]) -> GoodScores:
 
 
 def _warn_of_other_thresholds(detectors: Sequence[Model], names: Sequence[str]) -> None:
-    """Warn of thresholds that were set otherwise than the new ones will be."""
+    """Warn of thresholds that were set in another way than the new ones."""
     wanted = detectors[0].rates()
     for detector, name in zip(detectors, names, strict=True):
         assert detector.thresholds is not None
@@ -190,8 +190,8 @@ def _warn_of_other_thresholds(detectors: Sequence[Model], names: Sequence[str]) 
             )
         elif (rates := detector.rates()) != wanted:
             log.warning(
-                "%s: its thresholds are for %s of good parts not called good and %s rejected; "
-                "those of the merged model are for %s and %s, as those of %s",
+                "%s: its thresholds flag %s of good parts and reject %s; those of the merged "
+                "model flag %s and reject %s, like those of %s",
                 name,
                 *map(percent, (*rates, *wanted)),
                 names[0],
@@ -199,7 +199,7 @@ def _warn_of_other_thresholds(detectors: Sequence[Model], names: Sequence[str]) 
 
 
 def _training_statistics(detectors: Sequence[Model], images: int) -> TrainingStatistics | None:
-    """What the images of all look like; None where it isn't known of one of them.
+    """The joint image statistics; None if one model has none.
 
     Args:
         detectors: those to merge.

@@ -110,7 +110,7 @@ def keep_run(
     golden: tuple[Path, Answers] | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Write the run of a model that wasn't trained, but made of others.
+    """Write the run of a model made from others (updated, merged).
 
     Args:
         detector: the model.
@@ -139,7 +139,7 @@ def keep_run(
 
 
 def made_of(sources: Sequence[Path], detector: Model, model_id: str) -> dict[str, Any]:
-    """What train.json says of a model that wasn't trained, but made of others.
+    """The content of train.json for a model made from others.
 
     Args:
         sources: their runs or model folders. Where not all of them were trained on one data set,
@@ -172,7 +172,7 @@ def trained_on(folder: Path) -> Path:
 
 
 def training_record(folder: Path) -> dict[str, Any]:
-    """What train.json beside the model says; empty where there is none that can be read."""
+    """The content of train.json beside the model; empty if it can't be read."""
     for file in (folder / "train.json", folder.absolute().parent / "train.json"):
         if file.is_file():
             try:
@@ -183,7 +183,7 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 
 def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") -> None:
-    """See that a run was trained with the settings of a config, on its data set.
+    """Refuse a run that was trained with other settings or another data set.
 
     Args:
         run: its folder.
@@ -220,7 +220,7 @@ def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") ->
 
 
 def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
-    """What train.json says, but for times and places."""
+    """The content of train.json without times and paths."""
     tensors = training.detector.scorer.tensors()
     thresholds = training.detector.thresholds
     image = training.detector.config.image

@@ -89,8 +89,8 @@ def learn(
         )
     if detector.thresholds is None:
         raise DataError(
-            "the model has no thresholds, so nothing says which images are suspects; find some "
-            "with `anomaly calibrate` first"
+            "the model has no thresholds, so suspects can't be recognised; find thresholds with "
+            "`anomaly calibrate` first"
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
@@ -99,9 +99,8 @@ def learn(
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
         if len(suspects) == len(trial.good.names):
             raise DataError(
-                f"{', '.join(suspects)}: so unlike what the model knows, and each other, that it "
-                "may be a defect that was taken for good; look again, and where it is good, "
-                "include suspects (--include-suspects)"
+                f"{', '.join(suspects)}: it looks so unlike all learned images that it may be a "
+                "defect; look again, and if it is good, include suspects (--include-suspects)"
             )
         if suspects:
             kept = {i for i in patches.hashes if names[i] not in suspects}

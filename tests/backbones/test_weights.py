@@ -98,10 +98,12 @@ def test_a_network_that_works_at_once_is_offered_instead(
     monkeypatch.setattr(weights, "_opened", _no_network)
     monkeypatch.setenv("ANOMALY_WEIGHTS", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(WeightsError, match=r"at once: --set backbone.name=timm/tf_efficientnet_l"):
+    with pytest.raises(
+        WeightsError, match=r"on this machine: --set backbone.name=timm/tf_efficientnet_l"
+    ):
         read_weights("wide_resnet50_2", "imagenet", 0)
     (tmp_path / "resnet50-0676ba61.pth").write_bytes(b"")
-    with pytest.raises(WeightsError, match=r"at once: --set backbone.name=resnet50$"):
+    with pytest.raises(WeightsError, match=r"on this machine: --set backbone.name=resnet50$"):
         read_weights("wide_resnet50_2", "imagenet", 0)
 
 

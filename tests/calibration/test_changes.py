@@ -19,13 +19,13 @@ def test_what_moves_thresholds_is_named() -> None:
     assert moved.is_doubtful
     assert moved.lines() == [
         "review threshold 2.323 -> 5.05, reject threshold 2.323 -> 5.05",
-        "the reject threshold stands on 1.png (5)",
+        "the reject threshold is set by the score of 1.png (5)",
     ]
     assert "rises from 2.323 to 5.05 (by chance up to 2.646)" in moved.caution
-    assert "Rejected so far: 2 of 4 good images (1.png: 5, 3.png: 4)" in moved.caution
+    assert "Rejected before: 2 of 4 good images (1.png: 5, 3.png: 4)" in moved.caution
     back = ThresholdChange(after, before)
     assert (back.is_doubtful, back.caution) == (False, "")
-    assert back.lines()[1] == "the reject threshold stands on 3.png (2.3)"
+    assert back.lines()[1] == "the reject threshold is set by the score of 3.png (2.3)"
     assert ThresholdChange(before, before).lines() == []
 
 
@@ -35,7 +35,7 @@ def test_what_somebody_sets_by_hand_is_said_and_not_doubted() -> None:
     assert not moved.is_doubtful
     assert moved.lines() == ["review threshold 2.323 -> 4, reject threshold 2.323 -> 9"]
     assert "rises from 2.323 to 9" in moved.caution
-    assert "No good image scores above the threshold so far" in moved.caution
+    assert "No good image scored above the earlier threshold" in moved.caution
 
 
 @pytest.mark.parametrize("images", [12, 40, 200, 1000])

@@ -81,7 +81,7 @@ def test_peaks_of_other_images_than_the_highest_scores_still_match_by_rank() -> 
 def test_few_images_say_so_and_lots_caution() -> None:
     lines = thresholds_from(_good([1.0, 2.0, 3.0], groups=2), 0.05, 0.01).lines()
     assert "some images" in lines[0]
-    assert "nothing to review" in lines[1]
+    assert "no review zone" in lines[1]
     # 1 − 0.05^(1/3) = 63 %.
     assert "at most 63 %" in lines[1]
     assert "needs 299 good images" in lines[1]
@@ -91,7 +91,9 @@ def test_few_images_say_so_and_lots_caution() -> None:
     fewer = some.without(some.names[:1])
     assert "2 groups at most can't guarantee" in fewer.cautions[0]
     (said,) = replace(_good([1.0, 2.0]), stood_out=3).cautions
-    assert said.startswith("3 more stood out from all others and were left out")
+    assert said.startswith(
+        "left out because they look unlike all others (model.leave_out_suspects): 3"
+    )
     many = np.linspace(1, 2, 500).tolist()
     lines = thresholds_from(_good(many), 0.05, 0.01).lines()
     assert len(lines) == 4
@@ -127,7 +129,7 @@ def test_scores_without_some_images_keep_them_apart_and_caution() -> None:
     good = _good([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5])
     less = good.without(["3.png", "/somewhere/train/1.png"])
     assert (less.names, less.image, less.peak) == (("0.png", "2.png"), (1.0, 3.0), (1.5, 3.5))
-    assert "2 more left out by hand: 1.png, 3.png" in less.cautions[0]
+    assert "left out by hand: 2 (1.png, 3.png)" in less.cautions[0]
     assert TypeAdapter(GoodScores).validate_json(json.dumps(asdict(less)), strict=True) == less
     assert less.without(["0.png"]).image == (2.0, 3.0, 4.0)
     assert less.without([]) == good

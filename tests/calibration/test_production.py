@@ -132,7 +132,7 @@ def test_what_decides_is_named_and_the_reject_threshold_keeps_its_distance() -> 
     ratio = choice.thresholds.image / choice.thresholds.review
     assert ratio == pytest.approx(known.image / known.review, rel=0.01)
     assert choice.thresholds.images == 98
-    assert choice.lines()[1].startswith("review would begin at 29.")
+    assert choice.lines()[1].startswith("the review threshold would be 29.")
     assert "give --at-most-defective 0%: 99: 60, 98: 50, 97: 30" in choice.lines()[1]
 
 

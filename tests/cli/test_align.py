@@ -51,7 +51,7 @@ def test_a_planted_defect_is_marked_where_it_lies(
     settings: tuple[str, ...], plates: Path, tmp_path: Path, command: Command
 ) -> None:
     run, said = trained(command, plates, tmp_path / "run", *settings)
-    assert "parts are seen as the one in" in said
+    assert "all parts are brought into the pose of" in said
     inferred(command, run, plates / "test" / "spot", tmp_path / "out")
     found = rows(tmp_path / "out", "regions.csv")
     for i, pose in enumerate(poses(4, 3, 180)):
@@ -71,7 +71,7 @@ def test_a_planted_defect_is_marked_where_it_lies(
 def test_where_to_look_follows_the_part(tmp_path: Path, command: Command) -> None:
     root = write(tmp_path / "plates", turn=180, serial=True)
     _, said = trained(command, root, tmp_path / "plain")
-    middle = int(said.partition("as the one in train/good/")[2][:3])
+    middle = int(said.partition("into the pose of train/good/")[2][:3])
     label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle]).round(2).tolist()
     ignore = f"image.ignore={{unit: pixels, polygons: [{label}]}}"
     run, _ = trained(command, root, tmp_path / "run", ignore)
@@ -124,7 +124,7 @@ def test_surfaces_are_refused_in_words(tmp_path: Path, command: Command) -> None
     arguments = train_arguments(tmp_path / "cloth", tmp_path / "run", "image.align=shift")
     code, _, err = command("train", arguments)
     assert code == 2
-    assert "no part whose pose can be found" in err
+    assert "the pose of the part can't be found" in err
     assert "train with image.align=none" in err
     assert "Traceback" not in err
 

@@ -160,8 +160,11 @@ def test_defects_say_how_many_are_found_and_costs_choose_between(
     assert " EUR a part (" in out
     assert "10 good images that the model hasn't learned from, and on 4 defects" in out
     # Why it rises although an escape is dear.
-    assert "the reject threshold rises: no image scores between: it is put into this gap" in out
-    assert "what an escape costs lowers the review threshold, and never raises the reject" in out
+    assert (
+        "the reject threshold rises: no image scores between: the threshold is put into this gap"
+        in out
+    )
+    assert "the cost of escapes only lowers the review threshold; it never raises the reject" in out
     code, out, _ = command("calibrate", [*common, *costs, "--cost-escape", 1000, "--yes"])
     assert (code, "of 4 defects 4 caught, rejected or for review: 100.0 %" in out) == (0, True)
     assert _history(run)[-1]["asked"]["currency"] == "EUR"
@@ -188,10 +191,10 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     first, *_ = json.loads((run / "train.json").read_text())["raised_by"]
     assert first["name"] == "007.png"
     assert first["reject_without"] < 0.9 * first["score"]
-    assert "1 training image stands out from all others: 007.png" in out
+    assert "1 training image looks unlike all others: 007.png" in out
     without = f"the reject threshold would be {first['reject_without']:.5g} instead of"
     assert without in out
-    lines = out[out.index("Remove what isn't good and train again") :].splitlines()
+    lines = out[out.index("Remove images that aren't good and train again") :].splitlines()
     (tmp_path / "parts" / "007.png").rename(tmp_path / "007.png")
     assert command(*_split(lines[1]))[0] == 0
     assert len(json.loads((run / "model" / "calibration.json").read_text())["names"]) == 11
@@ -204,8 +207,8 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert code == 0
     assert "at most 24 %" in out  # 1 − 0.05^(1/11)
     assert "thresholds calibrated on 11 training images" in out
-    assert "1 more left out by hand: 007.png" in out
-    assert "the model itself has still learned" in out
+    assert "left out by hand: 1 (007.png)" in out
+    assert "the model has still learned" in out
     assert _thresholds(run)["reject"]["value"] == first["reject_without"]
     (line,) = _history(run)
     assert line["asked"] == {"without": ["007.png"]}
@@ -216,7 +219,7 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     # Without the option all images count again, and it says so.
     assert command("calibrate", common)[0] == 1
     assert "counted again: 007.png" in caplog.text
-    assert "Rejected so far: 1 of 12 good images (007.png: " in caplog.text
+    assert "Rejected before: 1 of 12 good images (007.png: " in caplog.text
     assert command("calibrate", [*common, "--yes"])[0] == 0
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
 
@@ -241,18 +244,21 @@ def test_defects_that_are_tested_with_may_choose_and_both_commands_say_so(
     given = ["--model", run, "--defects", product / "test" / "spot", "--device", "cpu"]
     code, out, _ = command("calibrate", [*given, *costs])
     assert code == 0
-    assert "3 of 3 defects are test images and choose thresholds here" in out
+    assert "3 of 3 defects are test images and choose the thresholds" in out
     code, _, err = command(
         "evaluate", ["--model", run, "--device", "cpu", "--output", tmp_path / "figures"]
     )
     assert code == 0
-    assert "3 of 6 test images are among those that the thresholds were chosen with" in err
+    assert "3 of 6 test images were used to choose the thresholds" in err
     last = json.loads((run / "model" / "history.jsonl").read_text().splitlines()[-1])
     expected = last["defects_found"]["caught"]["expected"]
-    assert f"Of new defects they catch about {percent(expected)}, told by leaving out" in err
+    assert (
+        f"Expected for new defects: about {percent(expected)}caught, estimated by leaving out"
+        in err
+    )
     # By rates nothing is chosen with them.
     code, out, _ = command("calibrate", [*given, "--false-reject-rate", 0.02, "--yes"])
-    assert (code, "choose thresholds here" in out) == (0, False)
+    assert (code, "choose the thresholds" in out) == (0, False)
 
 
 def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
@@ -260,7 +266,7 @@ def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
 ) -> None:
     (run / "train.json").unlink()
     assert command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])[0] == 0
-    assert "make sure yourself" in caplog.text
+    assert "make sure that these images" in caplog.text
 
 
 def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
@@ -376,7 +382,7 @@ def test_defects_among_good_images_raise_no_threshold_unless_somebody_agrees(
     assert (code, "--yes" in err) == (1, True)
     assert f"reject threshold {old:.4g} -> " in out
     assert f"the reject threshold rises from {old:.4g} to " in caplog.text
-    assert f"Rejected so far: {defective} of 8 good images (part " in caplog.text
+    assert f"Rejected before: {defective} of 8 good images (part " in caplog.text
     assert _files(run) == before
     with pytest.raises(anomaly.AnomalyError, match=rf": {defective} of 8 .* force=True"):
         anomaly.load(run, device="cpu").calibrate(lot)
@@ -401,7 +407,7 @@ def test_what_was_left_out_counts_again_from_a_program_too(
     again = anomaly.load(run, device="cpu").calibrate(reject_rate=0.02)
     assert again.thresholds is not None
     assert again.thresholds.images == 12
-    assert f"left out before, and counted again: {name}" in caplog.text
+    assert f"left out before, counted now: {name}" in caplog.text
 
 
 def test_an_image_given_as_good_and_as_a_defect_is_refused(
@@ -466,10 +472,10 @@ def test_an_evaluation_says_which_of_its_images_chose_the_thresholds(
     costs = ["--cost-false-reject", 5, "--cost-escape", 200, "--cost-review", 1, "--yes"]
     given = ["--good", good, "--defects", defects]
     count, log, page = evaluated([*given, *costs])
-    said = "4 of 10 test images are among those that the thresholds were chosen with"
+    said = "4 of 10 test images were used to choose the thresholds"
     assert (count, said in log, said in page) == (4, True, True)
     count, log, page = evaluated([*given, "--false-reject-rate", 0.02])  # no defect chooses rates
-    said = "3 of 10 test images are among those"
+    said = "3 of 10 test images were used"
     assert (count, said in log, said in page) == (3, True, True)
     count, log, page = evaluated(["--threshold", 1])
     assert (count, "thresholds were set by hand" in page) == (3, False)
@@ -511,7 +517,7 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
         (["--threshold", "3", "--review-rate", "0.1"], "not both"),
         (["--cost-escape", "10"], "costs need all of"),
         (["--cost-review", "10", "--cost-escape", "10"], "costs need all of"),
-        (["--cost-review", "1", "--review-rate", "0.1"], "by rates or by costs, not both"),
+        (["--cost-review", "1", "--review-rate", "0.1"], "either by rates or by costs"),
         (["--defect-share", "0.1"], "give --cost-escape"),
         (["--currency", "EUR"], "give --cost-escape"),
         (["--good", "/nowhere/at/all"], "--good /nowhere/at/all doesn't exist"),

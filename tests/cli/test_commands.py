@@ -117,7 +117,7 @@ def test_few_images_dont_show_what_is_usual(tmp_path: Path, command: Command) ->
     for count, says in ((7, True), (8, False)):
         product = write_product(tmp_path / f"part{count}", n_train=count)
         code, out, _ = command("train", train_arguments(product, tmp_path / f"run{count}"))
-        assert (code, "lens cap isn't noticed" in out) == (0, says)
+        assert (code, "lens cap isn't recognised" in out) == (0, says)
     summary = json.loads((tmp_path / "run8" / "train.json").read_text())
     assert summary["patch_size"]["mm"] is None
 

@@ -88,7 +88,7 @@ def test_good_images_and_defects_given_the_wrong_way_round(
     for name, output in (("calibrate", []), ("update", ["--output", tmp_path / "new"])):
         for given, says in (
             (["--good", bad], "nIO would be taken as good"),
-            (["--good", good, "--defects", lot], "its folder's name says that it is good"),
+            (["--good", good, "--defects", lot], "the folder's name says that they are good"),
         ):
             code, _, err = command(name, ["--model", run, *given, *output])
             assert (code, says in err) == (2, True), err
@@ -111,4 +111,4 @@ def test_what_a_system_keeps_beside_images_is_never_read(
     output = ["--output", tmp_path / "out", "--no-page"]
     code, out, err = command("infer", ["--model", run_folder, "--input", *inputs, *output])
     assert (code, "8 of 8 images scored" in out) == (0, True), err
-    assert "keeps beside your files" in err
+    assert "as files of the system" in err

@@ -147,7 +147,7 @@ def test_features_of_a_model_keep_whole_maps_when_told(
     assert (code, "--layers has an empty name" in err) == (2, True)
     for option in (["--weights", "random"], ["--input-size", 64], ["--square"]):
         code, _, err = command("features", [*arguments, *option, "--output", tmp_path / "late"])
-        assert (code, f"{option[0]} is for --backbone; a model brings its own" in err) == (2, True)
+        assert (code, f"{option[0]} needs --backbone; a model already has it" in err) == (2, True)
 
 
 def arguments_of(images: Path, output: Path, *more: object) -> list[object]:
@@ -342,7 +342,7 @@ def test_explain_padim_and_a_model_without_threshold(
     arguments = ["--model", padim_folder, "--input", image, "--output", tmp_path / "padim"]
     code, out, _ = command("explain", arguments)
     assert code == 0
-    assert "not shown: the nearest good patches: PaDiM keeps none" in out
+    assert "not shown: nearest good patches: PaDiM keeps none" in out
     facts = json.loads((tmp_path / "padim" / "explanation.json").read_text())
     assert facts["patches"][0]["compared_with"][0]["distance"] is None
 

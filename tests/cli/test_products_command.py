@@ -187,7 +187,7 @@ def test_images_of_one_product_are_not_taken_for_those_of_all(
     arguments = [option, images, "--output", tmp_path / "out"]
     code, _, err = command("evaluate", ["--model", product_runs, *arguments])
     assert code == 2
-    assert f"evaluate them one by one, with --model {product_runs / 'disc'} say" in err
+    assert f"evaluate one product at a time, e.g. with --model {product_runs / 'disc'} say" in err
     assert not (tmp_path / "out").exists()
     code, _, err = command("evaluate", ["--model", product_runs / "disc", *arguments])
     assert code == 0, err
@@ -215,7 +215,7 @@ def test_what_is_trained_stays_where_a_product_fails(
     shutil.copytree(two_products / "stripes" / "train" / "good", good)
     code, out, err = train(command, data, runs)
     assert code == 0, err
-    assert "disc was trained with these settings before, and is kept" in out
+    assert "disc is already trained with these settings and is kept" in out
     assert "trained stripes" in out
     assert "trained disc" not in out
     assert result_files(runs / "disc" / "model") == first
@@ -261,7 +261,7 @@ def test_each_product_is_checked_and_evaluated(
     assert code == 0, err
     assert "trained disc" not in out
     for product in PRODUCTS:
-        assert f"{product}: 6 of 6 test images are taken for it\n" in out
+        assert f"{product}: 6 of 6 test images are recognised as it\n" in out
     figures = json.loads((output / "metrics.json").read_text())["categories"]
     assert list(figures) == list(PRODUCTS)
     arguments = ["--model", product_runs, "--output", tmp_path / "again"]
@@ -300,8 +300,8 @@ def test_telling_products_apart_costs_no_further_pass(
     where = ["--output", tmp_path / "evaluation", "--data-root", data, "--device", "cpu"]
     code, out, err = command("evaluate", ["--model", product_runs, *where])
     assert code == 0, err
-    assert "disc: 6 of 7 test images are taken for it, 1 for stripes\n" in out
-    assert "stripes: 6 of 6 test images are taken for it\n" in out
+    assert "disc: 6 of 7 test images are recognised as it, 1 for stripes\n" in out
+    assert "stripes: 6 of 6 test images are recognised as it\n" in out
     assert sum(seen) == 13
     paths = sorted((data / "disc" / "test").rglob("*.png"))
     found = anomaly.load(product_runs, "cpu").predict(paths)
@@ -328,7 +328,7 @@ def test_a_folder_that_holds_one_run_is_that_of_one_product(
     code, out, _ = command("evaluate", ["--model", runs, "--output", tmp_path / "evaluation"])
     assert code == 0
     assert (tmp_path / "evaluation" / "disc" / "report.html").is_file()
-    assert "are taken for it" not in out
+    assert "are recognised as it" not in out
     code, _, err = command("calibrate", ["--model", runs, "--threshold", 1])
     assert (code, f"holds one; give that: {runs / 'disc'}" in err) == (2, True)
 
@@ -338,7 +338,7 @@ def test_a_list_of_one_product_trains_a_folder_of_one_run(
 ) -> None:
     code, out, _ = train(command, two_products, tmp_path / "runs", "data.category=[disc]")
     assert code == 0
-    assert "tells them apart" not in out
+    assert "recognises the product in each image" not in out
     assert (tmp_path / "runs" / "disc" / "model").is_dir()
 
 

@@ -33,7 +33,7 @@ def test_nothing_moves(run_folder: Path, golden: Path, command: Command) -> None
     record = json.loads((golden / "golden.json").read_text())["images"]
     assert [said["verdict"] for said in record.values()] == ["good"] * 3 + ["reject"] * 3
     code, out, _ = command("selfcheck", _arguments(run_folder, golden))
-    assert (code, "6 of 6 images as recorded: ready" in out) == (0, True)
+    assert (code, "6 of 6 images score as recorded: ready" in out) == (0, True)
 
 
 def test_a_score_a_verdict_and_a_file_have_moved(
@@ -58,7 +58,7 @@ def test_a_score_a_verdict_and_a_file_have_moved(
     assert "good/002.png: verdict good -> unsupported" in out
     assert "spot/000.png: recorded, but missing" in out
     assert "new.png: new" in out
-    assert "2 of 6 images as recorded" in out
+    assert "2 of 6 images score as recorded" in out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no name there has a colon")
@@ -71,7 +71,7 @@ def test_a_name_with_a_colon_counts_once_it_has_moved(
     write_part(tmp_path / "golden" / "12:30.png", seed=101, mark=(40, 50))
     code, out, _ = command("selfcheck", arguments)
     assert (code, "12:30.png: verdict good -> reject" in out) == (1, True)
-    assert "0 of 1 images as recorded" in out
+    assert "0 of 1 images score as recorded" in out
 
 
 def test_another_model_is_said(

@@ -25,7 +25,7 @@ def test_a_data_set_ends_in_a_report(product: Path, command: Command, tmp_path: 
     output = tmp_path / "run"
     code, out, err = command("start", [product, "--output", output, *SETTINGS])
     assert code == 0, err
-    assert "is taken for --format mvtec" in out
+    assert "is read as --format mvtec" in out
     for name in ("check", "train", "evaluate"):
         assert f"\n$ anomaly {name} " in out
     assert (output / "evaluation" / "index.html").is_file()
@@ -49,7 +49,7 @@ def test_sixteen_bit_greys_under_names_of_ones_own(command: Command, tmp_path: P
     code, out, err = command("start", [tmp_path / "part", "--output", output, *SETTINGS])
     assert code == 0, err
     assert "good images in OK, others in NG" in out
-    assert "- 2 of 12 good images are set aside to test with, not learned from" in out
+    assert "- 2 of 12 good images are kept for testing, not for training" in out
     written = yaml.safe_load((output / "part.yaml").read_text())
     assert written["image"] == {"bit_depth": 12}
     assert written["data"] == {"format": "good_defect", "root": str(tmp_path / "part")}
@@ -224,7 +224,7 @@ def test_without_a_network_connection_the_best_network_at_hand_is_taken(
     for file in offline.iterdir():
         file.unlink()
     monkeypatch.setattr(networks, "PACKAGES", {})
-    with pytest.raises(WeightsError, match="no network to get them from"):
+    with pytest.raises(WeightsError, match="can't be downloaded from"):
         backbone_at_hand()
 
 
@@ -235,7 +235,7 @@ def test_a_folder_ends_in_a_page_without_a_network_connection(
     code, out, err = command("start", [product, "--output", tmp_path / "run", *settings])
     assert code == 0, err
     assert out.count("the network is timm/tf_efficientnet_lite2: its weights came with") == 1
-    assert "no network to get" not in out + err
+    assert "can't be downloaded" not in out + err
     assert (tmp_path / "run" / "evaluation" / "index.html").is_file()
     backbone = load_model(tmp_path / "run").manifest["backbone"]
     assert backbone["name"] == INSTALLED

@@ -187,7 +187,7 @@ def test_names_and_sides_that_do_not_fit_are_answered(
 ) -> None:
     with pytest.raises(ConfigError, match="did you mean 'vit_small_patch14_dinov2'"):
         backbones.build("timm/vit_small_patch14_dinov")
-    with pytest.raises(ConfigError, match="knows no weights 'lvd'"):
+    with pytest.raises(ConfigError, match="has no weights 'lvd'"):
         backbones.build("timm/vit_small_patch14_dinov2.lvd")
     wrong = train_arguments(product, tmp_path / "r", f"backbone.name={DINO}", "image.resize=256")
     code, _, err = command("train", wrong)

@@ -91,7 +91,7 @@ def test_good_parts_under_another_lamp_are_learned(
     assert command("evaluate", ["--model", new, "--output", new / "figures"])[0] == 0
     # All of it is known now.
     code, _, err, _ = update(new, *given, output="newer")
-    assert (code, "the model knows all of the 12 good images" in err) == (2, True)
+    assert (code, "the model has already learned all 12 good images" in err) == (2, True)
 
 
 def test_images_that_the_model_was_calibrated_with_count_once(
@@ -205,7 +205,7 @@ def test_a_folder_of_defects_is_told_by_the_threshold_that_rises(
         write_part(tmp_path / "new" / f"{i}.png", seed=900 + i, mark=(40 + i, 50))
     code, out, err, new = update(resnet_folder, "--good", tmp_path / "new")
     assert code == 0, err
-    assert "the model as it was, by their scores: 0 good, 0 review, 8 reject" in out
+    assert "before the update: 0 good, 0 review, 8 reject" in out
     before, after = (load_model(run, "cpu").thresholds for run in (resnet_folder, new))
     assert before is not None
     assert after is not None
@@ -233,7 +233,7 @@ def test_what_may_not_be_learned(
     (run / "model" / "thresholds.json").write_text("null\n")
     assert "than when it was written" in refused("--good", lamp / "good", model=run)
     code, _, err, _ = update(run, "--good", lamp / "good", output="run")
-    assert (code, "is a model that the new one is made of, which stays" in err) == (2, True)
+    assert (code, "is one of the models to merge and isn't replaced" in err) == (2, True)
 
 
 def test_golden_parts_go_along(run_folder: Path, lamp: Path, update: Any, command: Command,
@@ -246,7 +246,7 @@ def test_golden_parts_go_along(run_folder: Path, lamp: Path, update: Any, comman
     changed = next(line for line in out.splitlines() if line.startswith("golden parts"))
     assert int(changed.split()[2]) >= 8
     code, out, _ = command("selfcheck", ["--model", new, "--golden", new / "golden"])
-    assert (code, "10 of 10 images as recorded" in out) == (0, True)
+    assert (code, "10 of 10 images score as recorded" in out) == (0, True)
 
 
 def test_golden_parts_of_the_run_that_is_replaced_go(

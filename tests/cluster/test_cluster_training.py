@@ -242,7 +242,7 @@ def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -
 
     training, _ = _trained(product, tmp_path / "run", cluster=_Threads(2, dies), calibrate=False)
     assert training.learned == 34
-    assert "took down the processes" in training.refused[f"train/good/{poison:03}.png"]
+    assert "crashed" in training.refused[f"train/good/{poison:03}.png"]
     refused = training.detector.manifest["refused_images"]
     assert refused == {"train/good/017.png": 17, f"train/good/{poison:03}.png": poison}
 

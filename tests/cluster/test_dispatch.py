@@ -114,7 +114,7 @@ def test_workers_that_die_of_nothing_they_were_given_cost_no_image() -> None:
 
 def test_a_chunk_that_kills_only_as_a_whole_ends_the_job() -> None:
     machines = _Machines(lambda chunk, images: chunk == 2 and len(images) == _SIZE)
-    with pytest.raises(OutputError, match="chunk 2 took down 6 workers, and no single image"):
+    with pytest.raises(OutputError, match="chunk 2 crashed 6 workers, but no single image"):
         _run(machines, range(4))
     assert machines.stopped == machines.hired
 

@@ -67,7 +67,7 @@ def test_a_list_with_groups(run_folder: Path, tmp_path: Path, command: Command) 
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ("a.png,1\na.png,2\n", "line 3: a.png is in group '2', and was in '1'"),
+        ("a.png,1\na.png,2\n", "line 3: a.png is in group '2' here and in '1'"),
         ("a.png,\n", "line 2: path and group mustn't be empty"),
         ("", "names no image"),
     ],

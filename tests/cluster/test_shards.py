@@ -444,7 +444,7 @@ def test_merging_refuses_what_is_not_of_the_job(
     shutil.copy(one / "results.parts" / "000000001.parquet", parts / "000000999.parquet")
     code, _, err = command("merge-results", base)
     assert code == 2
-    assert "000000999.parquet is of no chunk" in err
+    assert "000000999.parquet belongs to no chunk" in err
 
     other = tmp_path / "other.parquet"
     assert command("manifest", ["--input", archive / "0", "--output", other])[0] == 0

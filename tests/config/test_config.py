@@ -141,7 +141,10 @@ def _bomb(joined: str) -> str:
         ),
         pytest.param(_bomb("[{}]"), "line 6: there are more than 50,000 values", id="lists"),
         pytest.param(_bomb("{{<<: [{}]}}"), "there are more than 50,000 values", id="mappings"),
-        ("seed: 1\nname: &a {b: [*a]}", " line 2: *a lies inside what it repeats"),
+        (
+            "seed: 1\nname: &a {b: [*a]}",
+            " line 2: the alias *a lies inside the part that it repeats",
+        ),
         pytest.param("#" * 1_000_001, "this is longer than 1,000,000 bytes", id="long"),
         (
             "\nname: !!python/name:os.system",
@@ -158,7 +161,7 @@ def _bomb(joined: str) -> str:
         ("seed: 2020-01-01", "seed is '2020-01-01': must be a whole number"),
         ("model:\n\tkind: padim", " line 2, column 1: this isn't valid YAML"),
         ("seed: 1\nname: a\ab", " line 2: this isn't valid YAML"),
-        ("model: {kind: padim, kind: padim}", "line 1: kind stands in line 1, too"),
+        ("model: {kind: padim, kind: padim}", "line 1: kind is also in line 1"),
         ("1: 2", "unknown key '1'"),
         pytest.param(f"base: {'x' * 5000}", "there is no base xxx", id="long base"),
         ("a: [1", "line 1, column 6: this isn't valid YAML"),
@@ -279,7 +282,7 @@ def test_an_override_without_effect_is_told(
 def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "part.yaml"
     file.write_text("image:\n  area: 96\nseed: 1\nimage:\n  tile: 512\n")
-    with pytest.raises(ConfigError, match=r"part.yaml line 4: image stands in line 1, too"):
+    with pytest.raises(ConfigError, match=r"part.yaml line 4: image is also in line 1"):
         load_config(file)
     file.write_text("? [a, b]\n: 1\n")
     with pytest.raises(ConfigError, match="isn't valid YAML"):

@@ -115,7 +115,7 @@ def test_near_copies_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (fault,) = _faults(dataset, "near_copies")
     assert fault.severity is Severity.NOTE
     assert "6 of 13 training images are near copies" in fault.detail
-    assert "different ones: 7" in fault.detail
+    assert "which leaves 7 different images" in fault.detail
     anomaly.fit(dataset, SETTINGS, device="cpu")
     assert fault.detail in caplog.text
 

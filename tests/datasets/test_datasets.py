@@ -237,12 +237,12 @@ def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: 
         ("path,label\na.png,scratch\n", "no training images"),
         ('path\n"a.png\n', "isn't a CSV file"),
         ("path,label\na.png,ok\nb.png, \nc.png,dent\nd.png,\n", r"2 of 4 rows .* \(lines 3, 5\)"),
-        ("path,label\na.png,ok\nb.png,false_ok\n", "line 3: the label 'false_ok' doesn't tell"),
-        ("path,label\na.png,ok\nb.png,-\n", "line 3: the label '-' doesn't tell"),
-        ("path,label\na.png,ok\nb.png,yes\n", "line 3: the label 'yes' doesn't tell"),
+        ("path,label\na.png,ok\nb.png,false_ok\n", "line 3: the label 'false_ok' doesn't say"),
+        ("path,label\na.png,ok\nb.png,-\n", "line 3: the label '-' doesn't say"),
+        ("path,label\na.png,ok\nb.png,yes\n", "line 3: the label 'yes' doesn't say"),
         ("path\nOK/a.png\nnIO/b.png\n", "nIO would be taken as good"),
         ("path,ok\na.png,1\nb.png,0\n", r"line 2: there is no column label, but ok \('1'\)"),
-        ("path,class\na.png,-\nb.png,NG\n", r"line 3: .* class \('NG'\).* call that column"),
+        ("path,class\na.png,-\nb.png,NG\n", r"line 3: .* class \('NG'\).* rename that column"),
         ("path\nOK_1.png\nnIO_2.png\n", r"the names of 1 of 2 files say defective \(nIO_2"),
     ],
 )
@@ -309,7 +309,7 @@ VISA = ("split_csv/1cls.csv", "candle/Images/Anomaly/1.JPG", "candle/Images/Norm
         (VISA, "candle", "--set data.format=visa --set data.root={root}/candle, "),
         (("OK/1.png", "NG/2.png"), "", "--set data.root={root}/OK "),
         (("good/1.png", "scratch/2.png"), "", "data.format=good_defect --set data.root={root}, "),
-        (("good/1.png", "contest/2.png"), "", "beside folders named as good it may hold others"),
+        (("good/1.png", "contest/2.png"), "", "folders named as good it may hold other images"),
         (("a/good/1.png", "b/2.png"), "", "/b would be taken as good"),
         (("a/good/1.png", "a/2.png"), "", "/a would be taken as good"),
         (("monday/Bad Parts/1.png", "2.png"), "", "--set data.format=good_defect"),
@@ -430,7 +430,7 @@ def test_masks_have_any_suffix_and_capitals(tmp_path: Path) -> None:
 
 def test_one_mask_is_not_two_images(tmp_path: Path) -> None:
     _touch(tmp_path, "cut/1.png", "hole/1.png", "masks/1.png")
-    with pytest.raises(DataError, match=r"mask of .*cut/1\.png and of .*hole/1\.png"):
+    with pytest.raises(DataError, match=r"mask of both .*cut/1\.png and .*hole/1\.png"):
         open_test_images([], [tmp_path / "cut", tmp_path / "hole"], tmp_path / "masks")
 
 
@@ -452,7 +452,7 @@ def test_a_list_whose_labels_may_have_another_name_is_told(
 ) -> None:
     (tmp_path / "list.csv").write_text("path,class\na.png,3\nb.png,4\n")
     open_dataset("csv", tmp_path / "list.csv", None)
-    assert "has no column label, so all its images are taken for good; does class" in caplog.text
+    assert "has no column `label`, so all its images count as good; if class" in caplog.text
     (tmp_path / "list.csv").write_text("path,label\na.png,pass\nb.png,broken\n")
     assert [s.path.name for s in open_dataset("csv", tmp_path / "list.csv", None).train] == [
         "a.png"
@@ -466,4 +466,4 @@ def test_labels_in_any_spelling(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level("INFO"):
         dataset = open_dataset("csv", _list(tmp_path, "\n".join(["path,label", *rows])), None)
     assert {s.path.stem for s in dataset.test if s.is_defect} == {"8", "9", "10", "11", "12", "13"}
-    assert "taken for kinds of defect: contour 3" in caplog.text
+    assert "these labels count as kinds of defect: contour 3" in caplog.text

@@ -57,7 +57,7 @@ def test_a_manifest_of_sagemaker(tmp_path: Path) -> None:
         ('{"source-ref": "a/0.png"}', "line 2 has 0 class names"),
         (_line("none.png", "normal"), r"none\.png isn't below the folder of the list; copy"),
         (_line("c/0.png", "normal"), r"c/0\.png can be .*0\.png or .*0\.png"),
-        (_line("a/0.png", "review"), "line 2: the label 'review' doesn't tell"),
+        (_line("a/0.png", "review"), "line 2: the label 'review' doesn't say"),
     ],
 )
 def test_mistakes_in_a_manifest_name_the_line(line: str, says: str, tmp_path: Path) -> None:

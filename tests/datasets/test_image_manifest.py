@@ -145,7 +145,7 @@ def test_folders_patterns_and_files(folder: Path, tmp_path: Path, command: Comma
     arguments = ["--input", folder, folder, "--output", output, "--overwrite", "--chunk", 3]
     code, out, err = command("manifest", arguments)
     assert out == f"4 images, 4 named more than once in 2 chunks: {output}\n"
-    assert "2 files are passed over" in err
+    assert "2 files are skipped" in err
 
 
 def test_lists(tmp_path: Path, command: Command) -> None:

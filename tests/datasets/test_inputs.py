@@ -187,7 +187,7 @@ def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
     found = find_inputs(inputs)
     assert found.paths == [folder / "a.png", folder / "b"]
     assert found.passed_over == 3  # b, notes.txt and c.x, each once
-    with pytest.raises(DataError, match=r"no images in .*sub \(1 file is passed over"):
+    with pytest.raises(DataError, match=r"no images in .*sub \(1 file is skipped"):
         find_inputs([folder / "sub"])
 
 
@@ -204,5 +204,5 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 def test_a_picture_is_no_list(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
-    with pytest.raises(DataError, match="is a picture: a list names"):
+    with pytest.raises(DataError, match="is an image, not a list"):
         find_inputs([], str(tmp_path / "a.png"))

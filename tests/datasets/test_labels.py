@@ -155,9 +155,9 @@ def test_no_layout_is_learned_or_counted_wrongly(seed: int, tmp_path: Path) -> N
         return next(real for folder, real in unsaid.items() if str(root / folder) in question)
 
     if unsaid:
-        with pytest.raises(DataError, match="don't tell"):
+        with pytest.raises(DataError, match="don't say"):
             recognise(root)
-        with pytest.raises(DataError, match="don't tell"):
+        with pytest.raises(DataError, match="don't say"):
             open_dataset("good_defect", root, None)
         is_right(_opened(recognise(root, ask=answer)[0], tmp_path / "list.csv"))
     else:

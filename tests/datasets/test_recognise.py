@@ -97,7 +97,7 @@ def test_masks_are_no_parts_wherever_they_lie(
     }
     assert len([*dataset.train, *dataset.test]) == 12
     assert len(open_dataset("folder", root / "good", None).train) == 6
-    assert "passed over 6 masks of images beside them" in caplog.text
+    assert "skipped 6 masks that lie beside their images" in caplog.text
 
 
 @pytest.mark.parametrize(("folder", "name"), [("good", "hole_{}.png"), ("NG", "OK_{}.png")])
@@ -128,7 +128,7 @@ def test_masks_in_a_split_are_those_of_its_images(tmp_path: Path) -> None:
 
 def test_one_mask_is_not_that_of_two_kinds_of_defect(tmp_path: Path) -> None:
     root = _images(tmp_path / "part", ["OK", "cut", "hole", "masks"])
-    with pytest.raises(DataError, match=r"would be the mask of .*; give each its own"):
+    with pytest.raises(DataError, match=r"would be the mask of .*; give each image its own mask"):
         recognise(root)
 
 
@@ -192,14 +192,14 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
         (["defect", "photos"], "none that is named as good"),
         (["Juni", "Mai"], r"don't say which images are good \(Juni, Mai\)"),
         (["Juni", "Risse"], r"none that is named as good"),
-        (["good", "Juni"], r"don't tell whether .* Juni\. Rename them \(`good …`, `defect …`\)"),
-        (["good", "0", "1"], r"don't tell whether .* 0, 1\. "),
-        ([".", "good"], r"don't tell whether images are good or defective: the images outside"),
-        (["ok", "ng/good", "ng/hole"], "don't tell whether .* ng/good"),
-        (["good/scratch", "good"], "don't tell whether .* good/scratch"),
-        (["false_ok", "photos"], "don't tell whether .* false_ok, photos"),
-        (["good", "good_scratch", "NG"], "don't tell whether .* good_scratch"),
-        (["good", "defect", "Juni"], "don't tell whether .* Juni"),
+        (["good", "Juni"], r"don't say whether .* Juni\. Rename them \(`good …`, `defect …`\)"),
+        (["good", "0", "1"], r"don't say whether .* 0, 1\. "),
+        ([".", "good"], r"don't say whether images are good or defective: the images outside"),
+        (["ok", "ng/good", "ng/hole"], "don't say whether .* ng/good"),
+        (["good/scratch", "good"], "don't say whether .* good/scratch"),
+        (["false_ok", "photos"], "don't say whether .* false_ok, photos"),
+        (["good", "good_scratch", "NG"], "don't say whether .* good_scratch"),
+        (["good", "defect", "Juni"], "don't say whether .* Juni"),
         ([".", "scratch"], "none that is named as good"),
     ],
 )
@@ -221,13 +221,13 @@ def test_where_two_layouts_fit_someone_is_asked(tmp_path: Path) -> None:
     root = _images(tmp_path / "part", ["train/good", "test/good", "good", "defect"])
     found = recognise(root)
     assert [one.layout for one in found] == ["mvtec", "good_defect"]
-    with pytest.raises(DataError, match="say which with --format"):
+    with pytest.raises(DataError, match="choose one with --format"):
         chosen(found, None)
 
     def ctrl_d(question: str) -> str:
         raise EOFError
 
-    with pytest.raises(DataError, match="say which with --format"):
+    with pytest.raises(DataError, match="choose one with --format"):
         chosen(found, ctrl_d)
     assert chosen(found, lambda question: "").layout == "mvtec"
     assert chosen(found, lambda question: "good_defect").layout == "good_defect"
@@ -251,7 +251,7 @@ def test_floats_of_16_bits_are_no_16_bit_images() -> None:
     ("report", "settings", "word"),
     [
         (_report("900×900"), {"model.coreset_ratio": "0.02"}, "keeping 2 %"),
-        (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "a handful"),
+        (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "very few"),
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "learn from (12)"),
         (_report("500×1254"), {"model.coreset_ratio": "0.02"}, "images are tall"),
         (_report("4096×3000"), {"model.coreset_ratio": "0.02", "image.tile": "1024"}, "12 times"),

@@ -74,7 +74,7 @@ def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: 
     )
     (left_out,) = [row for row in evaluation.scored if row.image_score is None]
     assert left_out.sample.name == "test/spot/001.png"
-    assert "001.png is left out, for its mask can't be used: " in left_out.reason
+    assert "001.png is left out, because its mask can't be used: " in left_out.reason
     assert "001_mask.png: " in left_out.reason
     assert (evaluation.n_good, evaluation.n_defect, len(seen)) == (3, 2, 5)
     assert evaluation.metrics.values["pixel_auroc"] is not None

@@ -145,7 +145,7 @@ def test_images_that_arent_missed(
     assert (code, "This image is for review already: " in said) == (0, True)
     assert not (run / "golden").exists()
     code, said = missed(spot, learned, "--model", run, "--mask", spot)
-    assert (code, "--mask belongs to one image" in said) == (2, True)
+    assert (code, "--mask takes one image" in said) == (2, True)
     settings = {"backbone": {"name": "tiny", "weights": "random"}, "image": {"area": 64}}
     bare = anomaly.fit(product / "train" / "good", settings, device="cpu", calibrate=False)
     bare.save(tmp_path / "bare")
@@ -161,7 +161,7 @@ def test_training_images_that_have_gone_are_asked_for(
     good = moved.rename(tmp_path / "elsewhere") / "train" / "good"
     arguments = [faint, "--model", tmp_path / "new", "--device", "cpu"]
     code, out, err = command("missed", arguments)
-    assert (code, "12 of 12 aren't at hand" in err, "A threshold of " in out) == (0, True, True)
+    assert (code, "12 of 12 can't be read" in err, "A threshold of " in out) == (0, True, True)
     code, out, _ = command("missed", [*arguments, "--good", good])
     assert (code, "as trained" in out) == (0, True)
 

@@ -94,7 +94,7 @@ def test_infer_selfcheck_and_evaluate(
     record = ["--model", run_folder, "--golden", golden, "--record", "--device", "cpu"]
     assert command("selfcheck", record)[0] == 0
     said = anomaly("selfcheck", "--model", bank_export, "--golden", golden, "--tolerance", "0.05")
-    assert "6 of 6 images as recorded" in said
+    assert "6 of 6 images score as recorded" in said
 
     for name, model, run in (("a", run_folder, lambda *a: main([*map(str, a)])),
                              ("b", bank_export, anomaly)):  # fmt: skip

@@ -26,7 +26,7 @@ def test_a_run_in_the_folder_that_it_learned_from(
     assert [sample.name for sample in dataset.train] == ["a.png", "older/b.png"]
     (line,) = caplog.messages
     assert line == (
-        f"{small}: passed over this program's own outputs: a model, model, older/model, "
+        f"{small}: skipped this program's own outputs: a model, model, older/model, "
         "older/suspects, suspects"
     )
     # Named outright, they are meant.
@@ -48,7 +48,7 @@ def test_heatmaps_are_not_scored(
     code, out, _ = command("infer", [*base, tmp_path / "link", "--output", tmp_path / "out"])
     assert (code, "1 of 1 images scored" in out) == (0, True)
     (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path / 'link'}: passed over this program's own outputs: heatmap")
+    assert line.startswith(f"{tmp_path / 'link'}: skipped this program's own outputs: heatmap")
 
 
 def test_test_images_beside_results(tmp_path: Path) -> None:

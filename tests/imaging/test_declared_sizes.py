@@ -74,7 +74,7 @@ def test_huge_pil_images_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "LAB", "HSV", "F"])
 def test_pil_images_of_unusable_modes_are_refused_undecoded(mode: str) -> None:
-    refused = "floats, and nothing says" if mode == "F" else f"mode {mode}; convert it"
+    refused = "floats, so the value" if mode == "F" else f"mode {mode}; convert it"
     _refused(Pil.new(mode, (2000, 1000)), ArrayFormat(), refused)
 
 
@@ -125,7 +125,7 @@ def _refused(image: Any, given: ArrayFormat, why: str) -> None:
     ids=lambda image: f"{type(image).__name__} {getattr(image, 'dtype', '')}",
 )
 def test_what_is_no_image_is_refused_unconverted(image: Any) -> None:
-    _refused(image, ArrayFormat(), "image|floats, and nothing says which")
+    _refused(image, ArrayFormat(), "image|floats, so the value of white")
 
 
 @pytest.mark.parametrize(

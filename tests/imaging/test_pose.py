@@ -149,7 +149,7 @@ def test_surfaces_have_no_pose(kind: str) -> None:
         grain = cv2.GaussianBlur(rng.normal(size=(128, 128)), (0, 0), 3)
         pictures.append((weave if kind == "weave" else grain).astype(np.float32))
     for rigid in (True, False):
-        with pytest.raises(DataError, match="show no part whose pose can be found"):
+        with pytest.raises(DataError, match="the pose of the part can't be found"):
             learn(pictures, rigid=rigid).checked()
     assert moving(pictures) == ""
 

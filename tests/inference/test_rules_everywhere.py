@@ -110,7 +110,7 @@ def test_one_verdict_everywhere(
         ["--model", run, "--to", "onnx", "--output", tmp_path / "export", "--whole"],
     )
     assert code == 0, said
-    assert "zones and rules of this model count where anomaly runs the export" in said
+    assert "zones and rules of this model apply when anomaly runs the export" in said
     camera = ["--to", "onnx", "--output", tmp_path / "graph", "--whole", "--pixels", "120x96"]
     code, _, said = command("export", ["--model", run, *camera])
     assert (code, "regions decide its verdicts" in said) == (2, True)

@@ -204,7 +204,7 @@ def test_storage_that_is_gone_or_refuses_is_named(
         code, said = _run(command, "infer", *shard)
         s3fs.S3FileSystem.clear_instance_cache()
         assert code == 2
-        assert "s3://archive/list.parquet: nothing says how to sign in" in said
+        assert "s3://archive/list.parquet: no way to sign in" in said
     server.denied = b"GET /archive/images/"
     code, said = _run(command, "infer", *shard)
     server.denied = b""

@@ -229,7 +229,7 @@ def test_results_in_the_folder_that_is_followed(
         own, other = err.splitlines()
         assert (code, "this program's own outputs" in own, "1 file" in other) == (0, True, True)
         assert _names(tmp_path / "line") == ["a.png"]
-    assert "1 file is passed over" in shift([], "--overwrite", output="line")[2]
+    assert "1 file is skipped" in shift([], "--overwrite", output="line")[2]
     assert (tmp_path / "line" / ".other.png.part").exists()
 
 

@@ -135,7 +135,7 @@ def test_pictures_of_judged_parts_are_written_as_a_data_set(
     code, _, err = command("feedback", arguments)
     assert (code, "exists already; give another folder" in err) == (2, True)
     code, _, err = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
-    assert (code, "--verdict notes something" in err) == (2, True)
+    assert (code, "--verdict records a judgement" in err) == (2, True)
     Record(tmp_path / "empty.sqlite").close()
     code, _, err = command("feedback", ["--record", tmp_path / "empty.sqlite", "--pictures", to])
     assert (code, "holds no part that anybody has judged" in err) == (2, True)

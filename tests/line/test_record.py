@@ -58,6 +58,10 @@ def test_answers_are_there_once_they_are_written(tmp_path: Path) -> None:
     assert (oldest["id"], oldest["model"], oldest["feedback"]) == (1, "disc", None)
     assert second.counts("2026-01-01") == {"good": 1, "reject": 1}
     assert second.counts("2026-01-01T00:00:02") == {"reject": 1}
+    assert second.counts("2026-01-01", "disc") == {"good": 1, "reject": 1}
+    assert second.counts("2026-01-01", "cup") == {}
+    assert [part["id"] for part in second.parts(model="disc")] == [2, 1]
+    assert second.parts(model="cup") == []
     assert second.parts(before=2)[0]["id"] == 1
     assert [part["id"] for part in second.parts(verdict="good")] == [1]
     first.close()
@@ -166,7 +170,7 @@ def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
     assert (code, "part 2): defect" in out) == (0, True)
     image.write_bytes(b"another")
     code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--images", image])
-    assert (code, "not scored here so far" in out) == (0, True)
+    assert (code, "not scored here yet" in out) == (0, True)
     code, out, _ = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
     said = [json.loads(line) for line in command("feedback", arguments)[1].splitlines()]
     assert [(one["part"], one["verdict"], one["defect_type"]) for one in said] == [

@@ -47,7 +47,7 @@ def test_infer_calls_the_scene_changed_and_goes_on_where_it_was(
     code, _, err = command("infer", arguments)
     assert code == 0
     assert "scene changed at part 17: brightness is 3" in err
-    assert "anomaly update teaches" in err
+    assert "let the model learn it with anomaly update" in err
     assert "the scene looks right again since part 30" in err
     text = (out / "results.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
@@ -114,9 +114,10 @@ def test_the_page_says_that_the_scene_is_changed(
     window.open(f"http://127.0.0.1:{served.port}/")
     for file in write_parts(tmp_path, 300, 10, 0.65):
         served.score(file.read_bytes())
-    alarm = "document.getElementById('alarm')"
-    window.until(f"{alarm}.textContent.includes('SCENE CHANGED, not the parts (disc): bri')", True)
+    alarm = "document.getElementById('alarms')"
+    text = "disc: THE SCENE HAS CHANGED, not the parts: bri"
+    window.until(f"{alarm}.textContent.includes('{text}')", True)
     assert CHANGED in str(window.evaluate("document.getElementById('reason').textContent"))
     for file in write_parts(tmp_path, 400, 10):
         served.score(file.read_bytes())
-    window.until(f"{alarm}.textContent.includes('SCENE CHANGED')", False)
+    window.until(f"{alarm}.textContent.includes('THE SCENE')", False)

@@ -102,7 +102,7 @@ def with_odd(category: Category, places: Sequence[int], reason: str) -> Category
 
 
 def limits(image: float = LIMIT, review: float | None = None) -> Thresholds:
-    """Thresholds that some scores lie on; nothing to review unless asked for."""
+    """Thresholds that some scores lie on; no review zone unless asked for."""
     good = GoodScores(("a", "b", "c", "d"), (6.0, 7.0, 8.0, 9.0), (6.0, 7.0, 8.0, 9.0), "4 images")
     low = image if review is None else review
     return replace(thresholds_by_hand(good, low, image), pixel=LIMIT)

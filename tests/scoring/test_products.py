@@ -224,7 +224,7 @@ def test_products_learned_from_a_few_images_have_to_be_named(
     shutil.copytree(product_runs / "disc", tmp_path / "both" / "disc")
     few = replace(anomaly.load(product_runs / "stripes", "cpu").model, training_statistics=None)
     save(few, tmp_path / "both" / "stripes")
-    with pytest.raises(ModelError, match="stripes learned from too few images"):
+    with pytest.raises(ModelError, match="stripes has too few training images"):
         opened(tmp_path / "both")
     path = images(two_products, "stripes")[0]
     found = opened(tmp_path / "both", "stripes").predict(path)

@@ -224,7 +224,7 @@ def _zone(left: float, right: float, **more: Any) -> dict[str, Any]:
         ({"zones": _zone(100, 140)}, r"zones\.z doesn't fit .* its 120×60 pixels don't hold"),
         ({"zones": _zone(0, 1)}, "no patch lies at least half inside the zone 'z'"),
         ({"zones": _zone(0, 40)}, r"zones\.z lies outside image\.region"),
-        ({"zones": _zone(0, 120, reject_rate=0.1)}, "leave nothing of the image"),
+        ({"zones": _zone(0, 120, reject_rate=0.1)}, "cover the whole image"),
         ({"rules": [_rule(length=9)]}, r"rule 'a': length is 9 pixels, .*10 × 10 .*; give 10"),
         ({"rules": [_rule(area=99)]}, "nothing smaller can be measured; give 100"),
         ({"rules": [_rule(area=0.99, unit="mm")], "image": {"mm_per_pixel": 0.1}}, "is 99 pixels"),

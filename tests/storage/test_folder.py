@@ -78,7 +78,7 @@ def test_a_model_is_written_over_a_model_alone(run_folder: Path, tmp_path: Path)
     photos.mkdir()
     (photos / "precious.png").write_bytes(b"mine")
     for place in (photos, photos / "precious.png"):
-        with pytest.raises(OutputError, match="is no model, so none is written over it"):
+        with pytest.raises(OutputError, match="isn't a model, so it isn't replaced"):
             detector.save(place, overwrite=True)
     with pytest.raises(OutputError, match="overwrite=True"):
         detector.save(photos)

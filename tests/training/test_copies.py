@@ -41,7 +41,10 @@ def test_files_of_the_same_pixels_are_copies(
     shutil.copy(good / "000.png", good / "zz.png")
     twice = tmp_path / "twice"
     assert command("train", train_arguments(product, twice, *settings))[0] == 0
-    assert "7 of 13 training images are copies of others; different ones: 6" in caplog.text
+    assert (
+        "7 of 13 training images are copies of others, which leaves 6 different images"
+        in caplog.text
+    )
     found, expected = (load_model(run, "cpu").thresholds for run in (twice, once))
     assert found is not None
     assert expected is not None
@@ -56,7 +59,10 @@ def test_copies_of_one_picture_give_no_thresholds(
         with_note(product / "train" / "good" / "000.png", tmp_path / f"{i}.png", i)
     with pytest.raises(anomaly.AnomalyError, match="2 different training images, not 1"):
         anomaly.fit(tmp_path, SETTINGS, device="cpu")
-    assert "4 of 5 training images are copies of others; different ones: 1" in caplog.text
+    assert (
+        "4 of 5 training images are copies of others, which leaves 1 different images"
+        in caplog.text
+    )
     assert "photograph more parts" in caplog.text
 
 
@@ -72,12 +78,12 @@ def test_all_copies_of_what_stands_out_are_named(
     setting = f"model.leave_out_suspects={leave_out}"
     code, out, _ = command("train", train_arguments(product, tmp_path / "run", setting))
     names = [f"train/good/{name}.png" for name in ("005", "y", "z")]
-    said = "nothing was learned from what stands out" if leave_out else "stand out"
+    said = "left out of training, because they look unlike" if leave_out else "stand out"
     assert (code, f"{said} from all others: {', '.join(names)}" in out) == (0, True)
     summary = json.loads((tmp_path / "run" / "train.json").read_text())
     stand_out = [*summary["stand_out"]]
     assert stand_out[:3] == names
-    assert (f"{len(stand_out)} more stood out from all others" in out) is leave_out
+    assert (f"(model.leave_out_suspects): {len(stand_out)}" in out) is leave_out
     assert summary["images"]["learned"] == 14 - leave_out * len(stand_out)
 
 

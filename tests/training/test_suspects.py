@@ -89,8 +89,8 @@ def test_defects_among_the_training_images_are_left_out_on_request(
     output = tmp_path / "run"
     settings = f"model.kind={kind}", "model.leave_out_suspects=true"
     code, out, _ = command("train", train_arguments(product, output, *settings))
-    assert (code, "nothing was learned from what stands out" in out) == (0, True)
-    assert "2 more stood out from all others and were left out" in out
+    assert (code, "left out of training, because they look unlike" in out) == (0, True)
+    assert "left out because they look unlike all others (model.leave_out_suspects): 2" in out
     said = json.loads((output / "train.json").read_text())
     assert (sorted(said["stand_out"]), said["left_out"], said["images"]["learned"]) == (
         dirty,

@@ -191,7 +191,7 @@ class PixelAccumulator:
         self._scores.add(scores[inspected], weights)
 
     def result(self) -> Metrics:
-        """The figures over all images added so far.
+        """The figures of all images added.
 
         Returns:
             `pixel_auroc`, `pixel_ap`, `pixel_f1_max`, `pixel_f1_max_threshold`; `aupro_30` and

@@ -184,7 +184,7 @@ class Directory:
         return default
 
     def same(self, tag: int, default: int) -> int:
-        """The value of a tag that has one for each sample, all of which have to be equal."""
+        """The common value of a tag with one value for each sample; all must be equal."""
         values = set(self.values(tag)[:_MOST_ALIKE].tolist()) or {default}
         if len(values) > 1:
             raise unsupported("its samples aren't all of one kind and depth")

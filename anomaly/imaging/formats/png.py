@@ -158,7 +158,7 @@ def _check_place(
     if not before and kind != b"IHDR":
         raise damaged(f"it starts with its {name} chunk, not with the PNG header")
     if kind in _ONCE and kind in chunks:
-        raise damaged(f"it has two {name} chunks, of which there may be one")
+        raise damaged(f"it has two {name} chunks where one is allowed")
     if any(other in chunks for other in _BEFORE.get(kind, ())):
         raise damaged(f"its {name} chunk comes too late")
     if kind == b"IDAT" and kind in chunks and before != kind:

@@ -1,6 +1,6 @@
 -- What `anomaly report` asks of a record, in tables and views of the connection alone.
 CREATE TEMP TABLE words AS SELECT sha256, verdict, defect_type FROM main.feedback
-    WHERE id IN (SELECT MAX (id) FROM main.feedback GROUP BY sha256);
+    WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM main.feedback GROUP BY sha256);
 CREATE INDEX temp.words_by_image ON words (sha256);
 -- The parts of the period (age 0) and of the one before (age 1) with the last word on each.
 CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model_id, time, score,

@@ -92,7 +92,7 @@ class SampleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
+        """Number of bytes held in memory."""
         return sum(batch.nbytes for batch in self._in_memory)
 
     def append(self, patches: Tensor) -> None:
@@ -121,13 +121,13 @@ class SampleStore:
         return torch.cat(parts).transpose(0, 1)
 
     def clear(self) -> None:
-        """Forget all samples; the file's room is used again."""
+        """Delete all samples; their file space is reused."""
         self._in_memory.clear()
         self._in_file = 0
 
 
 class GaussianAccumulator:
-    """Takes training patches, gives Gaussians, within bounds that no number of images moves.
+    """Computes Gaussians from training patches in bounded memory.
 
     At most d samples of a position wait; more are folded into its statistics. So products are
     large, and few images never need d × d numbers for each position.
@@ -151,7 +151,7 @@ class GaussianAccumulator:
 
     @property
     def count(self) -> int:
-        """How many images it has taken."""
+        """Number of images added."""
         return (self._folded.count if self._folded else 0) + len(self._waiting)
 
     def add(self, patches: Tensor) -> None:
@@ -212,7 +212,7 @@ class GaussianAccumulator:
     def _fold(
         self, more: Callable[[slice], GaussianStatistics] | None = None, images: int = 0
     ) -> None:
-        """Turn waiting samples into statistics; `more` are those of further images."""
+        """Add waiting samples (and `more`) to the statistics."""
         count, store = self.count + images, self._folded
         if store is None:
             positions, dimensions = self._shape
@@ -235,7 +235,7 @@ class GaussianAccumulator:
         self._waiting.clear()
 
     def _statistics_of(self, block: slice) -> GaussianStatistics:
-        """Statistics of all samples so far, folded and waiting."""
+        """Statistics of all samples, folded and waiting."""
         parts = [self._folded.at(block, self._device)] if self._folded else []
         if len(self._waiting):
             parts.append(GaussianStatistics.of(self._waiting.read(block)))

@@ -24,7 +24,7 @@ _SHARE = 8 * 2.0**-24
 
 @dataclass(frozen=True, eq=False)
 class GaussianStatistics:
-    """Moments of the samples at P positions; those of two halves merge to those of the whole.
+    """Mean and scatter of samples at P positions; can be merged.
 
     Attributes:
         count: N, samples at each position.
@@ -47,7 +47,7 @@ class GaussianStatistics:
         return cls(samples.shape[1], mean, scatter)
 
     def merge(self, other: GaussianStatistics) -> GaussianStatistics:
-        """Statistics of both sample sets together (Chan, Golub & LeVeque 1979, eq. 2.1)."""
+        """The statistics of both sample sets together (Chan, Golub & LeVeque 1979, eq. 2.1)."""
         count = self.count + other.count
         shift = other.mean - self.mean
         mean = self.mean + shift * (other.count / count)
@@ -61,7 +61,7 @@ class GaussianStatistics:
         return GaussianStatistics(count, mean, scatter)
 
     def at(self, positions: slice, device: torch.device) -> GaussianStatistics:
-        """Those of a slice of the positions, on a device."""
+        """The statistics of a slice of positions, on a device."""
         scatter = tuple(panel[positions].to(device) for panel in self.scatter)
         return GaussianStatistics(self.count, self.mean[positions], scatter)
 
@@ -123,7 +123,7 @@ def cholesky_whitening(statistics: GaussianStatistics, regularisation: float) ->
 def scatter_of(
     whitening: CholeskyWhitening, images: int, regularisation: float, positions: slice
 ) -> Triangle:
-    """The samples' summed outer products that a whitening comes from, but for its 16 bits.
+    """The samples' summed outer products behind a whitening, exact except for its 16 bits.
 
     Args:
         whitening: of all positions.
@@ -140,7 +140,7 @@ def scatter_of(
 
 
 def low_rank_whitening(centred: Tensor, regularisation: float) -> LowRankWhitening:
-    """The whitening of centred samples (P, N, d) with 2 ≤ N."""
+    """The low-rank whitening of centred samples (P, N, d), N ≥ 2."""
     degrees = centred.shape[1] - 1
     variances, vectors = torch.linalg.eigh(centred @ centred.mT / degrees)
     # Centring leaves one direction without variance.

@@ -73,11 +73,11 @@ class LeaveOneOut(Whitening):
 
     @property
     def numbers(self) -> int:
-        """What one position works on."""
+        """Number of values that one position needs in memory."""
         return self.whitening.numbers
 
     def to(self, target: torch.device | str) -> LeaveOneOut:
-        """The same on another device."""
+        """An equal whitening on another device."""
         return LeaveOneOut(self.whitening.to(target), self.images)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ class LeaveOneOut(Whitening):
     def _from_directions(
         self, whitening: LowRankWhitening, residuals: Tensor, positions: slice
     ) -> Array:
-        """The same, without the difference of 1 and a leverage that is almost 1.
+        """The same, without cancellation if a leverage is almost 1.
 
         A training residual lies in the span of the samples, so it is given by its shares v² in
         their N − 1 directions, which sum to (N−1)/N. With ε' = ε(N−2)/(N−1) the squared distance
@@ -121,7 +121,7 @@ class LeaveOneOut(Whitening):
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> GaussianFitter:
-    """What a config's section `model` learns with.
+    """The fitter of a config's section `model`.
 
     Args:
         settings: its values by key.
@@ -163,7 +163,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings to learn from: projected on the way.
+        """Turn feature maps into projected embeddings to learn from.
 
         Raises:
             ValueError: before `prepared`.
@@ -221,7 +221,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
         return self._gaussian(sums, projection, grid, progress)
 
     def incremental(self, scorer: PatchGaussian, learned: int) -> GaussianFitter:
-        """A fitter whose `fit` adds to the sums that Gaussians come from.
+        """A fitter whose `fit` adds images to learned Gaussians.
 
         It gives what a fit on all images would, but for the 16 bits that these are kept in.
         """
@@ -247,7 +247,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
         return self._gaussian(sums, first.projection, first.grid)
 
     def _sums_of(self, parts: Sequence[tuple[PatchGaussian, int]]) -> GaussianAccumulator:
-        """The sums that Gaussians come from, each learned from so many images."""
+        """The sums behind several Gaussians."""
         mean = parts[0][0].mean
         sums = GaussianAccumulator(mean.shape[1], mean.shape[2], mean.device, self.memory_limit)
         for scorer, images in parts:
@@ -270,7 +270,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
     def held_out(
         self, scorer: PatchGaussian, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool
     ) -> Iterator[tuple[Fold, Scorer]]:
-        """One scorer for which each image is left out alone, or refits without each fold."""
+        """Scorers for cross-fitting: leave-one-out in closed form, or a refit for each fold."""
         if grouped:
             yield from super().held_out(scorer, patches, folds, grouped=True)
         else:

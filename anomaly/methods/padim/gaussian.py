@@ -46,13 +46,13 @@ _SCORING_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 @lru_cache(maxsize=16)
 def panel_rows(dimensions: int) -> tuple[slice, ...]:
-    """The rows of each panel of a `Triangle`; a panel is as wide as its last row."""
+    """The row ranges of a `Triangle`'s panels; a panel is as wide as its last row."""
     edges = [*range(0, dimensions, _PANEL), dimensions]
     return tuple(slice(a, b) for a, b in pairwise(edges))
 
 
 def position_blocks(positions: int, numbers: int, block: int) -> list[slice]:
-    """Slices of the positions that work on at most `block` numbers, at `numbers` each."""
+    """Slices of positions that need at most `block` values, with `numbers` each."""
     size = max(1, block // numbers)
     return [slice(i, min(i + size, positions)) for i in range(0, positions, size)]
 
@@ -92,7 +92,7 @@ class Projection:
 
     @property
     def dimensions(self) -> int:
-        """The d channels that are left."""
+        """Number d of channels after the projection."""
         return int(self.weights.shape[-1])
 
     def __call__(self, embeddings: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class Projection:
         return joined.contiguous()
 
     def _split(self, channels: Sequence[int]) -> list[Tensor]:
-        """Each layer's share of the weights: its rows, or its chosen channels."""
+        """The projection's weights split by layer."""
         if self.weights.ndim == 2:
             return list(self.weights.split(list(channels)))
         firsts = np.cumsum([0, *channels])
@@ -163,7 +163,7 @@ class Whitening(Protocol):
 
     @property
     def numbers(self) -> int:
-        """What one position works on."""
+        """Number of values that one position needs in memory."""
         ...
 
     def squared_distances(self, residuals: Array, positions: slice) -> Array:
@@ -171,11 +171,11 @@ class Whitening(Protocol):
         ...
 
     def to(self, target: torch.device | str) -> Whitening:
-        """The same on another device."""
+        """An equal whitening on another device."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What has to be saved, by name."""
+        """The tensors to save, by name."""
         ...
 
 
@@ -196,7 +196,7 @@ class CholeskyWhitening(Whitening):
 
     @property
     def numbers(self) -> int:
-        """What one position works on."""
+        """Number of values that one position needs in memory."""
         return sum(panel.shape[1] * panel.shape[2] for panel in self.factor)
 
     def squared_distances(self, residuals: Array, positions: slice) -> Array:
@@ -210,11 +210,11 @@ class CholeskyWhitening(Whitening):
         return squared
 
     def to(self, target: torch.device | str) -> CholeskyWhitening:
-        """The same on another device."""
+        """An equal whitening on another device."""
         return CholeskyWhitening(tuple(p.to(target) for p in self.factor), self.scale.to(target))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What has to be saved, by name."""
+        """The tensors to save, by name."""
         factor = {f"factor.{i}": panel for i, panel in enumerate(self.factor)}
         return {**factor, "scale": self.scale}
 
@@ -245,7 +245,7 @@ class LowRankWhitening(Whitening):
 
     @property
     def numbers(self) -> int:
-        """What one position works on."""
+        """Number of values that one position needs in memory."""
         return int(self.basis.shape[1] * self.basis.shape[2])
 
     def squared_distances(self, residuals: Array, positions: slice) -> Array:
@@ -260,7 +260,7 @@ class LowRankWhitening(Whitening):
         return inside + (unexplained**2).sum(2) / self.regularisation
 
     def to(self, target: torch.device | str) -> LowRankWhitening:
-        """The same on another device."""
+        """An equal whitening on another device."""
         return LowRankWhitening(
             self.basis.to(target),
             self.scale.to(target),
@@ -269,7 +269,7 @@ class LowRankWhitening(Whitening):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """What has to be saved, by name."""
+        """The tensors to save, by name."""
         import torch  # only models of tensors are saved
 
         regularisation = torch.tensor(self.regularisation, dtype=torch.float64)
@@ -295,12 +295,12 @@ class PatchGaussian(Scorer):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes: projected on the way."""
+        """Turn feature maps into the projected embeddings that `score` takes."""
         return self.projection.of_maps
 
     @property
     def dimensions(self) -> int:
-        """d, the channels of these embeddings."""
+        """Number d of channels of the embeddings."""
         return self.projection.dimensions
 
     def check_origin(self, channels: int, images: int) -> None:
@@ -359,7 +359,7 @@ class PatchGaussian(Scorer):
         return PatchGaussian(projection, self.grid, self.mean.to(target), whitening)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         import torch  # only models of tensors are saved
 
         return {
@@ -372,7 +372,7 @@ class PatchGaussian(Scorer):
 
 
 def whitening_of(tensors: Mapping[str, Array]) -> Whitening:
-    """The whitening whose `tensors` these are, among others."""
+    """The whitening stored in saved tensors."""
     if "basis" in tensors:
         regularisation = float(tensors["regularisation"])
         return LowRankWhitening(
@@ -389,7 +389,7 @@ def scorer(
     device: torch.device | None = None,
     cache: Path | None = None,
 ) -> PatchGaussian:
-    """The Gaussians that were saved.
+    """The Gaussians in saved tensors.
 
     Args:
         tensors: as `PatchGaussian.tensors` gave them; arrays for a scorer that takes arrays.

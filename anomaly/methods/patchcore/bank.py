@@ -35,7 +35,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, eq=False)
 class MemoryBank(Scorer):
-    """Good patches, and where each came from.
+    """The memory bank: vectors of good patches, and the origin of each.
 
     Attributes:
         vectors: (M, D) float32, in the order in which they were picked.
@@ -69,7 +69,7 @@ class MemoryBank(Scorer):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings that `score` takes."""
+        """Turn feature maps into the embeddings that `score` takes."""
         # The scorer of an exported model does without torch, which the alignment needs.
         from anomaly.methods.patchcore.embedding import ALIGNERS
 
@@ -77,11 +77,11 @@ class MemoryBank(Scorer):
 
     @property
     def dimensions(self) -> int:
-        """D, the channels of the embeddings that `score` takes."""
+        """Number D of channels that `score` takes."""
         return int(self.vectors.shape[1])
 
     def neighbours(self, patches: Array, count: int) -> tuple[Array, Array]:
-        """The bank vectors nearest to patches.
+        """The K nearest bank vectors of patches.
 
         Args:
             patches: (N, D) float32, on the bank's device.
@@ -117,7 +117,7 @@ class MemoryBank(Scorer):
         return PatchScores(distances.reshape(grid), nearest.reshape(grid))
 
     def weighted(self, scores: PatchScores) -> Array:
-        """Patch scores as the image score counts them: less where good patches are rare.
+        """Patch scores for the image score, lowered near rare bank vectors.
 
         Around a vector of a rare kind the bank's vectors lie far apart, and so good patches of that
         kind have large distances, too. A distance is divided by how far apart they lie around its
@@ -136,7 +136,7 @@ class MemoryBank(Scorer):
 
     @locked_cached_property
     def _sparsity(self) -> Array:
-        """(M,) float32, from 1 up: what distances to each vector are divided by."""
+        """Divisors (M,) float32, at least 1, of distances to the bank vectors."""
         assert self.spacing is not None  # see `weighted`
         mean = self.spacing.mean()
         return self.spacing.clip(mean) / mean if mean > 0 else self.spacing + 1
@@ -179,7 +179,7 @@ class MemoryBank(Scorer):
         return highest * (1 - share).clip(0)
 
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:
-        """The same bank, which knows its `spacing`.
+        """The bank with its `spacing` computed.
 
         Args:
             rows: (m,) int64, vectors whose spacing is computed anew; None for all.
@@ -227,7 +227,7 @@ class MemoryBank(Scorer):
             raise ModelError(f"its memory bank comes from training image {high}, of {images}")
 
     def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """`score` as plain reductions, for programs that know nothing of this one.
+        """`score` as plain reductions, for exported graphs.
 
         The bank goes by in blocks, so that memory doesn't grow with it. Products name the nearest
         vector; its distance is then measured directly, which cancels nothing.
@@ -267,7 +267,7 @@ class MemoryBank(Scorer):
         return replace(self, vectors=vectors, origins=origins, spacing=spacing)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name."""
+        """The tensors to save, by name."""
         import torch  # only models of tensors are saved
 
         spacing = {} if self.spacing is None else {"spacing": self.spacing}
@@ -286,7 +286,7 @@ def scorer(
     device: torch.device | None = None,
     cache: Path | None = None,
 ) -> MemoryBank:
-    """The memory bank that was saved.
+    """The memory bank in saved tensors.
 
     Args:
         tensors: as `MemoryBank.tensors` gave them; arrays for a scorer that takes arrays.

@@ -52,7 +52,7 @@ _Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Selection:
-    """What greedy k-center chose.
+    """The result of greedy k-center: picks and covering radius.
 
     Attributes:
         picks: (K,) int64, distinct indices in the order of the picks.
@@ -73,7 +73,7 @@ def greedy_k_center(
     bounds: Tensor | None = None,
     progress: Progress | None = None,
 ) -> Selection:
-    """Pick points one after another, each the farthest from those already picked.
+    """Pick points one by one, each the farthest from all picks.
 
     Args:
         points: (N, d), any floating dtype, on CPU or CUDA. Distances are taken in float32.
@@ -148,7 +148,7 @@ def pick_beyond(points: Tensor, bounds: Tensor, radius: float, most: int | None 
 
 
 class MinDistances:
-    """The squared distance of every point to its nearest centre, as points become centres.
+    """Keeps the squared distance of every point to its nearest centre.
 
     Args:
         points: (N, d), any floating dtype.
@@ -176,7 +176,7 @@ class MinDistances:
         self.squared = torch.full((len(points),), torch.inf, device=points.device)
 
     def add_centres(self, members: Tensor) -> None:
-        """Make centres of some points (n,) int64."""
+        """Make the points with these indices (n,) int64 centres."""
         for batch in torch.split(members, _CENTRES):
             # Distances are multiplied out: around the mean, large norms don't cancel.
             centres = self._points.index_select(0, batch).float() - self._mean
@@ -193,7 +193,7 @@ class MinDistances:
 def _pick_from_pool(
     points: Tensor, nearest: MinDistances, wanted: int, covered: float = -1.0
 ) -> tuple[Tensor, Tensor]:
-    """The next picks: as many as are certain without looking outside the pool.
+    """The next picks that are certain without points outside the pool.
 
     Args:
         points: (N, d).
@@ -218,7 +218,7 @@ def _pick_from_pool(
 def _loop(
     pool: Tensor, bounds: Tensor, wanted: int, floor: float, covered: float
 ) -> tuple[list[int], list[int]]:
-    """The textbook loop in a pool, on a CPU, for as long as the farthest point reaches the floor.
+    """The step-wise loop in a pool, on a CPU, until the farthest point is below the floor.
 
     A pick takes microseconds: the calls count, and numpy's are the cheaper ones. The product is
     torch's, because numpy's may use threads, which wait for one another.
@@ -282,7 +282,7 @@ def _radius(points: Tensor, centres: Tensor, before: Tensor | None = None) -> fl
 
 
 class Stream(Protocol):
-    """Points that are read in portions, the same each time."""
+    """Points read in portions; can be read repeatedly, always the same."""
 
     def __iter__(self) -> Iterator[Tensor]:
         """Points (n, d) float32, n of any size."""
@@ -301,7 +301,7 @@ def select_streamed(
     generator: torch.Generator,
     progress: Progress | None = None,
 ) -> Selection:
-    """Greedy k-center over a stream.
+    """Select a coreset from a stream by greedy k-center.
 
     Args:
         stream: the points. Read once, or twice where they don't fit.
@@ -343,7 +343,7 @@ def select_streamed(
 
 
 class _Reservoir:
-    """Those points of a stream that have the highest priorities, as many as fit.
+    """Keeps the points of a stream with the highest priorities.
 
     Attributes:
         count: points offered so far.
@@ -364,17 +364,17 @@ class _Reservoir:
 
     @property
     def points(self) -> Tensor:
-        """(n, d), those kept."""
+        """The kept points (n, d)."""
         return self._points[: self._used]
 
     @property
     def places(self) -> Tensor:
-        """(n,) int64, where in the stream each was."""
+        """Positions (n,) int64 of the kept points in the stream."""
         return self._places[: self._used]
 
     @property
     def priorities(self) -> Tensor:
-        """(n,) float32, of those kept."""
+        """Priorities (n,) float32 of the kept points."""
         return self._priorities[: self._used]
 
     def add(self, points: Tensor, priorities: Tensor) -> None:
@@ -410,7 +410,7 @@ class _Reservoir:
             return True
 
     def _allocate(self, rows: int, like: Tensor) -> None:
-        """Room for `rows` points; what isn't written to isn't taken from the machine."""
+        """Allocate `rows` points; untouched rows use no memory."""
         old = (self._points, self._places, self._priorities)
         self._points = like.new_empty(rows, like.shape[1])
         self._places = like.new_empty(rows, dtype=torch.int64)

@@ -89,7 +89,7 @@ def half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Screen:
-    """Lower bounds of the distances to a bank, by one product of few numbers a vector.
+    """Lower bounds of distances to a bank, from few numbers of each vector.
 
     With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
     exceeds ‖x − y‖². These d + 1 numbers are rounded to `dtype`, and the norms are those of the
@@ -121,7 +121,7 @@ class Screen:
         return replace(screen, rows=rows, moved=max(float(moved.max()) for _, moved in parts))
 
     def bounds(self, centred: Floats) -> tuple[Array, Floats]:
-        """Half the squared distances of rounded vectors, and lengths.
+        """Half the squared distances of rounded vectors, and the lengths they are moved by.
 
         Args:
             centred: (Q, D) queries less the bank's mean.
@@ -139,7 +139,7 @@ class Screen:
         return self._comparable(_in_dtype(halves, self.dtype))
 
     def _comparable(self, values: Array) -> Array:
-        """An array in the values' order: bfloat16 numbers from 0 up are in that of their bits."""
+        """An array that sorts like the values (bits of non-negative bfloat16 numbers)."""
         if self.dtype == "float32":
             return values
         import torch

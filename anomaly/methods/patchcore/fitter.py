@@ -32,7 +32,7 @@ from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
-    """What a config's section `model` learns with.
+    """The fitter of a config's section `model`.
 
     Args:
         settings: its values by key.
@@ -80,16 +80,16 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
     @property
     def align(self) -> Align:
-        """How feature maps become the embeddings to learn from."""
+        """Turn feature maps into the embeddings to learn from."""
         return ALIGNERS[self.embedding]
 
     @property
     def projected_by(self) -> MatrixOf:
-        """What makes the points that bank vectors are selected from."""
+        """The projection for selecting bank vectors."""
         return self.projection
 
     def projection(self, channels: int) -> Tensor:
-        """(D, d), what embeddings with D = `channels` are multiplied by for the selection."""
+        """The projection matrix (D, d) for the selection, with D = `channels`."""
         generator = torch.Generator().manual_seed(self.seed)
         return random_projection(channels, self.projection_dim, generator=generator)
 
@@ -192,7 +192,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
 
 class ProjectedPatches:
-    """The points of all training patches, image by image; re-iterable.
+    """The projected training patches, image by image; can be iterated repeatedly.
 
     Args:
         patches: of the training images.
@@ -215,14 +215,14 @@ class ProjectedPatches:
         self._pieces = pieces
 
     def distances(self, centres: Tensor) -> Iterator[Tensor]:
-        """Distances (n,) to the nearest of some centres (K, d), of what each step gives."""
+        """Distances (n,) of each step's points to their nearest centre (K, d)."""
         assert self._matrix is not None, "points are measured once they have been read"
         for chunks in self._patches.each(partial(_distances, self._matrix, centres)):
             for distances, lengths in chunks:
                 yield from torch.split(distances, lengths)
 
     def places(self, picks: Tensor) -> Tensor:
-        """Where points come from.
+        """The origins of the points.
 
         Args:
             picks: (M,) int64, their numbers in the order in which they are read.
@@ -252,7 +252,7 @@ class ProjectedPatches:
 def _distances(
     matrix: Tensor, centres: Tensor, patches: PatchSet
 ) -> list[tuple[Tensor, list[int]]]:
-    """Distances of some images' points to the nearest of some centres, and how many of each."""
+    """Distances of points to their nearest centre, and the number of points of each image."""
     with torch.inference_mode():
         return [
             (distances_to_nearest(points, centres), lengths)

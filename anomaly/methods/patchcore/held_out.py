@@ -63,7 +63,7 @@ def banks_without(
     share: float = 1.0,
     known: int = 0,
 ) -> Iterator[MemoryBank]:
-    """For each fold the bank without its images, which covers the others as closely.
+    """Banks without each fold's images, repaired so that they cover the others as closely.
 
     A fold's own vectors go. Patches of other folds that were close to these alone are uncovered, so
     vectors are picked anew among these patches, by greedy k-center from the vectors that stay,
@@ -124,7 +124,7 @@ def banks_without(
 
 @dataclass(frozen=True, eq=False)
 class _Cover:
-    """Which vectors of a bank cover which training patches; on a cluster, sent to each part.
+    """Records which bank vectors cover which training patches.
 
     Attributes:
         vectors: (M, d), the bank's, projected.
@@ -143,7 +143,7 @@ class _Cover:
     share: float
 
     def uncovered(self, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The patches that vectors of one fold alone cover, and that are of another.
+        """The patches of other folds that only vectors of one fold cover.
 
         Args:
             patches: of some of the training images.
@@ -169,7 +169,7 @@ class _Cover:
 
 
 def _drawn(places: Tensor, share: float) -> Tensor:
-    """Which (n,) bool of the patches make about a share of all, each by its place (n, 2) alone.
+    """A pseudo-random choice (n,) bool of a share of patches, by their places (n, 2).
 
     A generator's numbers would hang on how images are cut into parts, which a cluster does
     otherwise than one machine.
@@ -178,7 +178,7 @@ def _drawn(places: Tensor, share: float) -> Tensor:
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """Numbers (n,) int64 from 0 to 2³² − 1 that are as good as drawn, the same for the same ones.
+    """Hashes (n,) int64 from 0 to 2³² − 1 of numbers (n,).
 
     The integer hash with the least bias among those of two multiplications (C. Wellons, 2018).
     """
@@ -189,7 +189,7 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 def _with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBank:
-    """A bank and the patches at the places `chosen` (n, 2); see `gather`."""
+    """The bank extended by the patches at the places `chosen` (n, 2); see `gather`."""
     if not len(chosen):
         return replace(bank, exact=False)
     vectors, origins = gather(patches, chosen)
@@ -208,7 +208,7 @@ def _with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBan
 def in_chunks(
     pieces: Iterable[tuple[int, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Points of several images at once, at least 131,072 but for the last.
+    """Patches of several images together: at least 131,072, the last group fewer.
 
     Args:
         pieces: training images, and points (n, d) of each or of a part of it.
@@ -267,7 +267,7 @@ def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of the places that some images have: their numbers, embeddings and origins; see `gather`."""
+    """Numbers, embeddings and origins of the chosen places in some images; see `gather`."""
     order = places[:, 0].argsort(stable=True)
     images, ranks = places[order].T.contiguous()
     seen: dict[int, int] = {}
@@ -314,7 +314,7 @@ def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:
 
 
 def _with_origins(batches: Iterable[PatchBatch]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each training image, or tile of one: its patches' origins (n, 3) and embeddings (n, D).
+    """Origins (n, 3) and embeddings (n, D) of patches, by training image or tile.
 
     Of the patches that count; origins are int32, on the CPU.
     """

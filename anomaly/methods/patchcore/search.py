@@ -48,7 +48,7 @@ _LARGEST = 1e30
 
 
 class Index(Protocol):
-    """A way to find which bank vectors are nearest."""
+    """Finds the nearest bank vectors."""
 
     def candidates(self, queries: Array, k: int) -> Array:
         """The k nearest (Q, k) int64 of queries (Q, D), in any order, 1 <= k <= M."""
@@ -56,7 +56,7 @@ class Index(Protocol):
 
 
 class NearestNeighbors:
-    """The k nearest bank vectors, with distances measured directly.
+    """The k nearest bank vectors and their measured distances.
 
     An index only names candidates. Their distances are taken afterwards as ‖x − y‖, not from
     ‖x‖² − 2xy + ‖y‖², which cancels: a vector of the bank is at distance 0 from itself, and a
@@ -114,7 +114,7 @@ class NearestNeighbors:
 
 
 class ExactIndex:
-    """The k nearest vectors of a bank, by lower bounds of distances and by measuring.
+    """Exact search: lower bounds rule out most vectors, the others are measured.
 
     The k vectors with the least bounds are measured first. No other vector whose bound is beyond
     the farthest of these can be among the k nearest; the rest are measured, too. Patch embeddings
@@ -186,7 +186,7 @@ class ExactIndex:
 
 
 class FaissIndex:
-    """Squared L2 by faiss on the CPU, with as many threads as the program has at the time.
+    """Search by faiss on the CPU, with the program's number of threads.
 
     Args:
         bank: (M, D) float32 on the CPU.
@@ -227,7 +227,7 @@ class FaissIndex:
         return like(nearest.clip(0), queries)
 
     def _flat(self, exact: Index, queries: Array, rows: Floats, k: int) -> Array:
-        """The k nearest by faiss; measured where its float32 products can't tell."""
+        """The k nearest by faiss; measured if float32 products are ambiguous."""
         scores, indices = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = indices[:, :k].copy()
         if indices.shape[1] > k:
@@ -239,7 +239,7 @@ class FaissIndex:
 
 
 def _inverted(vectors: Floats, cache: Path | None) -> Any:
-    """Trained inverted lists of vectors (M, D), from the cache where they are in it."""
+    """Inverted lists of vectors (M, D), trained or from the cache."""
     import faiss  # heavy, and wanted by few
 
     key = hashlib.sha256(vectors.data).hexdigest()[:32]
@@ -274,7 +274,7 @@ def _write_index(index: Any, file: Path) -> None:
 
 
 def quickest_screen(bank: Array) -> Dtype | None:
-    """The dtype of the screen that takes least time for a bank (M, D) on this machine.
+    """The fastest dtype of the screen for a bank (M, D) on this machine.
 
     None where one product of all dimensions is quicker: in small banks, and on a GPU, which
     multiplies faster than it gathers. Arrays are searched where torch may be absent: in float32.
@@ -289,20 +289,20 @@ def quickest_screen(bank: Array) -> Dtype | None:
 
 
 def _take_least(bounds: Array, rows: Array) -> Array:
-    """The column (Q,) of each row's least bound, which becomes larger than any other."""
+    """The column (Q,) of each row's lowest bound; that bound is then set to infinity."""
     columns = bounds.argmin(1)
     bounds[rows, columns] = np.iinfo(np.int16).max if bounds.dtype == np.int16 else np.inf
     return columns
 
 
 def _places(mask: Array) -> tuple[Array, Array]:
-    """Rows and columns of what is True; a third of the time that `nonzero` of two axes takes."""
+    """Rows and columns of True values, faster than `nonzero`."""
     flat = module_of(mask).argwhere(mask.reshape(-1))[:, 0]
     return flat // mask.shape[1], flat % mask.shape[1]
 
 
 def _first_of_each(rows: Array, values: Array, k: int) -> Array:
-    """The places (Q, k) of the k least values of each row, ascending.
+    """The columns (Q, k) of the k lowest values of each row, ascending.
 
     Args:
         rows: (n,) int64; each of the numbers from 0 to Q − 1 occurs k times at least.
@@ -317,7 +317,7 @@ def _first_of_each(rows: Array, values: Array, k: int) -> Array:
 
 
 def _ascending(values: Array) -> Array:
-    """The order along the last axis, equal values as they come."""
+    """The stable order along the last axis."""
     if isinstance(values, np.ndarray):
         return values.argsort(kind="stable")
     return values.argsort(stable=True)

@@ -78,7 +78,7 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
 
 
 def image_scores(config: Config) -> list[Change]:
-    """Other image scores of the same patch scores: they cost nothing more to try."""
+    """Other image scores of the same patch scores, which cost nothing to try."""
     now = (config.image_score_in_force, config.model.border_damping)
     keys = ("model.image_score", "model.border_damping")
     # Beside a smallest defect, no other image score has an effect.
@@ -157,7 +157,7 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
 
 
 def shares_features(one: Config, other: Config) -> bool:
-    """Whether the features of one config's images serve the other one, too."""
+    """Whether two configs make the same features."""
 
     def key(config: Config) -> tuple[object, ...]:
         values = config.model_dump()
@@ -174,7 +174,7 @@ def shares_features(one: Config, other: Config) -> bool:
 
 
 def work(config: Config) -> tuple[float, float, float]:
-    """How much a config takes beside another one with the same network, on the same images.
+    """Relative computing time of a config, against one with the same network.
 
     Returns:
         For features of known images, and of training images; and for learning from these and
@@ -185,7 +185,7 @@ def work(config: Config) -> tuple[float, float, float]:
 
 
 def expense(config: Config, base: Config) -> float:
-    """How dear a config is where it is used, 1 for the one that is there; unlike a time, exact."""
+    """Relative cost of a config in use (1 for the present one); exact, unlike a time."""
     network = 2.0 if config.backbone != base.backbone else 1.0
     image = network * _pixels(config) / _pixels(base)
     return 0.8 * image + 0.2 * _bank(config) / _bank(base)

@@ -27,7 +27,7 @@ _CHANCE = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What one set of settings scores the images that all of them score.
+    """The scores of one set of settings on the common images.
 
     Attributes:
         held_out: (n,) of training images, by models that haven't learned from them.
@@ -41,31 +41,31 @@ class Scores:
 
     @property
     def groups(self) -> tuple[Floats, Floats, Floats]:
-        """All three."""
+        """The three groups of scores."""
         return self.held_out, self.defects, self.good
 
     def only(self, masks: Sequence[Mask]) -> Scores:
-        """Those of some images, by a mask for each group."""
+        """The scores of some images, by a mask for each group."""
         return Scores(*(s[mask] for s, mask in zip(self.groups, masks, strict=True)))
 
     def of(self, defects: Mask) -> Scores:
-        """Those of some defects and of all good images."""
+        """The scores of some defects and of all good images."""
         return Scores(self.held_out, self.defects[defects], self.good)
 
     @property
     def reference(self) -> Floats:
-        """Of all good images (n + g,): the training's, and others that may be of another lot."""
+        """Scores (n + g,) of all good images: training images, and others."""
         return np.concatenate([self.held_out, self.good])
 
     def limit(self, rate: float) -> float:
-        """The score above which no more good images than a share are to be expected."""
+        """The threshold that flags at most a share of good images on average."""
         good = self.reference
         above = max(1, int(rate * (len(good) + 1) + 1e-9))
         return float(np.partition(good, len(good) - above)[len(good) - above])
 
 
 def worth(scores: Scores, rate: float) -> Floats:
-    """What each defect (m,) counts, from 0 to 1; see above."""
+    """The worth (m,) of each defect, from 0 to 1; see above."""
     return _counted((scores.reference[:, None] >= scores.defects).mean(0), rate)
 
 
@@ -74,7 +74,7 @@ def _counted(shares: Floats, rate: float) -> Floats:
 
 
 def _leaning(scores: Scores, rate: float) -> Floats:
-    """How much the defects' sum leans on each good image, by leaving out one after the other.
+    """Influence of each good image on the sum of worths, by leave-one-out.
 
     The sum of their squares is the jackknife's variance.
     """
@@ -86,7 +86,7 @@ def _leaning(scores: Scores, rate: float) -> Floats:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Which settings were chosen, and what is to be expected of them.
+    """The chosen settings, and their expected results.
 
     Attributes:
         index: of the settings.

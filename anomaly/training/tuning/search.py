@@ -38,7 +38,7 @@ _AS_LONG = 2.0  # another network takes so many times as long: a guess, on the s
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """Settings that were tried, and what came of them.
+    """Settings that were tried, with their trial.
 
     Attributes:
         changes: from the settings that were there; none for these themselves.
@@ -55,7 +55,7 @@ class Tried:
 
 
 def aligned(tried: Sequence[Tried]) -> list[Scores]:
-    """Their scores of the images that all of them score."""
+    """The scores of all trials on the images they have in common."""
     groups = [np.stack(each) for each in zip(*(_groups(t.trial) for t in tried), strict=True)]
     kept = [group[:, ~np.isnan(group).any(0)] for group in groups]
     return [Scores(*scores) for scores in zip(*kept, strict=True)]
@@ -111,13 +111,13 @@ class Search:
     skipped: list[Skipped] = field(default_factory=list)
 
     def run(self) -> None:
-        """Try all that fits.
+        """Try all settings that fit into the budget.
 
         Raises:
             AnomalyError: the settings that are there can't be trained.
         """
         self._began = time.monotonic()
-        self.say(f"settings are tried for {_minutes(self.budget)} at most, yours first")
+        self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
         planned = steps(self.config, networks_on_disk())
         if len(self.images.defects) < LEAST_DEFECTS:  # only what good images can tell
             planned = [step for step in planned if step.axis in (POSE, TURNS)]
@@ -156,7 +156,7 @@ class Search:
         left = self.budget - (time.monotonic() - self._began)
         name = " and ".join(map(str, changes))
         if expected > left:
-            why = f"takes about {_minutes(expected)}, and {_minutes(left)} are left"
+            why = f"takes about {_minutes(expected)}, but only {_minutes(left)} are left"
             self.skipped.append(Skipped(changes, why))
             self.say(f"left out: {name}, which {why}")
             return False

@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Images:
-    """What settings are tried on.
+    """The images for trying settings.
 
     Attributes:
         train: good images to learn from.
@@ -54,7 +54,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What came of one set of settings.
+    """The result of one set of settings.
 
     Attributes:
         config: the settings.
@@ -131,7 +131,7 @@ class Features:
         self._cache.close()
 
     def trials(self, configs: Sequence[Config]) -> list[Trial]:
-        """Train by the first settings, and score by each of them.
+        """Train with the first settings; return the scores of all images by each of them.
 
         Args:
             configs: equal but in what image scores are made of (`model.image_score` and
@@ -220,7 +220,7 @@ class Recorder:
         suspects: Suspects | None = None,
         progress: Callable[[int], None] = lambda done: None,
     ) -> dict[int, tuple[float, ...]]:
-        """Score some of the patches by each of the settings."""
+        """Score patches by each of the settings."""
         scores = scores_by(detector, self._configs, batches, views, progress)
         for all_of_it, more in zip(self.scores, scores, strict=True):
             all_of_it.update(more)
@@ -234,7 +234,7 @@ def scores_by(
     views: Mapping[int, AnyView],
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[dict[int, float]]:
-    """Image scores by each of the settings, by image; that of tiles is the worst one's.
+    """Image scores by settings and image; for tiles, that of the worst tile.
 
     Args:
         detector: what scores patches.

@@ -54,7 +54,7 @@ class Tuning:
 
     @property
     def costs(self) -> list[float]:
-        """How dear the settings that were tried are, and a trifle for each value that differs."""
+        """Relative costs of all tried settings, plus a trifle for each changed value."""
         return [_cost(self.base, tried) for tried in self.tried]
 
     @property
@@ -69,30 +69,31 @@ class Tuning:
 
     @property
     def reason(self) -> str:
-        """Why these, in a sentence or two."""
+        """The reason for the choice, in a sentence or two."""
         defects = len(self.scores[0].defects)
         if not defects:
             return self._without_defects()
         if defects < LEAST_DEFECTS:
             return (
-                f"your settings stay: {counted(defects, 'known defect')} can't tell settings "
-                f"apart; that takes {LEAST_DEFECTS} at least, and 20 to be of much use"
+                f"your settings stay: {counted(defects, 'known defect')} are too few to compare "
+                f"settings; give at least {LEAST_DEFECTS}, better 20"
             )
         first, chosen = self.caught(0), self.caught(self.judgement.index)
         if self.judgement.better:
             chance = max(self.judgement.chance, 1e-3)
             return (
-                f"take {self.name(self.judgement.index)}: it catches {chosen.count} of {defects} "
-                f"known defects, your settings {first.count}. Chance alone would gain so much "
-                f"{'less than ' if chance == 1e-3 else ''}{round(1000 * chance)} times in 1,000"
+                f"use {self.name(self.judgement.index)}: it catches {chosen.count} of {defects} "
+                f"known defects, your settings catch {first.count}. By chance alone this gain "
+                f"would occur {'less than ' if chance == 1e-3 else ''}{round(1000 * chance)} times "
+                "in 1,000"
             )
         best = self._best()
         if best == 0:
-            return "your settings stay: none of the others catches more"
+            return "your settings stay: no other settings catch more"
         return (
-            f"your settings stay: the best of the others, {self.name(best)}, catches "
-            f"{self.caught(best).count} of {defects} known defects where yours catch "
-            f"{first.count}, which may be chance"
+            f"your settings stay: the best other settings, {self.name(best)}, catch "
+            f"{self.caught(best).count} of {defects} known defects and yours catch {first.count}; "
+            "that may be chance"
         )
 
     def lines(self) -> list[str]:
@@ -101,8 +102,8 @@ class Tuning:
         lines = text_table(self._rows())
         if len(self.tried[0].trial.defects):
             lines.append(
-                f"defects caught where {rate} of all good images are flagged; good flagged: of "
-                "those not learned from, by the threshold that training finds"
+                f"defects caught: with {rate} of all good images flagged. Good flagged: share of "
+                "good test images above the threshold that training finds"
             )
         if self.skipped:
             lines += [f"not tried: {self._told(s.changes)}: {s.why}" for s in self.skipped]
@@ -110,14 +111,14 @@ class Tuning:
         if self.judgement.better:
             caught, flagged = self.judgement.caught, self.judgement.flagged
             lines.append(
-                f"counted on images that didn't choose: {caught.count} of {caught.images} defects "
+                f"on images that weren't used to choose: {caught.count} of {caught.images} defects "
                 f"caught ({caught.interval}), {flagged.count} of {flagged.images} good images "
                 f"flagged ({flagged.interval}; 95 % confidence)"
             )
         return lines
 
     def name(self, index: int) -> str:
-        """What differs in settings that were tried, for people."""
+        """Name of tried settings: what they change."""
         return self._told(self.tried[index].changes)
 
     def caught(self, index: int) -> Rate:
@@ -170,7 +171,7 @@ class Tuning:
         }
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """The head, the settings that were there, and the best image score of each step."""
+        """Table rows: header, present settings, and the best image score of each step."""
         rate = self.base.calibration.review_rate
         best: dict[tuple[Change, ...], tuple[float, int]] = {}
         for i, tried in enumerate(self.tried):
@@ -203,16 +204,16 @@ class Tuning:
         narrowest = min(turned, key=lambda i: spread(self.scores[i]), default=0)
         before, after = spread(self.scores[0]), spread(self.scores[narrowest])
         poses = (
-            f" Good images differ less with {self.name(narrowest)} (spread {after:.2f} for "
-            f"{before:.2f}): parts lie in ways that too few training images show."
+            f" Good images differ less with {self.name(narrowest)} (spread {after:.2f} instead of "
+            f"{before:.2f}): too few training images show how parts can lie."
             if after < 0.9 * before
             else ""
         )
         return (
-            "your settings stay: without a known defect nothing tells which settings catch more. "
-            f"Good images say this: one patch covers {height:.0f} × {width:.0f} pixels, and "
-            f"smaller defects may not be seen; 5 % of good images score {before:.2f} times the "
-            f"median or more.{poses} Give known defects with --defects FOLDER"
+            "your settings stay: comparing settings needs known defects. Good images show this: "
+            f"one patch covers {height:.0f} × {width:.0f} pixels, so smaller defects may not be "
+            f"seen; 5 % of good images score {before:.2f} times the median or more.{poses} Give "
+            "known defects with --defects FOLDER"
         )
 
     def _best(self) -> int:
@@ -231,7 +232,7 @@ class Tuning:
 
 
 def spread(scores: Scores) -> float:
-    """How much odder than the median the oddest 5 % of good images are; 1 if all are alike."""
+    """Ratio of the 95 % quantile to the median of good images' scores; 1 if all are alike."""
     return float(np.quantile(scores.held_out, 0.95) / max(np.median(scores.held_out), 1e-30))
 
 
@@ -300,6 +301,6 @@ def tune(
 
 
 def _cost(base: Config, tried: Tried) -> float:
-    """How dear settings are, and a trifle for each value that differs."""
+    """Relative cost of settings, plus a trifle for each changed value."""
     values = sum(len(change.values) for change in tried.changes)
     return expense(tried.trial.config, base) + 0.001 * values

@@ -1,0 +1,148 @@
+"""Words that users read: plain messages, first lines of docstrings, pages that lead on."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from anomaly import cli
+from anomaly.cli.help import COMMANDS
+
+DOCS = REPOSITORY / "docs"
+GENERATED = {"settings.md", "troubleshooting.md", "licences.md", "api.md"}
+PAGES = sorted(DOCS.rglob("*.md"))
+SOURCES = sorted((REPOSITORY / "anomaly").rglob("*.py"))
+# Words that name nothing by themselves, and turns of phrase that have to be read twice.
+RIDDLES = re.compile(
+    r"\b(all the same|be it|of which (?!\d)|as told|is told|are told|told by|the rest|vouch\w*"
+    r"|is said to|are said to|may promise|promise too much|taken for|one in (?!another|\d)|but for"
+    r"|be had|nothing says|knows no)\b(?! of\b| \d)"
+)
+AMERICAN = re.compile(
+    r"\b(colou?rize\w*|color\w*|gray\w*|normaliz\w*|initializ\w*|optimiz(?!er)\w*|recogniz\w*"
+    r"|organiz\w*|behavior\w*|(?<!k-)center(?:s|ed|ing)?|visualiz\w*|analyz\w*|maximiz\w*"
+    r"|minimiz\w*(?! the maximum)|favor\w*|summariz\w*|quantiz\w*|labeled|labeling|modeled"
+    r"|catalog|neighbor\w*|license[sd]?(?=\s))\b"
+)
+HISTORY = re.compile(r"\b(since (?:\d{1,2} )?(?:[A-Z]\w+ )?20\d\d|earlier version|as of \d)", re.I)
+LONGEST = 30  # words in a sentence of a message
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """(place, text) of each string in the package that reads as a sentence; `…` for what varies."""
+    for file in SOURCES:
+        tree = ast.parse(file.read_text("utf-8"))
+        inner = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
+        silent = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)} | inner
+        for node in ast.walk(tree):
+            if id(node) in silent or not isinstance(node, ast.Constant | ast.JoinedStr):
+                continue
+            if (
+                not re.search(r"[<|]", text := _text(node))
+                and len(re.findall(r"[a-z]{2,} ", text)) > 3
+            ):
+                yield f"{file.relative_to(REPOSITORY)}:{node.lineno}", text
+
+
+def _text(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_text, parts))
+    return "…"
+
+
+def first_lines() -> Iterator[tuple[str, str]]:
+    """(place, text) of the first line of each docstring of a public class or function."""
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                text = (ast.get_docstring(node) or "").partition("\n")[0]
+                yield f"{file.relative_to(REPOSITORY)}:{node.lineno}", text
+
+
+def prose(page: Path) -> str:
+    """A page without code, links' targets and comments."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text("utf-8"), flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", text)
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"[.;:?!](?:\s|$)|\n| - ", re.sub(r"`[^`]*`|\([^()]*\)|'[^']+'", "…", text))
+
+
+@pytest.mark.parametrize("pattern", [RIDDLES, AMERICAN])
+def test_messages_and_docstrings_are_plain(pattern: re.Pattern[str]) -> None:
+    texts = [*messages(), *first_lines()]
+    assert len(texts) > 2000
+    assert [
+        f"{at}: {match[0]}: {text}" for at, text in texts if (match := pattern.search(text))
+    ] == []
+
+
+def test_no_message_has_a_long_sentence() -> None:
+    long = [
+        f"{at}: {len(words)}: {text}"
+        for at, text in messages()
+        for words in (re.findall(r"[\w…%'-]*\w[\w…%'-]*", s) for s in sentences(text))
+        if len(words) > LONGEST
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_option_has_help(command: str) -> None:
+    (commands,) = (a.choices for a in cli._parser(command)._actions if isinstance(a.choices, dict))
+    assert [action.dest for action in commands[command]._actions if not action.help] == []
+
+
+def test_every_page_is_in_the_menu_under_its_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    generate = importlib.import_module("generate")
+    menu = dict(_menu(yaml.load((REPOSITORY / "mkdocs.yml").read_text(), _Plain)["nav"]))
+    menu |= {page: title for title, page in generate.IN_PRODUCTION.items()}
+    index = (DOCS / "index.md").read_text("utf-8")
+    for page in PAGES:
+        name = page.relative_to(DOCS).as_posix()
+        title = re.search(r"^# (.+)$", page.read_text("utf-8"), re.MULTILINE)
+        if name != "index.md":
+            assert title, name
+            assert menu[name] == title[1], name
+            assert f"]({name}" in index, f"{name} isn't linked from docs/index.md"
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML whose tags of Python are passed over."""
+
+
+_Plain.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def _menu(entries: list[Any]) -> Iterator[tuple[str, str]]:
+    for entry in entries:
+        for title, below in entry.items():
+            yield from [(below, title)] if isinstance(below, str) else _menu(below)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_says_whom_it_is_for_and_what_comes_next(page: Path) -> None:
+    blocks = [b for b in page.read_text("utf-8").split("\n\n") if not b.startswith("<!--")]
+    if page.name not in GENERATED and page != DOCS / "index.md":
+        assert re.match(r"(For|If|When|Read this|Use this)\b", blocks[1]), blocks[1][:80]
+        assert re.match(r"\**Next:", blocks[-1].strip()), blocks[-1][:80]
+    for pattern in (HISTORY, AMERICAN, RIDDLES)[: 2 if page.name in GENERATED else 3]:
+        found = [line for line in prose(page).splitlines() if pattern.search(line)]
+        assert found == [], pattern.pattern[:30]
+
+
+def test_the_changelog_is_short() -> None:
+    assert len((REPOSITORY / "CHANGELOG.md").read_text("utf-8").splitlines()) <= 60
