@@ -3,13 +3,9 @@
     parts      one row for each answer, in the order of answers; never changed
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
-<<<<<<< HEAD
-    feedback   what people say; a trigger refuses changes
     promises   what the thresholds of each model promise that has scored parts
-=======
     feedback   what people say, an empty verdict to withdraw it; a trigger refuses changes
     marks      masks of defects, as PNG files, that people have drawn beside their feedback
->>>>>>> main
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
     acknowledgements   who has seen which alarm, when, and when it was over
@@ -54,15 +50,12 @@ _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
 """
-<<<<<<< HEAD
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
-=======
 # The last word on each image, unless it was withdrawn.
 JUDGED = """
 (SELECT part, sha256, verdict, defect_type, id FROM feedback
  WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256))
 """
->>>>>>> main
 # Of each part what was said last. Rows are ordered by the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,

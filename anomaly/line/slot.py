@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import Threshold
-<<<<<<< HEAD
-from anomaly.calibration.production import flagged_line
 from anomaly.evaluation.splits import caught_defects
-=======
->>>>>>> main
 from anomaly.line.drift import RecordedDrift, levels_of
 from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
 from anomaly.scoring.build import to_dict
