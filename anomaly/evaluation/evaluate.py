@@ -31,6 +31,7 @@ from anomaly.imaging.looks import picture_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.rules import decider
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Scored:
     def of(cls, sample: Sample, prediction: Prediction) -> Scored:
         """What a prediction says of a test image."""
         decided = prediction.decided_by
-        by_rule = prediction.verdict if decided.startswith("rule ") else ""
+        by_rule = prediction.verdict if decider(decided) == "rule" else ""
         of_image = prediction.score, prediction.reason, prediction.sha256
         return cls(sample, *of_image, decided, by_rule, prediction.misarranged)
 

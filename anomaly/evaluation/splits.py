@@ -102,9 +102,14 @@ def expected_of_new_defects(model: Model) -> float | None:
     As `calibrate` has found it, by leaving out one defect after the other; None where they weren't
     chosen so.
     """
-    if model.thresholds is not None and model.thresholds.label == "by cost":
-        with suppress(*_EDITED_BY_HAND):
-            return float(_last_change(model)["defects_found"]["caught"]["expected"])
+    by_cost = model.thresholds is not None and model.thresholds.label == "by cost"
+    return caught_defects(model) if by_cost else None
+
+
+def caught_defects(model: Model) -> float | None:
+    """The share of the defects given to `calibrate` that its thresholds catch; None without any."""
+    with suppress(*_EDITED_BY_HAND):
+        return float(_last_change(model)["defects_found"]["caught"]["expected"])
     return None
 
 

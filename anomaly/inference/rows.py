@@ -16,6 +16,7 @@ from anomaly.calibration.production import flagged_line
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
+from anomaly.scoring.rules import decider
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ class Row:
     @property
     def flagged(self) -> bool:
         """Whether the score flags it, outside the zones with a rate of their own."""
-        if self.decided_by.startswith("zone "):
-            return False
-        return bool(self.decided_by) or self.verdict != "good"
+        kind = decider(self.decided_by)
+        return kind == "rule" or (kind != "zone" and self.verdict != "good")
 
 
 def row_of(

@@ -388,9 +388,8 @@ def _report_route(app: FastAPI, service: InspectionService) -> None:
     def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
         end = datetime.now()
         period = Period(end - timedelta(hours=hours), end)
-        folders = [slot.folder for slot in service.registry.models.values()]
         try:
-            text = report(service.record.file, period, folders, {})[PAGE]
+            text = report(service.record.file, period, {})[PAGE]
         except DataError as error:
             raise HTTPException(404, str(error)) from None
         policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style

@@ -13,10 +13,8 @@ from pathlib import Path
 from anomaly.errors import AnomalyError, DataError
 from anomaly.files.writing import like
 from anomaly.line.record import in_utc, open_to_read
+from anomaly.scoring.rules import decider
 
-# What parts may say of themselves, in a column of the record or in their rows.
-_OPTIONAL = ("decided_by", "reason", "review_threshold", "threshold")
-_NO_TRIGGERS = "(SELECT '' AS time, '' AS state)"  # in a record without a station
 _HOURLY = timedelta(days=2)  # up to which a period is counted by the hour, else by the day
 
 
@@ -106,12 +104,9 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     values["bucket"] = "%Y-%m-%d %H:00" if period.end - period.begin <= _HOURLY else "%Y-%m-%d"
     script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
     with open_to_read(record) as db:
-        columns = {row[1] for row in db.execute("PRAGMA table_info (parts)")}
-        values |= {n: n if n in columns else f"json_extract (line, '$.{n}')" for n in _OPTIONAL}
-        tables = {row[0] for row in db.execute("SELECT name FROM sqlite_schema")}
-        values["triggers"] = "main.triggers" if "triggers" in tables else _NO_TRIGGERS
+        db.create_function("decider", 1, decider)
         db.executescript(script.format_map(values))
-        if not db.execute("SELECT EXISTS (SELECT 1 FROM seen WHERE age = 0)").fetchone()[0]:
+        if not db.execute("SELECT EXISTS (SELECT 1 FROM outcomes WHERE age = 0)").fetchone()[0]:
             first, last = db.execute("SELECT MIN (time), MAX (time) FROM parts").fetchone()
             held = f"its parts are from {first[:16]} to {last[:16]} UTC" if first else "it is empty"
             raise DataError(f"{record} holds no part of {period}, {period.zone}; {held}")

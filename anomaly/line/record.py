@@ -3,6 +3,7 @@
     parts      one row for each answer, in the order of answers; never changed
     pictures   the file and a small heatmap of some of them, the oldest of which go when they
                take too much room
+    promises   what the thresholds of each model promise that has scored parts
     feedback   what people say, an empty verdict to withdraw it; a trigger refuses changes
     marks      masks of defects, as PNG files, that people have drawn beside their feedback
     triggers   one row for each part of a station, which several pictures may show
@@ -49,6 +50,7 @@ _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
 """
+_PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
 # The last word on each image, unless it was withdrawn.
 JUDGED = """
 (SELECT part, sha256, verdict, defect_type, id FROM feedback
@@ -105,6 +107,7 @@ class Record:
 
     Attributes:
         last: number of the newest part.
+        promises: what thresholds promise, by the model's id; kept once the model has scored a part.
         changes: how often the file was another one than before.
         changed: what was last seen of that, for people; empty while there was none.
 
@@ -115,6 +118,7 @@ class Record:
     def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
         self.file = file
         self.changes, self.changed = 0, ""
+        self.promises: dict[str, str] = {}
         self._keeping = keeping or Keeping()
         self._lock = threading.RLock()
         self._db: sqlite3.Connection | None = None
@@ -248,6 +252,8 @@ class Record:
                     number, size = self._add(db, answer)
                     numbers.append(number)
                     held += size
+                models = {answer.row.model_id for answer in answers} & self.promises.keys()
+                db.executemany(_PROMISE, [(model, self.promises[model]) for model in models])
                 held = self._make_room(db, held)
             self._held, self.last = held, numbers[-1]
         return numbers

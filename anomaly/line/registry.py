@@ -155,6 +155,7 @@ class ModelRegistry:
             slot.passed = slot.tried
             if slot.now and slot.now.model_id != version.model_id:
                 log.info("%s is model %s from now on", slot.name, version.model_id)
+            self._recorder.record.promises[version.model_id] = version.promise
             slot.use(version, engine)
             return
         slot.refuse(reason, stays=not again)
@@ -384,12 +385,6 @@ def _holds(old: Path, new: Path) -> bool:
 def _kept(run: Path, kind: str) -> list[Path]:
     folder = run / kind
     return sorted(one for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else []
-
-
-def versions(model: Path) -> list[Path]:
-    """A run's model folder, and those of its versions that are out of use."""
-    kept = [old for kind in (_EARLIER, _WITHDRAWN) for old in _kept(model.parent, kind)]
-    return [model, *(old / "model" for old in kept if model.name == "model")]
 
 
 def _numbered(run: Path, kind: str) -> Path:

@@ -6,33 +6,31 @@ import argparse
 import base64
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration.cusum import Level
 from anomaly.calibration.production import compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.cli.common_options import add_output
-from anomaly.errors import AnomalyError, ModelError, visible
+from anomaly.errors import AnomalyError, visible
 from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import claim, from_json, write
-from anomaly.line.drift import Drift, levels_of
+from anomaly.line.drift import Drift
 from anomaly.line.period import Period, parts_of
-from anomaly.line.registry import versions
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
-from anomaly.storage.folder import find_models, model_id
-from anomaly.storage.thresholds import read_history, read_thresholds, thresholds_alone_differ
 
 PAGE = "report.html"
-_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times")
+_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "zones", "cost", "times")
 _FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
 _PROMISED = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
+_SHARES = {"review": "parts flagged", "reject": "good parts rejected"}
 _PROMISES = (
     "At most: of good parts like those behind the thresholds, with 95 % confidence. Good parts "
     "rejected are those that people have called good; there may be more."
@@ -41,43 +39,24 @@ _UNJUDGED = "Nobody has judged a verdict good or reject: false rejects and escap
 _VERSIONS = "False rejects, escapes and agreement (95 % confidence): as far as people have judged."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
-# Of a version: its thresholds, the ids of all that score as it does, and the share of known defects
-# that the thresholds call good, if that was measured.
-_Promise: TypeAlias = tuple[Thresholds, frozenset[str], float | None]
+_Promises: TypeAlias = Mapping[str, dict[str, Any]]  # by the version's id
 
 
-def _promises(models: Iterable[Path]) -> dict[str, _Promise]:
-    """What all versions of some models have promised, those out of use included, by id."""
-    known: dict[str, _Promise] = {}
-    for folder in (version for model in models for version in versions(model)):
-        with suppress(ModelError, OSError):  # deploy may be moving it
-            if thresholds := read_thresholds(folder):
-                missed, own = None, model_id(folder)
-                with suppress(ValueError, TypeError, KeyError, IndexError):
-                    last = from_json(read_history(folder).splitlines()[-1])
-                    missed = 1 - float(last["defects_found"]["caught"]["expected"])
-                known[own] = thresholds, thresholds_alone_differ(folder) | {own}, missed
-    return known
-
-
-def report(
-    record: Path, period: Period, models: Iterable[Path], prices: Mapping[str, str]
-) -> dict[str, str]:
+def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str, str]:
     """The files of a report by name, the page first.
 
     Args:
         record: of `serve`, which may be in use.
         period: what it is about.
-        models: folders of the models that were served.
         prices: of what `_PRICES` names, as numbers, and the `currency`.
 
     Raises:
         DataError: there is no record, or no part in the period.
     """
-    known = _promises(models)
     with parts_of(record, period) as db:
-        tables = dict(zip(_NAMES, _tables(db, known, prices), strict=True))
-        drifts = dict(_drifts(db, known))
+        promises = {own: from_json(line) for own, line in db.execute("SELECT * FROM promises")}
+        tables = dict(zip(_NAMES, _tables(db, promises, prices), strict=True))
+        drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
     about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
     page = _page(about, period, tables, drifts, pictures)
@@ -90,17 +69,17 @@ def report(
 
 
 def _tables(
-    db: sqlite3.Connection, known: Mapping[str, _Promise], prices: Mapping[str, str]
+    db: sqlite3.Connection, promises: _Promises, prices: Mapping[str, str]
 ) -> Iterator[_Table]:
     yield (yields := _select(db, "yields"))
     yield _select(db, "judgements")
-    yield (
-        _PROMISED,
-        [row for parts in db.execute("SELECT * FROM promised") for row in _promised(known, *parts)],
-    )
+    rejects = {tuple(row[:3]): row[3] for row in db.execute("SELECT * FROM false_rejects")}
+    scored = db.execute("SELECT * FROM promised")
+    yield _PROMISED, [row for parts in scored for row in _promised(promises, rejects, *parts)]
     titles, rows = _select(db, "versions")
     yield [*titles[:-2], "agreement"], [[*row[:-2], _agreement(*row[-2:])] for row in rows]
     yield _select(db, "kinds")
+    yield _select(db, "zones")
     yield ("what", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
     yield _select(db, "times")
 
@@ -115,24 +94,27 @@ def _agreement(right: int, judged: int) -> Rate | None:
 
 
 def _promised(
-    known: Mapping[str, _Promise], model: str, version: str, *counts: int
+    promises: _Promises,
+    rejects: Mapping[tuple[str, ...], int],
+    model: str,
+    version: str,
+    *counts: int,
 ) -> Iterator[list[_Cell]]:
-    parts, flagged, rejected, defects, escapes = counts
+    parts, flagged, defects, escapes = counts
     name = f"{model} {version}"
-    if (promise := known.get(version)) is None:
-        yield [name, "not known: the model isn't in the folder", parts, None, None, None, None]
+    if (promise := promises.get(version)) is None:
+        yield [name, "not known to this record", parts, None, None, None, None]
         return
-    both, missed = promise[0].calibration, promise[2]
-    for what, count, threshold in (
-        ("parts flagged", flagged, both.review),
-        ("good parts rejected", rejected, both.reject),
-    ):
-        rate = threshold.false_rejects
+    for what, values in promise["rates"].items():
+        rate, is_known = Rate(**values), what == "review"
+        count = flagged if is_known else rejects.get((model, version, what), 0)
         compared = compare_flagged(count, parts, rate)
-        if threshold is both.reject and compared == "fewer":  # not all of them are known
+        if compared == "fewer" and not is_known:  # only false rejects that people have seen
             compared = "as promised"
-        yield [name, what, parts, rate.expected, rate.at_most, count / parts, compared]
+        title = _SHARES.get(what, f"good parts rejected in {what}")
+        yield [name, title, parts, rate.expected, rate.at_most, count / parts, compared]
     if defects:
+        missed = None if promise["caught"] is None else 1 - promise["caught"]
         yield [name, "defects called good", defects, missed, None, escapes / defects, None]
 
 
@@ -148,13 +130,14 @@ def _cost(yields: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterato
         yield ["together", None, None, *(f"{amount:,.2f} {currency}".strip() for amount in sums)]
 
 
-def _drifts(db: sqlite3.Connection, known: Mapping[str, _Promise]) -> Iterator[tuple[str, Drift]]:
-    for own, (thresholds, ids, _) in known.items():
+def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
+    """The drift of each model's scores, by its last thresholds."""
+    replaced = {i for own, promise in promises.items() for i in promise["same_scores"] if i != own}
+    for own in promises.keys() - replaced:
+        ids, levels = promises[own]["same_scores"], promises[own]["levels"]
         query = f"SELECT score FROM scores WHERE model_id IN ({', '.join('?' * len(ids))})"
-        drift = Drift(levels_of(thresholds)).add_all(
-            score for (score,) in db.execute(query, (*ids,))
-        )
-        if drift.parts:
+        drift = Drift([Level(**level) for level in levels])
+        if drift.add_all(score for (score,) in db.execute(query, ids)).parts:
             yield own, drift
 
 
@@ -172,7 +155,8 @@ def _page(
         "What the models promised": _html(*tables["promises"], note=_PROMISES),
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
-        "Kinds of defect, rules and zones": _html(*tables["kinds"]),
+        "Kinds of defect": _html(*tables["kinds"]),
+        "Zones and rules": _html(*tables["zones"]),
         "Cost": _html(*tables["cost"]),
         "Pictures that matter": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }
@@ -227,8 +211,10 @@ def _shown(cell: _Cell) -> str:
 
 def _chart(rows: Sequence[Sequence[Any]]) -> str:
     """Parts for review and rejected, over time."""
-    most, step = max(review + reject for *_, review, reject in rows) or 1, 960 / len(rows)
-    top = f"{most} parts flagged: rejected (red) and for review"
+    most = max(review + reject for *_, review, reject in rows) or 1
+    step = min(960 / len(rows), 80)
+    unit = "an hour" if rows[0][0].endswith(":00") else "a day"
+    top = f"Flagged, {most} {unit} at most: rejected (red) and for review (amber)"
     drawn = [f'<text y="14" fill="currentColor">{top}</text>']
     for i, (time, parts, _, review, reject) in enumerate(rows):
         y = 180.0
@@ -278,12 +264,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="likewise; a date's whole day belongs to it (default: now)",
     )
     parser.add_argument(
-        "--models",
-        type=Path,
-        metavar="FOLDER",
-        help="the folder that serve was given, for what the models promised (the record's folder)",
-    )
-    parser.add_argument(
         "--prices",
         action="extend",
         nargs="+",
@@ -297,11 +277,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write a report."""
     period, prices = Period.of(options.begin, options.end), _prices(options.prices)
-    folders: Iterable[Path] = ()
     with locked(options.output):
-        with nullcontext() if options.models else suppress(ModelError):
-            folders = find_models(options.models or options.record.parent).values()
-        files = report(options.record, period, folders, prices)
+        files = report(options.record, period, prices)
         claim(options.output, _FILES, overwrite=options.overwrite)
         for name, text in files.items():
             write(options.output / name, text)

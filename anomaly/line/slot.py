@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import Threshold
+from anomaly.evaluation.splits import caught_defects
 from anomaly.line.drift import RecordedDrift, levels_of
 from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
 from anomaly.scoring.build import to_dict
@@ -63,6 +65,7 @@ class Version:
         long: what else can be asked of it.
         drift: watches its scores; None without thresholds.
         review: the review threshold; None without thresholds.
+        promise: what the thresholds promise, as JSON for the record; empty without thresholds.
     """
 
     model_id: str
@@ -72,6 +75,7 @@ class Version:
     long: dict[str, Any]
     drift: RecordedDrift | None
     review: Threshold | None
+    promise: str = ""
 
     @classmethod
     def of(cls, model: Model, folder: Path, checked: str) -> Version:
@@ -85,11 +89,19 @@ class Version:
             "calibration": [] if limits is None else limits.lines(),
             "training_images": len(model.manifest.get("training_images", ())),
         }
-        drift = review = None
-        if limits is not None:
-            ids = {model.model_id, *thresholds_alone_differ(folder)}
-            drift, review = RecordedDrift(levels_of(limits), ids), limits.calibration.review
-        return cls(model.model_id, checked, limits is not None, short, long, drift, review)
+        if limits is None:
+            return cls(model.model_id, checked, False, short, long, None, None)
+        ids, levels = {model.model_id, *thresholds_alone_differ(folder)}, levels_of(limits)
+        drift, review = RecordedDrift(levels, ids), limits.calibration.review
+        rates = {"review": review.false_rejects, "reject": limits.calibration.reject.false_rejects}
+        rates |= {f"zone {name}": own.false_rejects for name, own in limits.zones.items()}
+        promise = {
+            "rates": {name: asdict(rate) for name, rate in rates.items()},
+            "levels": [asdict(level) for level in levels],
+            "same_scores": sorted(ids),
+            "caught": caught_defects(model),
+        }
+        return cls(model.model_id, checked, True, short, long, drift, review, json.dumps(promise))
 
 
 @dataclass(frozen=True)

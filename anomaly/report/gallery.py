@@ -30,6 +30,7 @@ from anomaly.report.document import model_page, promise_shown
 from anomaly.report.page import row_html, table_html, table_page, utc_now
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.scoring.predictor import AnyModel
+from anomaly.scoring.rules import decider
 
 NAMED = 200  # images named that couldn't be scored
 
@@ -227,7 +228,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str,
 
 def _by_rule(row: Row) -> str:
     """A verdict that no threshold changes, for a rule decided it; empty for any other."""
-    return row.verdict if row.decided_by.startswith("rule ") else ""
+    return row.verdict if decider(row.decided_by) == "rule" else ""
 
 
 def _picture(file: Path, pixels: int) -> Thumbnail | None:

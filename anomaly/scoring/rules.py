@@ -19,6 +19,11 @@ _SEVERITY = ("good", "review", "reject")
 _AND = ", "  # which no name of a zone holds
 
 
+def decider(decided_by: str) -> str:
+    """What decided, by its name as in `rule scratch` or `zone seal`: `rule`, `zone` or nothing."""
+    return decided_by.partition(" ")[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Zone:
     """A named part of the image.

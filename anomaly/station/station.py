@@ -120,7 +120,7 @@ class Station:
             triggers: what threads that trigger parts do.
         """
         for name, (data, _) in self._first.items():  # so that the first part isn't late
-            self._slots[name].submit(data, f"start/{name}", PictureRequest()).result()
+            self._slots[name].submit(data, f"start/{name}", PictureRequest(recorded=False)).result()
         self._settle()
         work = [self._deliver, *(camera.work for camera in self.cameras.values())]
         work += [] if self.plc is None else [partial(self.plc.work, self.closing)]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
+import shutil
 import sqlite3
 import time
 from collections import Counter, namedtuple
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Command
 from running import Served
 
+from anomaly.calibration.rates import rate_of
 from anomaly.inference.rows import Row
 from anomaly.line.period import Period
 from anomaly.line.record import Answer, Keeping, Record
-from anomaly.storage.folder import model_id
+from anomaly.line.slot import Version
+from anomaly.storage.load import load_model
 
 _ROW = Row(
     *("part.png", "", "ok", 1.0, None, 1.0, 2.0, "good", "", "a" * 16, "0", "calibrated", ""),
@@ -43,9 +48,12 @@ def answer(score: float | None, at: datetime, number: int, model: str = "a" * 16
     status, verdict = ("ok", "good") if score is not None else ("unreadable", "")
     if score is not None and score > 1:
         verdict = "reject" if score > 2 else "review"
+    decided_by = (
+        ("", "zone seal", "rule long")[number % 3] if verdict in ("review", "reject") else ""
+    )
     row = replace(
         _ROW, path=f"{number}.png", image_sha256=f"{number:064x}" * (status == "ok"), status=status,
-        image_score=score, verdict=verdict, model_id=model,
+        decided_by=decided_by, image_score=score, verdict=verdict, model_id=model,
         time=at.isoformat(timespec="milliseconds"),
     )  # fmt: skip
     return Answer("disc", row, b"file", b"heatmap %d" % number)
@@ -76,7 +84,7 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-Part = namedtuple("Part", "version outcome judged kind day")
+Part = namedtuple("Part", "version outcome judged kind day decided_by")
 
 
 def parts_between(record: Path, begin: str, end: str) -> list[Part]:
@@ -88,11 +96,13 @@ def parts_between(record: Path, begin: str, end: str) -> list[Part]:
                 "SELECT sha256, verdict, defect_type FROM feedback ORDER BY id"
             )
         }
-        rows = db.execute("SELECT model_id, status, verdict, sha256, time FROM parts").fetchall()
+        rows = db.execute(
+            "SELECT model_id, status, verdict, sha256, time, line FROM parts"
+        ).fetchall()
     return [
         Part(version, verdict or status, *words.get(sha256, ("", "")),
-             str(datetime.fromisoformat(at).astimezone().date()))
-        for version, status, verdict, sha256, at in rows if begin <= at < end
+             str(datetime.fromisoformat(at).astimezone().date()), json.loads(line)["decided_by"])
+        for version, status, verdict, sha256, at, line in rows if begin <= at < end
     ]  # fmt: skip
 
 
@@ -136,6 +146,13 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
     for row in table(output, "kinds"):
         for verdict in ("reject", "review", "good"):
             assert int(row[verdict]) == count(now, outcome=verdict, kind=row["kind of defect"]) > 0
+    zones = {row["decided by"]: row for row in table(output, "zones")}
+    assert zones.keys() == {"zone seal", "rule long"}
+    for name, row in zones.items():
+        for verdict in ("reject", "review", "good"):
+            assert int(row[verdict]) == count(now, outcome=verdict, decided_by=name)
+        judged_good = count(now, outcome="reject", decided_by=name, judged="good")
+        assert int(row["false rejects"]) == judged_good
     days = Counter[str]()
     for row in table(output, "times"):
         days[row["time"][:10]] += int(row["parts"])
@@ -174,44 +191,76 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
     record.close()
     with closing(sqlite3.connect(record.file)) as db, db:  # as a station writes it
         at = _BEGIN.isoformat(timespec="milliseconds")
-        for number, state in enumerate(("lost", "sent")):
-            row = (number, at, None, state, "", None, "", "")
+        for number, state in enumerate(("lost", "sent", "sent", "taken")):
+            row = (number, at, None, state, "reject", None, "", "{}" * (state != "taken"))
             db.execute("INSERT INTO triggers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-        zone = "UPDATE parts SET line = json_set (line, '$.decided_by', 'zone seal') WHERE id = 2"
-        db.execute(zone)
     arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
     assert command("report", arguments)[0] == 0
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "Nobody has judged a verdict good or reject" in page
     assert "no part on record" in page  # before
-    assert "isn&#x27;t in the folder" in page
+    assert "not known to this record" in page
     yields = {r["outcome"]: r["parts"] for r in table(tmp_path / "out", "yield")}
-    assert yields["lost at the station"] == "1"
+    # Two of the three pictures show one part, and a part that is lost has none.
+    assert (yields["all parts"], yields["reject"], yields["lost"]) == ("3", "2", "1")
     assert not table(tmp_path / "out", "cost")
-    (kind,) = table(tmp_path / "out", "kinds")
-    assert (kind["decided by"], kind["reject"]) == ("zone seal", "1")
     code, _, err = command("report", arguments)
     assert (code, "add --overwrite" in err) == (2, True)
     assert command("report", [*arguments, "--overwrite"])[0] == 0
 
 
-def test_broken_promises_and_drift_are_said(
+def test_each_version_is_held_to_its_own_promise(
     run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
-    record = Record(tmp_path / "line.sqlite")
-    number = model_id(run_folder / "model")
-    record.add([answer(2.5, _BEGIN, i, number) for i in range(300)])
+    """Parts of a model and of the same one with other thresholds, which take its folder's place."""
+    run, record = tmp_path / "disc", Record(tmp_path / "line.sqlite")
+    shutil.copytree(run_folder, run)
+    promised = []
+    for at in (_BEGIN, _BEGIN + timedelta(hours=1)):
+        model = load_model(run, torch.device("cpu"))
+        assert model.thresholds is not None
+        promised.append(model.thresholds.calibration.review.false_rejects)
+        record.promises[model.model_id] = Version.of(model, run / "model", "").promise
+        record.add([answer(2.5, at, 3 * i, model.model_id) for i in range(300)])
+        lower = ["--model", run, "--threshold", 0.99 * model.thresholds.image]
+        assert command("calibrate", lower)[0] == 0
     for part in range(1, 251):
         record.add_feedback("good", who="eva", part=part)
     record.close()
-    arguments = ["--record", record.file, "--from", "2026-10-24", "--models", run_folder]
-    assert command("report", [*arguments, "--output", tmp_path / "out"])[0] == 0
+    shutil.rmtree(run)
+    arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
+    assert command("report", arguments)[0] == 0
+    rows = table(tmp_path / "out", "promises")
+    assert [row["compared"] for row in rows] == ["more"] * 4
+    assert [float(row["about"]) for row in rows[::2]] == [rate.expected for rate in promised]
+    assert promised[0].expected < promised[1].expected
+    assert [float(row["seen"]) for row in rows] == [1, pytest.approx(250 / 300)] * 2
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    flagged, rejected = table(tmp_path / "out", "promises")
-    assert (flagged["compared"], rejected["compared"]) == ("more", "more")
-    assert (float(flagged["seen"]), float(rejected["seen"])) == (1.0, pytest.approx(250 / 300))
     assert 'class="answer reject"' in page
     assert "The scores have drifted" in page
+    # One model, whose scores are watched by its last thresholds.
+    assert page.count("above the median") == page.count("of 600 parts") // page.count("<li>") == 1
+
+
+def test_zones_are_held_to_their_own_promise(tmp_path: Path, command: Command) -> None:
+    record, rate = Record(tmp_path / "line.sqlite"), asdict(rate_of(1, 100, 0.01))
+    rates = dict.fromkeys(("review", "reject", "zone seal"), rate)
+    promise = {"rates": rates, "levels": [], "same_scores": [], "caught": 0.9}
+    record.promises["a" * 16] = json.dumps(promise)
+    record.add([answer(2.5 if i < 40 else 0.5, _BEGIN, 1 + 3 * i) for i in range(100)])
+    for part in (*range(1, 31), 99):
+        record.add_feedback("defect" if part == 99 else "good", who="eva", part=part)
+    record.close()
+    arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
+    assert command("report", arguments)[0] == 0
+    rows = table(tmp_path / "out", "promises")
+    assert [(row["promised share"], float(row["seen"]), row["compared"]) for row in rows] == [
+        ("parts flagged", 0, "as promised"),
+        ("good parts rejected", 0, "as promised"),
+        ("good parts rejected in zone seal", 0.3, "more"),
+        ("defects called good", 1, ""),
+    ]
+    assert float(rows[3]["about"]) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +276,6 @@ def test_broken_promises_and_drift_are_said(
         ({"--from": "yesterday"}, "--from yesterday is no date or time; write"),
         ({"--to": "2026-10-01"}, "lies behind --to 2026-10-01"),
         ({"--prices": "escape=much"}, "--prices escape=much can't be; write"),
-        ({"--models": "nowhere"}, "no model at"),
     ],
 )
 def test_refusals(

@@ -46,11 +46,11 @@ class Line:
 
     def start_plc(self, period: float) -> None:
         program = Path(__file__).with_name("plc_program.py")
-        arguments = [str(self.port), str(self.log), str(period)]
+        arguments, before = [str(self.port), str(self.log), str(period)], self.said().count("up")
         self.processes["plc"] = subprocess.Popen(
             [sys.executable, str(program), *arguments], text=True
         )
-        self.until(lambda: "up" in self.said()[-1:])
+        self.until(lambda: self.said().count("up") > before)
 
     def start_station(self, **how: Any) -> subprocess.Popen[str]:
         """It is ready when this returns."""

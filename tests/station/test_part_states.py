@@ -10,8 +10,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
 from anomaly.line.record import Record
 from anomaly.line.sinks import CsvFile, Outbox
-from anomaly.station.cameras import Stream, open_camera
+from anomaly.station.cameras import CameraThread, Stream, open_camera
 from anomaly.station.pictures import CameraError, as_file
 from anomaly.station.settings import StationSettings
 from anomaly.station.station import Part, Station
@@ -355,3 +357,58 @@ def test_a_video_begins_anew_at_its_end(tmp_path: Path) -> None:
     camera = open_camera(file)
     greys = [read_image(camera.grab()[0]).pixels.mean() for _ in range(5)]
     np.testing.assert_allclose(greys, [50, 200, 50, 200, 50], atol=4)
+
+
+class Mjpeg(BaseHTTPRequestHandler):
+    """A network camera: a stream of JPEG files, each a grey brighter than the last one."""
+
+    grey, cut = 0, threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
+        self.end_headers()
+        while not self.cut.wait(0.03):
+            Mjpeg.grey = min(Mjpeg.grey + 1, 250)
+            picture = cv2.imencode(".jpg", np.full((48, 64, 3), self.grey, np.uint8))[1].tobytes()
+            head = f"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: {len(picture)}\r\n\r\n"
+            with suppress(OSError):
+                self.wfile.write(head.encode() + picture + b"\r\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_network_camera_is_opened_again_after_its_stream_was_cut() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Mjpeg)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    source = f"http://eva:secret@127.0.0.1:{server.server_address[1]}/video"
+    camera = CameraThread("top", partial(open_camera, source))
+
+    def taken() -> float | CameraError:
+        picture: Future[Any] = Future()
+        camera.wanted.put((float("inf"), picture.set_result))
+        result = picture.result(60)
+        return result if isinstance(result, CameraError) else read_image(result[0]).pixels.mean()
+
+    first = read_image(camera.first()[0]).pixels.mean()
+    work = threading.Thread(target=camera.work)
+    work.start()
+    try:
+        assert first < (second := taken())
+        Mjpeg.cut.set()
+        while not isinstance(gone := taken(), CameraError):
+            pass
+        assert camera.trouble
+        assert "secret" not in str(gone)
+        Mjpeg.cut.clear()
+        while isinstance(again := taken(), CameraError):
+            time.sleep(0.1)
+        assert second < again
+        assert not camera.trouble
+    finally:
+        Mjpeg.cut.set()
+        camera.wanted.put(None)
+        work.join(60)
+        server.shutdown()
+        server.server_close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ from lines import Line, line
 
 pytest.importorskip("pymodbus")
 FAKE_CAMERA = "arv-fake-gv-camera-0.8"
+PARTS, KILLS = (
+    int(os.environ.get(f"STATION_{n}", least)) for n, least in (("PARTS", 400), ("KILLS", 3))
+)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +158,14 @@ def test_record_and_plc_agree_whatever_goes_away(
         made.start_plc(0.2)
         made.start_station()
         made.until(partial(made.has, 10))
-        events = [station_dies] * 3 + [plc_restarts] * 2 + [camera_goes] * 2
+        events = [station_dies] * KILLS + [plc_restarts, camera_goes] * (KILLS // 2 + 1)
         rng.shuffle(events)
+        gap = PARTS // (3 * len(events))
         for event in events:
+            time.sleep(rng.uniform(0, 0.2))  # at any point of a part's way
             event()
-            made.until(partial(made.has, made.parts() + rng.randrange(15, 25)))
-        made.until(partial(made.has, 400))
+            made.until(partial(made.has, made.parts() + rng.randrange(gap, 2 * gap)))
+        made.until(partial(made.has, PARTS))
         made.end_parts()
         made.end_station()
         rows = made.agree()

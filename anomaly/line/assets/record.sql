@@ -23,6 +23,7 @@ CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
 CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
+CREATE TABLE IF NOT EXISTS promises (model_id TEXT PRIMARY KEY, line TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS triggers (
     id INTEGER PRIMARY KEY, time TEXT NOT NULL, counter INTEGER, state TEXT NOT NULL,
     verdict TEXT NOT NULL, sent INTEGER, model TEXT NOT NULL, line TEXT NOT NULL);

@@ -3,29 +3,32 @@ CREATE TEMP TABLE words AS SELECT sha256, verdict, defect_type FROM main.feedbac
     WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM main.feedback GROUP BY sha256);
 CREATE INDEX temp.words_by_image ON words (sha256);
 -- The parts of the period (age 0) and of the one before (age 1) with the last word on each.
--- {{reason}} and its like: a column of the record, or a field of the row. decided_by: rule or zone.
 CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model_id, time, score,
     CASE WHEN status <> 'ok' THEN status WHEN parts.verdict = '' THEN 'no verdict'
         ELSE parts.verdict END AS outcome,
     COALESCE (words.verdict, '') AS judged,
-    COALESCE (words.defect_type, '') AS kind, COALESCE ({decided_by}, '') AS decided_by,
-    COALESCE ({reason}, '') = '' AS by_score, {review_threshold} AS review, {threshold} AS reject,
-    strftime ('{bucket}', time, 'localtime') AS bucket
+    COALESCE (words.defect_type, '') AS kind, COALESCE (json_extract (line, '$.decided_by'), '') AS decided_by,
+    COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, json_extract (line, '$.review_threshold') AS review,
+    json_extract (line, '$.threshold') AS reject, strftime ('{bucket}', time, 'localtime') AS bucket
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
     WHERE time >= '{earliest}' AND time < '{end}' ORDER BY parts.id;
+-- What became of each part: a station's may have several pictures, or none.
+CREATE TEMP TABLE outcomes AS SELECT time < '{begin}' AS age,
+    CASE state WHEN 'sent' THEN verdict ELSE state END AS outcome,
+    strftime ('{bucket}', time, 'localtime') AS bucket
+    FROM main.triggers WHERE time >= '{earliest}' AND time < '{end}' AND line <> '';
+INSERT INTO outcomes SELECT age, outcome, bucket FROM seen WHERE NOT EXISTS (SELECT 1 FROM outcomes);
 CREATE TEMP VIEW counted AS
-    SELECT 1 AS place, 'all parts' AS what, age, COUNT (*) AS parts FROM seen GROUP BY age
+    SELECT 1 AS place, 'all parts' AS what, age, COUNT (*) AS parts FROM outcomes GROUP BY age
     UNION ALL SELECT * FROM (VALUES (2, 'good', 0, 0), (3, 'review', 0, 0), (4, 'reject', 0, 0))
     UNION ALL SELECT CASE outcome WHEN 'good' THEN 2 WHEN 'review' THEN 3 WHEN 'reject' THEN 4
-        ELSE 5 END, outcome, age, COUNT (*) FROM seen GROUP BY outcome, age
-    UNION ALL SELECT 6, state || ' at the station', time < '{begin}', COUNT (*) FROM {triggers}
-        WHERE time >= '{earliest}' AND time < '{end}' AND state IN ('late', 'lost') GROUP BY 2, 3
+        ELSE 5 END, outcome, age, COUNT (*) FROM outcomes GROUP BY outcome, age
     UNION ALL SELECT 7, 'false rejects', age, SUM (outcome = 'reject' AND judged = 'good')
         FROM seen GROUP BY age
     UNION ALL SELECT 8, 'escapes', age, SUM (outcome = 'good' AND judged = 'defect')
         FROM seen GROUP BY age;
 CREATE TEMP VIEW yields AS
-    WITH totals AS (SELECT 1.0 * SUM (age = 0) AS now, NULLIF (1.0 * SUM (age), 0) AS before FROM seen),
+    WITH totals AS (SELECT 1.0 * SUM (age = 0) AS now, NULLIF (1.0 * SUM (age), 0) AS before FROM outcomes),
     pairs AS (SELECT what, SUM ((age = 0) * parts) AS now, SUM (age * parts) AS before
         FROM counted GROUP BY place, what ORDER BY place, what)
     SELECT what AS outcome, pairs.now AS parts, pairs.now / totals.now AS share, pairs.before AS before,
@@ -48,17 +51,23 @@ CREATE TEMP VIEW versions AS SELECT model || ' ' || model_id AS "model and versi
     SUM (outcome IN ('good', 'reject') AND judged <> '') AS judged
     FROM seen WHERE age = 0 GROUP BY model, model_id ORDER BY model, MIN (id);
 CREATE TEMP VIEW promised AS SELECT model, model_id, COUNT (*),
-    SUM (outcome <> 'good' AND decided_by NOT LIKE 'zone %'),  -- which may have a rate of its own
-    SUM (outcome = 'reject' AND judged = 'good'), SUM (judged = 'defect'),
-    SUM (outcome = 'good' AND judged = 'defect') FROM seen
+    SUM (CASE decider (decided_by) WHEN 'zone' THEN 0 WHEN 'rule' THEN 1 ELSE outcome <> 'good' END),
+    SUM (judged = 'defect'), SUM (outcome = 'good' AND judged = 'defect') FROM seen
     WHERE age = 0 AND by_score AND outcome IN ('good', 'review', 'reject')
     GROUP BY model, model_id ORDER BY model, MIN (id);
-CREATE TEMP VIEW kinds AS SELECT kind AS "kind of defect", decided_by AS "decided by",
-    SUM (outcome = 'reject') AS reject,
-    SUM (outcome = 'review') AS review, SUM (outcome = 'good') AS good FROM seen
-    WHERE age = 0 AND kind || decided_by <> '' GROUP BY 1, 2 ORDER BY 3 + 4 DESC, 1, 2;
+-- Of each version, by what has decided: the zones have rates of their own.
+CREATE TEMP VIEW false_rejects AS SELECT model, model_id,
+    CASE decider (decided_by) WHEN 'zone' THEN decided_by ELSE 'reject' END, COUNT (*) FROM seen
+    WHERE age = 0 AND by_score AND outcome = 'reject' AND judged = 'good' GROUP BY 1, 2, 3;
+CREATE TEMP VIEW kinds AS SELECT kind AS "kind of defect",
+    SUM (outcome = 'reject') AS reject, SUM (outcome = 'review') AS review,
+    SUM (outcome = 'good') AS good FROM seen WHERE age = 0 AND kind <> '' GROUP BY 1 ORDER BY 2 + 3 DESC, 1;
+CREATE TEMP VIEW zones AS SELECT decided_by AS "decided by",
+    SUM (outcome = 'reject') AS reject, SUM (outcome = 'review') AS review,
+    SUM (outcome = 'good') AS good, SUM (outcome = 'reject' AND judged = 'good') AS "false rejects"
+    FROM seen WHERE age = 0 AND decided_by <> '' GROUP BY 1 ORDER BY 2 + 3 DESC, 1;
 CREATE TEMP VIEW times AS SELECT bucket AS time, COUNT (*) AS parts, SUM (outcome = 'good') AS good,
-    SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM seen
+    SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM outcomes
     WHERE age = 0 GROUP BY 1 ORDER BY 1;
 -- In the order of the parts; without those that people have called defects.
 CREATE TEMP VIEW scores AS SELECT model_id, score FROM seen
