@@ -19,7 +19,6 @@ from anomaly.arrays import Array, as_numpy, like, module_of
 from anomaly.errors import ConfigError, nearest
 from anomaly.methods.base import device_of
 from anomaly.methods.patchcore.distances import (
-    AXES,
     ROUNDING,
     Dtype,
     Floats,
@@ -282,10 +281,7 @@ def quickest_screen(bank: Array) -> Dtype | None:
     device = device_of(bank)
     if device.type != "cpu" or len(bank) < _LEAST_SCREENED:
         return None
-    dimensions, is_tensor = bank.shape[1], not isinstance(bank, np.ndarray)
-    if is_tensor and dimensions > AXES["bfloat16"] and has_bf16(device):
-        return "bfloat16"
-    return "float32" if dimensions > AXES["float32"] else None
+    return "bfloat16" if not isinstance(bank, np.ndarray) and has_bf16(device) else "float32"
 
 
 def _take_least(bounds: Array, rows: Array) -> Array:
