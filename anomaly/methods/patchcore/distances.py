@@ -110,10 +110,9 @@ class Screen:
     moved: float
 
     @classmethod
-    def of(cls, bank: Floats, mean: Floats, dtype: Dtype) -> Screen:
-        """The screen of a bank (M, D) with this mean (D,)."""
-        axes = None
-        if bank.shape[1] > AXES[dtype]:
+    def of(cls, bank: Floats, mean: Floats, dtype: Dtype, axes: Floats | None = None) -> Screen:
+        """The screen of a bank (M, D) with this mean (D,), on given axes or its own."""
+        if axes is None and bank.shape[1] > AXES[dtype]:
             axes = _principal_axes(bank[:: max(1, len(bank) // _FITTED)] - mean, AXES[dtype])
         screen = cls(axes, dtype, None, 0.0)
         parts = [
