@@ -294,7 +294,8 @@ class Costs:
         """
         shares = good_flagged, good_rejected, caught, rejected
         total = sum(w * np.asarray(s) for w, s in zip(self.weights, shares, strict=True))
-        return np.asarray(self.defect_share * self.escape + total)
+        # The terms cancel where nothing costs anything: rounding must not make that a gain.
+        return np.asarray(np.maximum(self.defect_share * self.escape + total, 0.0))
 
 
 @dataclass(frozen=True)

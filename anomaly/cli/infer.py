@@ -25,7 +25,7 @@ from anomaly.cli.common_options import (
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
-from anomaly.errors import DataError, first_of
+from anomaly.errors import DataError, first_of, visible
 from anomaly.evaluation.weaknesses import JudgedImage, Run, lines, of_images
 from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL, locked
 from anomaly.files.writing import remove_drafts
@@ -283,7 +283,7 @@ def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) ->
     unscored = [f"{row.status}: {row.reason}" for row in rows if row.status != "ok"]
     where = ", all in results.csv"
     for line in first_of(review, f" for review{where}") + first_of(unscored, where):
-        print(f"  {line}")
+        print(f"  {visible(line)}")
     heatmaps = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:
         shown = f", all shown in {page}" if page else ""

@@ -23,7 +23,7 @@ from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
-from anomaly.line.guard import credentials
+from anomaly.line.guard import author
 from anomaly.line.period import Period
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, report
@@ -38,12 +38,18 @@ _PAGE = {
     "/": ("line.html", "text/html"),
     "/line.css": ("line.css", "text/css"),
     "/line.js": ("line.js", "text/javascript"),
+    "/zoom.js": ("zoom.js", "text/javascript"),
+    "/words.js": ("words.js", "text/javascript"),
+    "/words.json": ("words.json", "application/json"),
 }
 
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
+
+
+_Model = Annotated[str, Query(description="only parts of this model", max_length=300)]
 
 
 class Feedback(BaseModel):
@@ -81,6 +87,7 @@ def make_app(service: InspectionService) -> FastAPI:
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
+    _alarm_routes(app, service)
     _report_route(app, service)
     _page_routes(app)
     return app
@@ -217,8 +224,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
             int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
         ] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
+        model: _Model = "",
     ) -> dict[str, Any]:
-        return {"parts": service.parts(before, verdict, limit)}
+        return {"parts": service.parts(before, verdict, limit, model)}
 
     @app.get("/v1/parts/{number}", summary="One part")
     def part(number: Number) -> dict[str, Any]:
@@ -233,21 +241,25 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         responses={200: {"content": {"image/jpeg": {}}}},
     )
     def heatmap(number: Number) -> Response:
-        picture = service.heatmap(number)
-        if picture is None:
-            raise HTTPException(404, f"no picture of part {number} is kept")
-        kept = {"Cache-Control": "private, max-age=86400, immutable"}
-        return Response(picture, media_type="image/jpeg", headers=kept)
+        return _picture(number, service.heatmap(number))
+
+    @app.get(
+        "/v1/parts/{number}/photograph",
+        summary="A part's image as a JPEG, whatever kind of file it was, of 4 megapixels at most",
+        response_class=Response,
+        responses={200: {"content": {"image/jpeg": {}}}},
+    )
+    def photograph(number: Number) -> Response:
+        return _picture(number, service.photograph(number))
 
     @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
     def feedback(
         number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
-        user = credentials(request.headers.get("authorization", ""))[0]
         try:
             service.record.add_feedback(
                 judgement.verdict,
-                who=shown_name(judgement.who or user),
+                who=author(request, judgement.who),
                 part=number,
                 defect_type=judgement.defect_type,
                 note=judgement.note,
@@ -261,19 +273,23 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     def missed(
         number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
     ) -> dict[str, Any]:
-        user = credentials(request.headers.get("authorization", ""))[0]
         try:
-            service.keep_missed(number, shown_name(who.strip() or user))
+            service.keep_missed(number, author(request, who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}
 
+    @app.get("/v1/user", summary="Who asks, by the token; empty where tokens have no names")
+    def user(request: Request) -> dict[str, str]:
+        return {"user": request.scope["user"]}
+
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
+        model: _Model = "",
     ) -> dict[str, int]:
         try:
-            return service.record.counts(in_utc(since))
+            return service.record.counts(in_utc(since), model)
         except ValueError:
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
@@ -288,10 +304,37 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         return StreamingResponse(_events(followed), media_type="text/event-stream")
 
 
+def _picture(number: int, picture: bytes | None) -> Response:
+    if picture is None:
+        raise HTTPException(404, f"no picture of part {number} is kept")
+    kept = {"Cache-Control": "private, max-age=86400, immutable"}
+    return Response(picture, media_type="image/jpeg", headers=kept)
+
+
 async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
     yield "retry: 1000\n\n"
     async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
+
+
+def _alarm_routes(app: FastAPI, service: InspectionService) -> None:
+    alarms_now = _for_all(lambda: service.alarms.now())
+
+    @app.get("/v1/alarms", summary="What is wrong, and who has seen it")
+    async def alarms() -> dict[str, Any]:
+        return {"alarms": await alarms_now()}
+
+    @app.post("/v1/alarms/acknowledge", summary="Say that an alarm was seen")
+    def acknowledge(
+        request: Request,
+        key: Annotated[str, Body(max_length=300)],
+        who: Annotated[str, Body(max_length=80)] = "",
+    ) -> dict[str, Any]:
+        try:
+            service.alarms.acknowledge(key, author(request, who))
+        except DataError as error:
+            raise HTTPException(409, str(error)) from None
+        return {"alarms": service.alarms.now()}
 
 
 def _report_route(app: FastAPI, service: InspectionService) -> None:

@@ -139,6 +139,7 @@ def _drift(options: argparse.Namespace) -> int:
         f"{percent(options.false_alarms)}; {percent(options.defects)} of parts are taken to be "
         f"defective, {thresholds.images} good images stand behind the levels",
     ]
+    lines.extend(filter(None, drift.flagged(thresholds.calibration.review, str(options.model))[1:]))
     print("\n".join(lines))
     if options.output is not None:
         facts = f"{drift.parts} parts of {options.rows}, {options.model}"

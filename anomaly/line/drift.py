@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.calibration.cusum import Level, Watched, limit_of
+from anomaly.calibration.cusum import HORIZON, Level, Watched, limit_of
 from anomaly.calibration.model_thresholds import Thresholds
-from anomaly.calibration.production import DEFECT_SHARE
+from anomaly.calibration.production import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
 from anomaly.calibration.rates import percent, rate_of
+from anomaly.calibration.thresholds import Threshold
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
 from anomaly.files.writing import from_json
@@ -114,6 +115,18 @@ class Drift:
                 line += f". Alarm at part {one.alarm + 1}; the rise began at part {one.since + 1}"
             lines.append(line)
         return lines
+
+    def flagged(self, review: Threshold, model: str) -> tuple[Comparison, str]:
+        """Whether more or fewer parts than promised are flagged, and a line for people if so.
+
+        Args:
+            review: the review threshold, which is one of the levels or promises nothing.
+            model: the model's folder, for a command.
+        """
+        for above in [one.above for one in self.watched if one.level.value == review.value]:
+            counted = above, self.parts, review.false_rejects
+            return compare_flagged(*counted), flagged_line(*counted, model)
+        return "as promised", ""
 
 
 _WIDTH, _HEIGHT = 1000, 200
@@ -220,10 +233,11 @@ def _svg(content: str) -> str:
 
 _NEEDED = ("status", "image_score", "model_id")
 # What a person has called a defect is none of the good parts' business, as often as it was scored.
-_RECORDED = """
-SELECT line FROM parts WHERE id > ? AND sha256 NOT IN (
+_RECORDED = f"""
+SELECT id, time, score FROM parts WHERE model_id = ? AND score IS NOT NULL
+AND COALESCE (json_extract (line, '$.reason'), '') = '' AND sha256 NOT IN (
     SELECT sha256 FROM feedback WHERE verdict = 'defect'
-    AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256)) ORDER BY id
+    AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256)) ORDER BY id DESC LIMIT {HORIZON}
 """
 _NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0) FROM parts)"
 
@@ -250,7 +264,8 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     has called defects are left out.
 
     Args:
-        file: results.csv, results.jsonl, or the record of `serve`.
+        file: results.csv, results.jsonl, or the record of `serve`, of which the newest `HORIZON`
+            parts count.
         model_ids: of the model, with its thresholds now and with earlier ones; rows of other models
             are left out.
 
@@ -259,7 +274,7 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     """
     if is_sqlite(file):
         with open_to_read(file) as db:
-            kept, other, unscored = _kept(_recorded(db), file, model_ids)
+            kept, other, unscored = _recorded(db, model_ids), 0, 0
     else:
         kept, other, unscored = _kept(_rows(file), file, model_ids)
     if not kept:
@@ -287,23 +302,18 @@ class RecordedDrift:
 
     def __init__(self, levels: Sequence[Level], model_ids: Collection[str]) -> None:
         self._levels, self._ids = levels, model_ids
-        self._seen: tuple[Any, int] = (None, -1)  # newest feedback and part
+        self._newest: tuple[Any, ...] = ()  # feedback and part
         self._drift = Drift(levels)
         self._lock = threading.Lock()
 
-    def look(self, record: Path, since: int) -> Drift:
-        """Take what the record has from behind a part on, as `read_scores` does.
-
-        Where it can't be read, that is left out until it can.
-        """
+    def look(self, record: Path) -> Drift:
+        """What `read_scores` takes of the record; while that can't be read, what it has taken."""
         with self._lock, suppress(DataError), open_to_read(record) as db:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()
-            drift, after = self._drift, max(self._seen[1], since)
-            if newest[0] != self._seen[0]:  # people have said what a part was
-                drift, after = Drift(self._levels), since
-            kept, _, _ = _kept(_recorded(db, after), record, self._ids)
-            self._drift, self._seen = drift.add_all(score for _, score in kept), newest
+            if newest != self._newest:
+                scores = [score for _, score in _recorded(db, self._ids)]
+                self._drift, self._newest = Drift(self._levels).add_all(scores), newest
         return self._drift
 
 
@@ -322,9 +332,10 @@ def _kept(
     return kept, other, unscored
 
 
-def _recorded(db: sqlite3.Connection, after: int = 0) -> Iterator[Mapping[str, Any]]:
-    for (line,) in db.execute(_RECORDED, (after,)):
-        yield from_json(line)
+def _recorded(db: sqlite3.Connection, model_ids: Collection[str]) -> list[tuple[str, float]]:
+    """Time and score of a model's newest parts, the oldest first."""
+    parts = sorted(part for one in model_ids for part in db.execute(_RECORDED, (one,)))
+    return [(time, score) for _, time, score in parts[-HORIZON:]]
 
 
 def _rows(file: Path) -> Iterator[Mapping[str, Any]]:

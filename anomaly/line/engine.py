@@ -25,12 +25,12 @@ from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
-from anomaly.imaging.read import Image
+from anomaly.imaging.read import Image, read_image
 from anomaly.inference.rows import row_of
 from anomaly.line.record import Answer, Recorder
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import thumbnail
-from anomaly.maps.heatmap import encode_png, heatmap
+from anomaly.maps.heatmap import display, encode_png, heatmap
 from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.pipeline import Model
@@ -308,6 +308,15 @@ class Engine:
 
 
 SMALL_PIXELS = 480_000
+
+
+PHOTOGRAPH_PIXELS = 4_000_000
+
+
+def photograph(file: bytes, max_pixels: int, bit_depth: int | None) -> bytes:
+    """An image file of any kind as a JPEG that a browser shows, at a whole fraction of its size."""
+    image = read_image(file, max_pixels=max_pixels, bit_depth=bit_depth)
+    return thumbnail(display(image), PHOTOGRAPH_PIXELS).photo
 
 
 @dataclass(frozen=True)

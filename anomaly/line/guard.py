@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from multipart import parse_options_header
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
+from anomaly.errors import visible
 from anomaly.line.slot import Limits
 
 Scope = Mapping[str, Any]
@@ -47,8 +48,9 @@ class Guard:
 
     Args:
         app: the ASGI application behind it.
-        token: as `Authorization: Bearer TOKEN`, or as the password that a browser asks for; empty
-            for none.
+        tokens: by user, shown as `Authorization: Bearer TOKEN`, or as the password that a browser
+            asks for beside the user's name. The token of a user without a name goes with any; with
+            no tokens only this machine may ask.
         limits: what bodies may take.
         count: is told the status of each answer.
     """
@@ -56,12 +58,12 @@ class Guard:
     def __init__(
         self,
         app: Callable[[Any, Any, Any], Awaitable[None]],
-        token: str,
+        tokens: Mapping[str, str],
         limits: Limits | None = None,
         count: Callable[[int], object] = lambda status: None,
     ) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
         self._limits = limits or Limits()
         self._count = count
 
@@ -87,7 +89,8 @@ class Guard:
             await send(message)
 
         try:
-            body.welcome = self._known(scope, headers)
+            user = self._user(scope, headers)
+            body.welcome = user is not None
             connection = scope.get("state", {}).get("connection")
             leaves = not body.welcome or not (connection is None or connection.let_in())
             if scope["path"] not in _ALWAYS:
@@ -99,31 +102,35 @@ class Guard:
             body.check_head()
             if not image:
                 await body.read()
-            await self._app(scope, body.receive, answer)
+            await self._app({**scope, "user": user or ""}, body.receive, answer)
         except HTTPException as refused:
             told = JSONResponse({"detail": refused.detail}, refused.status_code, refused.headers)
             await told(dict(scope), receive, answer)
         except ClientDisconnect:
             pass
 
-    def _known(self, scope: Scope, headers: Mapping[bytes, str]) -> bool:
-        """Whether somebody asks who may ask for all; False for a supervisor."""
+    def _user(self, scope: Scope, headers: Mapping[bytes, str]) -> str | None:
+        """Who asks, empty where the token has no name; None for a supervisor without a token."""
         host = headers.get(b"host", "")
-        if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
+        if not self._tokens and not is_loopback(_netloc(f"//{host}")[1]):
             raise refusal(403, "without a token only this machine may ask, as localhost")
         origin = headers.get(b"origin")
         if origin is not None and _netloc(origin)[0] != host:
             raise refusal(403, "pages of other sites may not ask")
-        if not self._token or self._has_token(headers):
-            return True
-        if scope["path"] in _OPEN:
-            return False
+        user = self._user_of(headers) if self._tokens else ""
+        if user is not None or scope["path"] in _OPEN:
+            return user
         ask = {"WWW-Authenticate": 'Basic realm="anomaly", charset="UTF-8"'}
         raise refusal(401, "the token is missing or wrong", ask)
 
-    def _has_token(self, headers: Mapping[bytes, str]) -> bool:
-        token = credentials(headers.get(b"authorization", ""))[1]
-        return hmac.compare_digest(token.encode(), self._token.encode())
+    def _user_of(self, headers: Mapping[bytes, str]) -> str | None:
+        """Whose token is shown, with no name beside it or with the user's own."""
+        name, token = credentials(headers.get(b"authorization", ""))
+        shown, owner = token.encode(), None
+        for user, own in self._tokens.items():  # all of them: the time says nothing of any
+            if hmac.compare_digest(shown, own.encode()) and (not user or name in (None, user)):
+                owner = user
+        return owner
 
 
 class _Body:
@@ -240,16 +247,22 @@ def check_charset(content_type: str) -> None:
         raise refusal(400, f"the charset {charset[:40]!r} isn't known; send UTF-8") from None
 
 
-def credentials(authorization: str) -> tuple[str, str]:
-    """The user's name and the token in an Authorization header; empty where there are none."""
+def author(request: Request, typed: str) -> str:
+    """Who says something: the token's user; without users, who was typed, or has logged in."""
+    login = credentials(request.headers.get("authorization", ""))[0]
+    return visible((request.scope["user"] or typed.strip() or login or "")[:80])
+
+
+def credentials(authorization: str) -> tuple[str | None, str]:
+    """The user's name and the token in an Authorization header; no name beside a bearer's token."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return "", value.strip()
+        return None, value.strip()
     if scheme.lower() == "basic":
         with suppress(ValueError):
             user, _, token = base64.b64decode(value, validate=True).decode().partition(":")
             return user, token
-    return "", ""
+    return None, ""
 
 
 def _netloc(address: str) -> tuple[str, str]:

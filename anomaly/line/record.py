@@ -6,6 +6,7 @@
     feedback   what people say; a trigger refuses changes
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
+    acknowledgements   who has seen which alarm, when, and when it was over
 
 Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
 after the process was killed. A file that is removed or replaced meanwhile is noticed: SQLite would
@@ -154,7 +155,7 @@ class Record:
             what = "removed; it is begun anew in the same place"
             what = "replaced; it goes on in the file that is there" if there else what
             self.changes += 1
-            self.changed = visible(f"{self.file} was {what} ({_now()})")
+            self.changed = visible(f"{self.file} was {what} ({time_now()})")
             log.error("%s", self.changed)
             self._gone = False
         return db
@@ -312,7 +313,7 @@ class Record:
             db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, _now()),
+                (part, sha256, who, verdict, defect_type, note, time_now()),
             )
         return part
 
@@ -325,7 +326,7 @@ class Record:
         return str(parts[0][0])
 
     def parts(
-        self, before: int | None = None, verdict: str = "", limit: int = 60
+        self, before: int | None = None, verdict: str = "", limit: int = 60, model: str = ""
     ) -> list[dict[str, Any]]:
         """The newest parts, the newest first.
 
@@ -333,12 +334,13 @@ class Record:
             before: only those with a lower number.
             verdict: only those with this verdict; empty for all.
             limit: so many at most.
+            model: only those of this model; empty for all.
 
         Returns:
             Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
             and what a person said last (`feedback`).
         """
-        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict}
+        wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
         conditions = {condition: value for condition, value in wanted.items() if value}
         where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
         rows = self.read(
@@ -361,12 +363,17 @@ class Record:
         rows = self.read("SELECT file FROM pictures WHERE part = ?", (number,))
         return rows[0][0] if rows else None
 
-    def counts(self, since: str) -> dict[str, int]:
-        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status."""
+    def counts(self, since: str, model: str = "") -> dict[str, int]:
+        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status.
+
+        Args:
+            since: the time.
+            model: only its parts; empty for all.
+        """
         rows = self.read(
             "SELECT CASE WHEN status = 'ok' THEN verdict ELSE status END AS outcome, COUNT (*)"
-            " FROM parts WHERE time >= ? GROUP BY outcome",
-            (since,),
+            " FROM parts WHERE time >= ? AND ? IN (model, '') GROUP BY outcome",
+            (since, model),
         )
         return {outcome or "no verdict": count for outcome, count in rows}
 
@@ -558,8 +565,8 @@ def _part(
     return {**row, "feedback": feedback}
 
 
-def _now() -> str:
-    """The time now."""
+def time_now() -> str:
+    """The time now, as the record has it."""
     return _in_milliseconds(datetime.now(UTC))
 
 

@@ -82,7 +82,7 @@ class ModelRegistry:
         self._awake = threading.Event()
         wake = self._awake.set
         self.models = {
-            name: ModelSlot(name, folder, record.file, record.last, most_waiting=waiting, wake=wake)
+            name: ModelSlot(name, folder, record.file, most_waiting=waiting, wake=wake)
             for name, folder in folders.items()
         }
         self._recorder = recorder

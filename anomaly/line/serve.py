@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a file with the token that requests have to show; else ${TOKEN_VARIABLE}, if set. "
         "Without a token only this machine may ask",
     )
+    parser.add_argument(
+        "--users",
+        type=Path,
+        metavar="FILE",
+        help="a file with a line `name: token` for each who may ask, instead of one token for all",
+    )
     webhook, mqtt = SINK_VARIABLES
     parser.add_argument(
         "--webhook",
@@ -91,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     _check(options)
-    token = _token(options)
-    _check_open(options, token)
+    tokens = _tokens(options)
+    _check_open(options, tokens)
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
     for name in product_folders(options.models):
@@ -127,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
-            serve(service, listener, token, lambda: stop.signal is not None)
+            serve(service, listener, tokens, lambda: stop.signal is not None)
         log.info("stopped; what was taken is answered and written down")
     return 0
 
@@ -156,36 +162,72 @@ def _check(options: argparse.Namespace) -> None:
             raise AnomalyError(f"{name} is {value}; it must be {low} to {high}")
 
 
-def _token(options: argparse.Namespace) -> str:
-    if options.token_file is None:
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        origin = f"${TOKEN_VARIABLE}"
-    else:
-        origin = str(options.token_file)
-        try:
-            token = options.token_file.read_text("utf-8").strip()
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "it isn't text"
-            raise AnomalyError(f"--token-file {options.token_file} can't be read: {why}") from None
+def _tokens(options: argparse.Namespace) -> dict[str, str]:
+    """Tokens by user; one for all has no user."""
+    token, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), f"${TOKEN_VARIABLE}"
+    if options.token_file is not None:
+        token, origin = _text("--token-file", options.token_file).strip(), str(options.token_file)
         if not token:
-            raise AnomalyError(f"--token-file {options.token_file} is empty")
-    if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
+            raise AnomalyError(f"--token-file {origin} is empty")
+    if options.users is None:
+        if token:
+            _check_token(token, origin)
+        return {"": token} if token else {}
+    if token:
+        raise AnomalyError(
+            f"give either --users, or a token for all in {origin}; a camera gets a line in --users"
+        )
+    return read_users(options.users)
+
+
+def read_users(file: Path) -> dict[str, str]:
+    """Tokens by user, from a file with a line `name: token` for each; `#` begins a comment line.
+
+    Raises:
+        AnomalyError: it can't be read, or a line isn't as it has to be; no token is named.
+    """
+    users: dict[str, str] = {}
+    for at, line in enumerate(_text("--users", file).splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        where = f"{file} line {at}"
+        name, _, token = (part.strip().strip("'\"") for part in line.partition(":"))
+        if not name or not token or len(name) > 80 or not name.isprintable():
+            raise AnomalyError(f"{where} must be `name: token`, with a name of 1 to 80 characters")
+        _check_token(token, where)
+        if name in users or token in users.values():
+            raise AnomalyError(f"{where} has the name or the token of an earlier line; change it")
+        users[name] = token
+    if not users:
+        raise AnomalyError(f"{file} names nobody; write a line `name: token` for each")
+    return users
+
+
+def _text(option: str, file: Path) -> str:
+    try:
+        return file.read_text("utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it isn't text"
+        raise AnomalyError(f"{option} {file} can't be read: {why}") from None
+
+
+def _check_token(token: str, origin: str) -> None:
+    if len(token) < 16 or not token.isascii() or not token.isprintable():
         raise AnomalyError(
             f"the token in {origin} must have 16 characters or more, all plain ASCII: "
             "openssl rand -hex 16 makes one"
         )
-    return token
 
 
-def _check_open(options: argparse.Namespace, token: str) -> None:
+def _check_open(options: argparse.Namespace, tokens: Mapping[str, str]) -> None:
     from anomaly.line.guard import is_loopback  # with FastAPI, which is optional
 
-    if not token and not is_loopback(options.host):
+    if not tokens and not is_loopback(options.host):
         raise AnomalyError(
             f"--host {options.host} lets other machines ask, for which a token has to be set: "
-            f"give --token-file, or ${TOKEN_VARIABLE}"
+            f"give --token-file or --users, or ${TOKEN_VARIABLE}"
         )
-    if token and not is_loopback(options.host):
+    if tokens and not is_loopback(options.host):
         log.log(
             NOTE,
             "token and pictures travel unencrypted; put a proxy with TLS in front where others "

@@ -7,7 +7,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -58,19 +58,22 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    service: InspectionService, listener: socket.socket, token: str, stopped: Callable[[], bool]
+    service: InspectionService,
+    listener: socket.socket,
+    tokens: Mapping[str, str],
+    stopped: Callable[[], bool],
 ) -> None:
     """Answer requests until it is to stop; what was taken is answered.
 
     Args:
         service: open.
         listener: as `listening` gives it.
-        token: that requests have to show; empty for none.
+        tokens: by user, of which requests have to show one; see `Guard`.
         stopped: asked ten times a second.
     """
     guard = Guard(
         make_app(service),
-        token,
+        tokens,
         service.limits,
         lambda status: service.metrics.answers.labels(str(status)).inc(),
     )

@@ -15,12 +15,16 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.errors import DataError, visible
+from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.read import MAX_PIXELS
+from anomaly.line.alarms import Alarms, alarms_of
 from anomaly.line.bodies import Bodies
-from anomaly.line.engine import BusyError
+from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
+from anomaly.runtime.parallel import locked_cached_property
 from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:
@@ -66,6 +70,8 @@ class InspectionService:
         )
         self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
         self.stopping = False
+        models = self.registry.models.values()
+        self.alarms = Alarms(record, lambda: alarms_of(models, record, self.stopping))
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -77,6 +83,7 @@ class InspectionService:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.registry)
+        self._open.enter_context(self.alarms)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,9 +93,32 @@ class InspectionService:
         """A part's small heatmap; None where it is neither recent nor kept."""
         return self._recent.get(number) or self.record.heatmap(number)
 
-    def parts(self, before: int | None, verdict: str, limit: int) -> list[dict[str, Any]]:
+    def photograph(self, number: int) -> bytes | None:
+        """A part's image as a JPEG for a browser; None where it is neither recent nor kept.
+
+        Raises:
+            ImageError: decoding it took too long or too much.
+        """
+        part = self.record.part(number)
+        file = self._files.get(number) or self.record.picture_file(number)
+        if part is None or file is None:
+            return None
+        slot = self.registry.models.get(part["model"])
+        image = slot.now.long["config"]["image"] if slot and slot.now else {}
+        limits = image.get("max_pixels", MAX_PIXELS), image.get("bit_depth")
+        decoded = self._decoders.call(photograph, file, *limits, about=Path(part["path"]))
+        return bytes(decoded)
+
+    @locked_cached_property
+    def _decoders(self) -> Decoders:
+        """A process for the pages' photographs, beside those that production needs."""
+        return self._open.enter_context(Decoders(1))
+
+    def parts(
+        self, before: int | None, verdict: str, limit: int, model: str
+    ) -> list[dict[str, Any]]:
         """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
-        return [self._seen(one) for one in self.record.parts(before, verdict, limit)]
+        return [self._seen(one) for one in self.record.parts(before, verdict, limit, model)]
 
     def part(self, number: int) -> dict[str, Any] | None:
         """One part; None where there is none of this number."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import Threshold
-from anomaly.calibration.production import flagged_line
 from anomaly.line.drift import RecordedDrift, levels_of
 from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
 from anomaly.scoring.build import to_dict
@@ -110,7 +109,6 @@ class ModelSlot:
         name: in the service.
         folder: the model folder.
         record: where its answers are.
-        since: the part behind which the service has begun.
         now: the version in use; None until one was let in.
         engine: scores its parts; None while it isn't in memory.
         trouble: why what is in the folder can't be used; empty while that isn't so.
@@ -127,7 +125,6 @@ class ModelSlot:
     name: str
     folder: Path
     record: Path = Path()
-    since: int = 0
     now: Version | None = None
     engine: Engine | None = None
     trouble: str = ""
@@ -262,19 +259,15 @@ class ModelSlot:
         return {**self.short(), **state, **(now.long if now else {})}
 
     def drifted(self) -> dict[str, Any]:
-        """Whether its parts have drifted since the service has begun, and what was seen.
+        """Whether its newest parts have drifted, as `anomaly drift` says, and what was seen.
 
         Returns:
-            `alarm`; `lines`, what was seen of each level; `flagged`, where more or fewer parts than
-            promised are flagged, empty elsewhere.
+            `alarm`; `lines`, what was seen of each level; `compared`, whether `more` or `fewer`
+            parts are flagged than promised, and `flagged`, where that is so, a line for people.
         """
         if not (self.now and self.now.drift and self.now.review):
-            return {"alarm": False, "lines": [], "flagged": ""}
-        drift, review = self.now.drift.look(self.record, self.since), self.now.review
-        lines = [
-            flagged_line(watched.above, drift.parts, review.false_rejects, str(self.folder))
-            for watched in drift.watched
-            if watched.level.value == review.value
-        ]
+            return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
+        drift = self.now.drift.look(self.record)
+        compared, flagged = drift.flagged(self.now.review, str(self.folder))
         said = {"alarm": drift.alarm is not None, "lines": drift.lines()}
-        return said | {"flagged": "".join(lines)}
+        return said | {"compared": compared, "flagged": flagged}

@@ -261,6 +261,7 @@ COSTS = st.builds(Costs, PRICES, PRICES, PRICES, st.floats(0, 1))
 
 @given(SCORES | TIED, SCORES | TIED, COSTS)
 @example([0.0], [1.1754943508222875e-38], Costs(1.0, 1.0, 1.0, 0.5))
+@example([0.0], [0.0], Costs(1.0, 1.1443651062265836, 34.0, 1.0))
 def test_cheapest_thresholds_beat_all_others(good, defects, costs):
     got = cheapest_thresholds(good, defects, costs)
     g, d = np.array(good), np.array(defects)

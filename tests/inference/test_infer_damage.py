@@ -123,3 +123,14 @@ def test_no_score_for_a_file_cut_inside_its_pixels(
     for row in rows:
         expected = "ok" if Path(row["path"]).name.startswith("whole") else "unreadable"
         assert row["status"] == expected, row
+
+
+def test_a_file_name_breaks_no_printed_line(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a\nb.png").write_text("no picture")
+    arguments = ["--model", run_folder, "--input", tmp_path / "in", "--output", tmp_path / "out"]
+    printed = command("infer", arguments)[1]
+    assert "a\\nb.png" in printed
+    assert not any(line.startswith("b.png") for line in printed.splitlines())

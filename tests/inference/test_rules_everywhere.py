@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from conftest import Command, run_command, train_arguments, write_part
 from scipy import ndimage
 
+from anomaly.datasets import Sample
+from anomaly.evaluation.update import verdict_changes
 from anomaly.inference.rows import Row
 from anomaly.line.engine import Engine, PictureRequest
 from anomaly.line.record import Record, Recorder
@@ -121,6 +124,10 @@ def test_one_verdict_everywhere(
     code, _, said = command("evaluate", ["--model", run, "--output", figures, *tested])
     assert code == 0, said
     assert _of_spots(_rows(figures, "scores.csv")) == DECIDED
+
+    samples = [Sample(file, file.name) for file in files]
+    changes = verdict_changes((model, model), samples, tmp_path, 1, partial(lambda *_: None))
+    assert {c.name: c.after for c in changes} == {name: DECIDED[name][0] for name in DECIDED}
 
 
 def test_a_zone_decides_by_its_own_scores(run: Path, spots: Path) -> None:

@@ -224,6 +224,7 @@ def test_the_service_sees_what_the_command_sees(
         code, out, _ = command("drift", ["--model", run_folder, "--record", file])
         said = slot.drifted()
         assert (code, said["alarm"], bool(said["flagged"])) == (alarm, alarm, alarm)
+        assert (": anomaly calibrate" in out) == alarm
         assert out.splitlines()[: len(said["lines"])] == said["lines"]
 
     with closing(Record(file)) as record:
@@ -239,9 +240,12 @@ def test_the_service_sees_what_the_command_sees(
         for part in range(101, 161):
             record.add_feedback("good", who="Bob", part=part)
         agree(True)
-    slot.since = record.last  # a service that begins here
-    slot.now = Version.of(loaded, run_folder / "model", "")
-    assert "– of 0 parts" in slot.drifted()["lines"][0]
+        calm = replace(scored[0], image_sha256="c" * 64)
+        record.add([Answer("disc", calm, b"")] * HORIZON)  # it is over once so many are calm
+        agree(False)
+        slot.now = Version.of(loaded, run_folder / "model", "")  # as after a restart
+        agree(False)
+    assert f"of {HORIZON} parts" in slot.drifted()["lines"][0]
 
 
 def test_rows_from_before_a_recalibration_count(

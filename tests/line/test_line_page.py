@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 from browser import Browser, running_browser
-from running import Served
+from running import Served, start
 
 from anomaly.line.service import MOST_FOLLOWERS
 
@@ -24,7 +28,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def page(window: Browser, served: Served) -> Iterator[Browser]:
     """The page, live; it asks nobody but its service, and complains of nothing."""
     window.events.clear()
-    window.open(f"http://127.0.0.1:{served.port}/")
+    window.open(f"http://127.0.0.1:{served.port}/?lang=en")
     window.until("document.getElementById('state').textContent", "live")
     yield window
     assert window.complaints() == []
@@ -140,19 +144,9 @@ def test_it_fits_a_tablet_and_both_schemes(served: Served, page: Browser, produc
                 "(({height}) => height)(document.getElementById('word').getBoundingClientRect())"
             )
             assert word >= 48  # readable from three metres
+            size = "parseFloat(getComputedStyle(document.getElementById('ratio')).fontSize)"
+            assert page.evaluate(size) >= 48
     page.prefer()
-
-
-def test_it_says_what_readiness_says(served: Served, page: Browser) -> None:
-    told = "{ready: false, reason: 'disc has failed', record: 'it was removed', scene: {}}"
-    answer = f"Promise.resolve(new Response(JSON.stringify({told}), {{status: 503}}))"
-    page.evaluate(
-        "(() => { const real = window.fetch; window.fetch = (url, more) => "
-        f"url === '/v2/health/ready' ? {answer} : real(url, more); }})()"
-    )
-    page.until("document.getElementById('state').textContent", "not ready", seconds=10)
-    assert page.evaluate("document.getElementById('state').className") == "soft"
-    assert text(page, "alarm").startswith("disc has failed · it was removed")
 
 
 def test_it_follows_once_there_is_a_place(served: Served, page: Browser) -> None:
@@ -167,3 +161,136 @@ def test_it_follows_once_there_is_a_place(served: Served, page: Browser) -> None
         other.close()
     page.until("document.getElementById('state').textContent", "live", seconds=10)
     page.events.clear()  # the browser complains of each 503
+
+
+@pytest.mark.parametrize(
+    ("language", "state", "verdict", "good", "point"),
+    [("de", "verbunden", "AUSSCHUSS", "Gut", ","), ("zh", "已连接", "不合格", "合格", ".")],
+)
+def test_it_speaks_the_language_of_whoever_looks(
+    served: Served, page: Browser, product: Path,
+    language: str, state: str, verdict: str, good: str, point: str,
+) -> None:  # fmt: skip
+    arrive(served, page, product / "test" / "spot" / "000.png")
+    address = f"http://127.0.0.1:{served.port}/"
+    for where in (f"{address}?lang={language}", address):  # it is remembered
+        page.open(where)
+        page.until("document.getElementById('state').textContent", state)
+        page.until("document.getElementById('word').textContent", verdict)
+        assert text(page, "good").startswith(good)
+        assert point in text(page, "ratio")
+        assert page.evaluate("document.documentElement.lang") == language
+    page.evaluate(
+        "(() => { const s = document.getElementById('language'); s.value = 'en';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    page.until("document.getElementById('word').textContent", "REJECT")
+    assert text(page, "good").startswith("Good")
+    page.until("document.getElementById('state').textContent", "live")
+
+
+def test_photograph_and_heatmap_can_be_looked_at_closely(
+    served: Served, page: Browser, product: Path, tmp_path: Path
+) -> None:
+    part = cv2.imread(str(product / "test" / "spot" / "000.png"))
+    cv2.imwrite(str(tmp_path / "part.tif"), part.astype(np.uint16) * 257)  # no browser shows it
+    number = arrive(served, page, tmp_path / "part.tif")
+    _, headers, file = served.ask("GET", f"/v1/parts/{number}/photograph")
+    assert headers["content-type"] == "image/jpeg"
+    shown = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR)
+    assert np.abs(shown.astype(float) - part).mean() < 6
+    assert served.ask("GET", "/v1/parts/999999/photograph")[0] == 404
+    picture = "document.getElementById('picture')"
+    for key, kind in (("h", "photograph"), ("h", "heatmap"), ("#switch", "photograph")):
+        page.press(key) if len(key) == 1 else page.click(key)
+        page.until(
+            f"{picture}.src.includes('/{number}/{kind}') && {picture}.naturalWidth > 0", True
+        )
+    scale = f"new DOMMatrix(getComputedStyle({picture}).transform).a"
+    page.press("+")
+    page.click("#larger")
+    page.press("h")
+    assert page.evaluate(scale) == pytest.approx(2.25)  # whichever picture it is
+    page.press("-")
+    assert page.evaluate(scale) == pytest.approx(1.5)
+    wheel = {"x": 400, "y": 400, "deltaX": 0, "deltaY": -100}
+    page.call("Input.dispatchMouseEvent", type="mouseWheel", **wheel)
+    page.until(f"{scale} > 2", True)
+    place = page.evaluate(f"getComputedStyle({picture}).transform")
+    for kind, x in (("mousePressed", 400), ("mouseMoved", 430), ("mouseReleased", 430)):
+        mouse = {"x": x, "y": 400, "button": "left", "buttons": 1, "clickCount": 1}
+        page.call("Input.dispatchMouseEvent", type=kind, **mouse)
+    page.until(f"getComputedStyle({picture}).transform !== '{place}'", True)
+    _, newer = served.score((product / "test" / "good" / "000.png").read_bytes())
+    page.until("document.querySelector('#strip button')?.dataset.part", str(newer["id"]))
+    assert text(page, "number").endswith(f"#{number}")  # what is looked at closely stays
+    page.press("0")
+    assert page.evaluate(scale) == 1
+
+
+@pytest.fixture
+def several(run_folder: Path, tmp_path: Path) -> Iterator[Served]:
+    """A service with two models, and one that has failed."""
+    for name in ("cup", "disc", "ring"):
+        shutil.copytree(run_folder, tmp_path / "models" / name)
+    (tmp_path / "models" / "ring" / "model" / "scorer.safetensors").unlink()
+    served = start(tmp_path / "models")
+    try:
+        end, states = time.monotonic() + 300, [""]
+        while sorted(states) != ["failed", "ready", "ready"]:
+            assert time.monotonic() < end, states
+            time.sleep(0.05)
+            with suppress(OSError):  # it doesn't listen yet
+                states = [model["state"] for model in served.get("/v1/models")["models"]]
+        yield served
+    finally:
+        assert served.process.stdout is not None
+        served.end()
+        served.process.stdout.close()
+
+
+def test_one_of_several_models_any_part_and_a_model_that_has_failed(
+    several: Served, window: Browser, product: Path
+) -> None:
+    data = (product / "test" / "spot" / "000.png").read_bytes()
+    first = several.score(data, model="cup")[1]["id"]
+    for _ in range(62):
+        several.score(data, model="disc")
+    window.open(f"http://127.0.0.1:{several.port}/?lang=en")
+    window.until("document.getElementById('state').textContent", "not ready")
+    rejects = "document.querySelector('#counts div:nth-child(3) dd').textContent"
+    window.until(rejects, "63")
+    # Any part, by its number.
+    window.press("/")
+    window.evaluate(f"document.execCommand('insertText', false, '{first}')")
+    window.press("Enter")
+    window.until("document.getElementById('number').textContent.slice(-2)", f"#{first}")
+    window.press("/")
+    window.evaluate("document.execCommand('insertText', false, '4000')")
+    window.press("Enter")
+    window.until("document.getElementById('missing').textContent", "There is no part 4000.")
+    window.press("Escape")
+    # One model, until another is chosen.
+    window.evaluate(
+        "(() => { const s = document.getElementById('models'); s.value = 'cup';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    window.until(rejects, "1")
+    strip = "[...document.querySelectorAll('#strip button')].map((b) => Number(b.dataset.part))"
+    assert window.evaluate(strip) == [first]
+    several.score(data, model="disc")
+    second = several.score(data, model="cup")[1]["id"]
+    window.until(f"{strip}.join()", f"{second},{first}")
+    # Each alarm says what failed, and is quiet once somebody has seen it.
+    listed = "[...document.querySelectorAll('#alarms li')]"
+    assert window.evaluate(f"{listed}[0].className") == "error"
+    assert "ring has failed" in window.evaluate(f"{listed}[0].textContent")
+    window.click("#alarms button")
+    window.until("document.activeElement.id", "who")  # nobody has said who
+    assert several.get("/v1/alarms")["alarms"][0]["seen"] is None
+    window.evaluate("document.execCommand('insertText', false, 'Ada')")
+    window.click("#alarms button")
+    window.until(f"{listed}.some((item) => item.className === 'error seen')", True)
+    assert "seen by Ada, " in window.evaluate(f"{listed}[0].textContent")
+    assert several.get("/v1/alarms")["alarms"][0]["seen"]["who"] == "Ada"
+    window.open("about:blank")

@@ -58,6 +58,10 @@ def test_answers_are_there_once_they_are_written(tmp_path: Path) -> None:
     assert (oldest["id"], oldest["model"], oldest["feedback"]) == (1, "disc", None)
     assert second.counts("2026-01-01") == {"good": 1, "reject": 1}
     assert second.counts("2026-01-01T00:00:02") == {"reject": 1}
+    assert second.counts("2026-01-01", "disc") == {"good": 1, "reject": 1}
+    assert second.counts("2026-01-01", "cup") == {}
+    assert [part["id"] for part in second.parts(model="disc")] == [2, 1]
+    assert second.parts(model="cup") == []
     assert second.parts(before=2)[0]["id"] == 1
     assert [part["id"] for part in second.parts(verdict="good")] == [1]
     first.close()

@@ -114,9 +114,10 @@ def test_the_page_says_that_the_scene_is_changed(
     window.open(f"http://127.0.0.1:{served.port}/")
     for file in write_parts(tmp_path, 300, 10, 0.65):
         served.score(file.read_bytes())
-    alarm = "document.getElementById('alarm')"
-    window.until(f"{alarm}.textContent.includes('SCENE CHANGED, not the parts (disc): bri')", True)
+    alarm = "document.getElementById('alarms')"
+    text = "disc: THE SCENE HAS CHANGED, not the parts: bri"
+    window.until(f"{alarm}.textContent.includes('{text}')", True)
     assert CHANGED in str(window.evaluate("document.getElementById('reason').textContent"))
     for file in write_parts(tmp_path, 400, 10):
         served.score(file.read_bytes())
-    window.until(f"{alarm}.textContent.includes('SCENE CHANGED')", False)
+    window.until(f"{alarm}.textContent.includes('THE SCENE')", False)

@@ -1,30 +1,41 @@
 // The page for the line: newest part, counts, strip and chart, live by server-sent events.
 // What clients and people have written is only ever put in place as text.
 
+import { language, number, offerLanguages, word } from "./words.js";
+import { zoomable } from "./zoom.js";
+
 const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
 const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
 const KEPT_AS = "known missed defect"; // in a note that the service adds
-const WORDS = { good: "GOOD", review: "REVIEW", reject: "REJECT" };
+const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
 const at = (id) => document.getElementById(id);
 
 let parts = []; // the newest first
 let chosen = null; // number of the part that is shown
 let following = true; // whether that is always the newest one
 let only = ""; // verdict that the strip is filtered to
+let model = ""; // that is looked at; empty for all
+let photo = false; // whether the photograph is shown instead of the heatmap
+let close = false; // whether the picture is zoomed into
+let listed = ""; // the alarms that are shown
 let arrived = -HASTE; // when another part was put in place of the one that was shown
 let connected = false; // whether parts are shown as they come
 let drafted = false; // something is typed that wasn't sent
 
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
+const verdictText = (part) => word(part.status === "ok" ? VERDICTS[part.verdict] || "no_verdict" : "not_read");
 const shown = () => parts.find((part) => part.id === chosen);
-const digits = (value) => Number(value).toPrecision(4);
+const digits = (value) => value.toLocaleString(language, { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
 // The hash keeps another record's part of this number out of the browser's memory.
-const heatmap = (part) => `/v1/parts/${part.id}/heatmap?of=${part.image_sha256.slice(0, 16)}`;
-const clock = (part) => new Date(part.time).toLocaleTimeString();
+const image = (part, kind) => `/v1/parts/${part.id}/${kind}?of=${part.image_sha256.slice(0, 16)}`;
+const minute = (event) => new Date(event.time).toLocaleTimeString(language, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+const clock = (part) => new Date(part.time).toLocaleTimeString(language, { hourCycle: "h23" });
+const post = (body) => ({ method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+const zoom = zoomable(at("frame"), at("picture"), (larger) => { close = larger; });
 
-// The part that isn't left for newer ones: somebody has chosen it, or writes about it.
-const held = () => (following && !drafted ? undefined : shown());
+// The part that isn't left for newer ones: somebody has chosen it, writes about it or looks closely.
+const held = () => (following && !drafted && !close ? undefined : shown());
 
 // Keeps a part among the newest ones, however old it is.
 function keep(part) {
@@ -42,9 +53,9 @@ async function json(path, options) {
 }
 
 async function refresh() {
-  const wanted = only;
-  const found = (await json(`/v1/parts?limit=${KEPT}&verdict=${wanted}`)).parts;
-  if (wanted !== only) return;
+  const wanted = new URLSearchParams({ limit: KEPT, verdict: only, model });
+  const found = (await json(`/v1/parts?${wanted}`)).parts;
+  if (wanted.get("verdict") !== only || wanted.get("model") !== model) return;
   const before = held();
   parts = found;
   if (before) keep(before);
@@ -58,36 +69,55 @@ async function refresh() {
 async function counts() {
   const midnight = new Date();
   midnight.setHours(0, 0, 0, 0);
-  const since = midnight.toISOString().replace("Z", "+00:00");
-  const found = await json(`/v1/counts?since=${encodeURIComponent(since)}`);
-  const rest = Object.entries(found).filter(([name]) => !(name in WORDS));
-  const rows = [...Object.keys(WORDS).map((name) => [name, found[name] || 0]), ...rest];
+  const found = await json(`/v1/counts?${new URLSearchParams({ since: midnight.toISOString(), model })}`);
+  const rows = Object.entries(VERDICTS).map(([name, key]) => [word(key), found[name] || 0]);
+  const unread = Object.entries(found).filter(([name]) => !(name in VERDICTS) && name !== "no verdict");
+  if (found["no verdict"]) rows.push([word("no_verdict"), found["no verdict"]]);
+  if (unread.length) rows.push([word("not_read"), unread.reduce((sum, [, count]) => sum + count, 0)]);
   at("counts").replaceChildren(...rows.map(([name, count]) => {
     const row = document.createElement("div");
-    row.append(element("dt", name), element("dd", String(count)));
+    row.append(element("dt", name), element("dd", number(count)));
     return row;
   }));
   await alarms();
 }
 
 async function alarms() {
-  const health = await (await fetch("/v2/health/ready")).json();
-  const [drift, { models }] = await Promise.all([json("/v1/drift"), json("/v1/models")]);
-  const drifted = Object.keys(drift).filter((name) => drift[name].alarm);
-  const said = [health.reason, health.record].filter(Boolean);
-  said.push(...Object.entries(health.scene).map(([name, what]) => `SCENE CHANGED, not the parts (${name}): ${what}. All parts are for review. Look at lamp, exposure, lens, camera and product`));
-  if (drifted.length) said.push(`Parts have drifted: ${drifted.join(", ")}. Look at lamp, lens and product, and at: anomaly drift`);
-  said.push(...Object.entries(drift).filter(([, { flagged }]) => flagged).map(([name, { flagged }]) => `${name}: ${flagged}`));
-  said.push(...models.filter((model) => model.reason).map((model) => model.refused
-    ? `The new version of ${model.name} is refused, the one before goes on: ${model.reason}`
-    : `${model.name}: ${model.reason}`));
-  at("alarm").hidden = !said.length;
-  at("alarm").textContent = said.join(" · ");
-  if (connected) state(health.ready ? "live" : "not ready", health.ready);
+  showAlarms((await json("/v1/alarms")).alarms);
 }
 
-function state(text, good) {
-  at("state").textContent = text;
+function showAlarms(found) {
+  const ready = !found.some(({ severity }) => severity === "error");
+  if (connected) state(ready ? "live" : "not_ready", ready);
+  if (listed === JSON.stringify(found)) return; // else it would be read out again
+  listed = JSON.stringify(found);
+  at("alarms").replaceChildren(...found.map((alarm) => {
+    const item = element("li", "", `${alarm.severity}${alarm.seen ? " seen" : ""}`);
+    const button = element("button", word("acknowledge"));
+    button.addEventListener("click", () => acknowledge(alarm.key));
+    const seen = alarm.seen && word("seen_by", { who: alarm.seen.who, time: minute(alarm.seen) });
+    item.append(element("span", word(alarm.kind, alarm)), seen ? element("small", seen) : button);
+    return item;
+  }));
+}
+
+async function acknowledge(key) {
+  const who = at("who").value.trim();
+  if (!who) {
+    at("answer").textContent = word("name_first");
+    at("who").focus();
+    return;
+  }
+  localStorage.setItem("who", who);
+  try {
+    showAlarms((await json("/v1/alarms/acknowledge", post({ key, who }))).alarms);
+  } catch (error) {
+    at("answer").textContent = word("not_noted", { reason: error.message });
+  }
+}
+
+function state(key, good) {
+  at("state").textContent = word(key);
   at("state").className = good ? "soft live" : "soft";
 }
 
@@ -100,40 +130,47 @@ function element(tag, text = "", className = "") {
 
 function show() {
   const part = shown();
-  const word = part ? (part.status === "ok" ? WORDS[part.verdict] || "NO VERDICT" : "NOT READ") : "no parts yet";
+  const text = part ? verdictText(part).toLocaleUpperCase(language) : word("no_parts");
   at("verdict").className = part ? kind(part) : "none";
-  at("word").textContent = word;
+  at("word").textContent = text;
   at("number").textContent = part ? `${clock(part)}\n#${part.id}` : "";
   at("reason").textContent = part ? part.reason : "";
+  const times = part && part.threshold && part.image_score !== null;
+  at("times").className = times ? kind(part) : "none";
+  at("ratio").textContent = times ? number(part.image_score / part.threshold, 2) : "–";
   at("said").textContent = part ? description(part) : "";
-  at("model").textContent = part ? part.model : "Line";
-  document.title = part ? `${word} · ${part.model}` : "Line";
+  at("model").textContent = part ? part.model : word("line");
+  document.title = part ? `${text} · ${part.model}` : word("line");
   picture(part);
   feedback(part);
 }
 
 function description(part) {
   const said = [part.path];
-  if (part.image_score !== null) {
-    const times = part.threshold ? ` = ${(part.image_score / part.threshold).toFixed(2)} × reject` : "";
-    said.push(`score ${digits(part.image_score)}${times}`);
-  }
-  if (part.decided_by) said.push(`decided by ${part.decided_by}`);
+  if (part.image_score !== null) said.push(word("score", { score: digits(part.image_score) }));
+  if (part.decided_by) said.push(word("decided_by", { rule: part.decided_by }));
   return said.filter(Boolean).join(" · ");
 }
 
 function picture(part) {
-  const image = at("picture"), blank = at("blank");
-  image.hidden = !part || !part.picture;
-  blank.hidden = !image.hidden;
-  blank.textContent = part ? "No picture of this part is kept." : "The first part that is scored appears here.";
-  if (!image.hidden) {
-    const address = heatmap(part);
-    if (image.getAttribute("src") !== address) image.src = address;
-    image.alt = `heatmap of part ${part.id}`;
+  const node = at("picture"), blank = at("blank"), now = photo ? "photograph" : "heatmap";
+  node.hidden = !part || !part.picture;
+  blank.hidden = !node.hidden;
+  at("tools").hidden = !part;
+  blank.textContent = word(part ? "no_picture" : "first_part");
+  at("other").textContent = word(photo ? "heatmap" : "photograph");
+  if (!node.hidden) {
+    const address = image(part, now);
+    if (node.getAttribute("src") !== address) node.src = address;
+    node.alt = word("picture_of", { picture: word(now), part: part.id });
   } else {
-    image.removeAttribute("src");
+    node.removeAttribute("src");
   }
+}
+
+function switchPicture() {
+  photo = !photo;
+  picture(shown());
 }
 
 function feedback(part) {
@@ -145,10 +182,10 @@ function feedback(part) {
     at(verdict).classList.toggle("chosen", Boolean(said) && said.verdict === verdict);
   }
   if (said) {
-    const who = said.who ? ` by ${said.who}` : "";
+    const who = said.who ? ` ${word("by", { who: said.who })}` : "";
     const type = said.defect_type ? ` (${said.defect_type})` : "";
     const note = said.note ? `: ${said.note}` : "";
-    at("answer").textContent = `Called ${said.verdict}${type}${who}${note}`;
+    at("answer").textContent = `${word(said.verdict === "good" ? "called_good" : "called_defect")}${type}${who}${note}`;
   } else {
     at("answer").textContent = "";
   }
@@ -160,18 +197,18 @@ function strip() {
     const button = element("button", "", kind(part));
     button.dataset.part = part.id;
     button.classList.toggle("chosen", part.id === chosen);
-    button.setAttribute("aria-label", `part ${part.id}, ${part.verdict || part.status}`);
+    button.ariaLabel = word("part_label", { part: part.id, verdict: verdictText(part) });
     if (part.picture) {
-      const image = document.createElement("img");
-      image.src = heatmap(part);
-      image.alt = "";
-      image.addEventListener("error", () => { part.picture = false; image.replaceWith(element("div", "", "gap")); });
-      button.append(image);
+      const small = document.createElement("img");
+      small.src = image(part, "heatmap");
+      small.alt = "";
+      small.addEventListener("error", () => { part.picture = false; small.replaceWith(element("div", "", "gap")); });
+      button.append(small);
     } else {
       button.append(element("div", "", "gap"));
     }
     const mark = part.feedback ? { good: " ✓", defect: " ✗" }[part.feedback.verdict] : "";
-    button.append(element("span", `${part.verdict || part.status}${mark}`), element("span", clock(part), "soft"));
+    button.append(element("span", `${verdictText(part)}${mark}`), element("span", clock(part), "soft"));
     button.addEventListener("click", () => choose(part.id, false));
     item.append(button);
     return item;
@@ -185,26 +222,28 @@ function chart() {
   const limits = scored.length ? scored[scored.length - 1] : null;
   svg.setAttribute("viewBox", `0 0 ${width || 300} ${height || 120}`);
   svg.replaceChildren();
-  at("scale").textContent = limits && limits.threshold ? "1.0 = reject threshold" : "";
   if (!limits) return;
   // Each part by its own threshold: models and thresholds may change on the way.
-  const high = limits.threshold ? 2.5 : Math.max(...scored.map((part) => part.image_score)) || 1;
-  const value = (part) => Math.min(part.threshold ? part.image_score / part.threshold : part.image_score, high);
-  const y = (level) => height - 8 - (level / high) * (height - 16);
-  const x = (index) => 8 + (KEPT - scored.length + index) * ((width - 40) / (KEPT - 1));
-  const line = (level, name, below) => {
-    svg.append(shape("line", { x1: 0, x2: width, y1: y(level), y2: y(level), class: `limit ${name}` }));
-    const text = shape("text", { x: width - 2, y: y(level) + below, "text-anchor": "end" });
-    text.textContent = name;
-    svg.append(text);
+  const level = (part) => (part.threshold ? part.image_score / part.threshold : part.image_score);
+  const highest = 1.1 * Math.max(...scored.map(level)) || 1;
+  const high = limits.threshold ? Math.min(2.5, Math.max(1.4, highest)) : highest;
+  const y = (value) => height - 10 - (Math.min(value, high) / high) * (height - 20);
+  let left = 12;
+  const line = (value, name, below) => {
+    const text = shape("text", { x: 0, y: y(value) + below });
+    text.textContent = word(VERDICTS[name]);
+    svg.append(shape("line", { x1: 0, x2: width, y1: y(value), y2: y(value), class: `limit ${name}` }), text);
+    left = Math.max(left, text.getComputedTextLength() + 12);
   };
   if (limits.threshold) {
     // Thresholds may lie close to each other: one label above its line, the other below.
-    line(1, "reject", -3);
-    if (limits.review_threshold < 0.97 * limits.threshold) line(limits.review_threshold / limits.threshold, "review", 12);
+    line(1, "reject", -5);
+    if (limits.review_threshold < 0.97 * limits.threshold) line(limits.review_threshold / limits.threshold, "review", 18);
   }
+  const x = (index) => left + (KEPT - scored.length + index) * ((width - left - 12) / (KEPT - 1));
+  svg.append(shape("polyline", { points: scored.map((part, index) => `${x(index)},${y(level(part))}`).join(" ") }));
   scored.forEach((part, index) => {
-    const dot = shape("circle", { cx: x(index), cy: y(value(part)), r: part.id === chosen ? 5.5 : 3.5, class: kind(part) });
+    const dot = shape("circle", { cx: x(index), cy: y(level(part)), r: part.id === chosen ? 9 : 4.5, class: kind(part) });
     dot.classList.toggle("chosen", part.id === chosen);
     dot.addEventListener("click", () => choose(part.id, false));
     svg.append(dot);
@@ -220,6 +259,7 @@ function shape(tag, attributes) {
 function choose(number, newest) {
   chosen = number;
   following = newest;
+  zoom.reset();
   at("live").setAttribute("aria-pressed", String(newest));
   show();
   for (const button of at("strip").querySelectorAll("button")) {
@@ -236,11 +276,27 @@ function move(by) {
   if (next) choose(next.id, false);
 }
 
+// Any part of the record, by its number.
+async function jump() {
+  const wanted = Number(at("jump").value);
+  at("missing").textContent = "";
+  if (!wanted) return;
+  try {
+    keep(await json(`/v1/parts/${wanted}`));
+    strip();
+    choose(wanted, false);
+    at("jump").value = "";
+    at("jump").blur();
+  } catch {
+    at("missing").textContent = word("no_such_part", { part: wanted });
+  }
+}
+
 async function say(verdict) {
   const part = shown();
   if (!part || part.status !== "ok") return;
   if (performance.now() - arrived < HASTE) {
-    at("answer").textContent = "Not noted: another part has just come. Look, and press again.";
+    at("answer").textContent = word("too_soon");
     return;
   }
   const body = {
@@ -250,14 +306,13 @@ async function say(verdict) {
     who: at("who").value.trim(),
   };
   try {
-    const headers = { "Content-Type": "application/json" };
-    const changed = await json(`/v1/parts/${part.id}/feedback`, { method: "POST", headers, body: JSON.stringify(body) });
+    const changed = await json(`/v1/parts/${part.id}/feedback`, post(body));
     remember(body);
     take(changed);
     at("note").value = at("type").value = "";
     drafted = false;
   } catch (error) {
-    at("answer").textContent = `Not noted: ${error.message}`;
+    at("answer").textContent = word("not_noted", { reason: error.message });
   }
 }
 
@@ -268,7 +323,7 @@ async function keepMissed() {
     const who = encodeURIComponent(at("who").value.trim());
     take(await json(`/v1/parts/${part.id}/missed?who=${who}`, { method: "POST" }));
   } catch (error) {
-    at("answer").textContent = `Not kept: ${error.message}`;
+    at("answer").textContent = word("not_kept", { reason: error.message });
   }
 }
 
@@ -287,7 +342,7 @@ function take(part) {
   const before = held();
   if (place >= 0) {
     parts[place] = part;
-  } else if (!only || part.verdict === only) {
+  } else if ((!only || part.verdict === only) && (!model || part.model === model)) {
     parts.unshift(part);
     parts.sort((a, b) => b.id - a.id);
     parts.length = Math.min(parts.length, KEPT);
@@ -330,7 +385,7 @@ function listen() {
 
 function lost() {
   connected = false;
-  state("no connection: what is shown may be old", false);
+  state("no_connection", false);
 }
 
 const KEYS = {
@@ -342,11 +397,20 @@ const KEYS = {
   d: () => say("defect"),
   m: keepMissed,
   n: () => at("note").focus(),
+  h: switchPicture,
+  "+": () => zoom.by(1.5),
+  "=": () => zoom.by(1.5), // the same key without shift
+  "-": () => zoom.by(1 / 1.5),
+  0: zoom.reset,
+  "/": () => at("jump").focus(),
 };
 
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") document.activeElement.blur();
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea")) return;
+  if (event.key === "Escape") {
+    at("jump").value = "";
+    document.activeElement.blur();
+  }
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
   const action = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
   if (action) {
     event.preventDefault();
@@ -367,11 +431,36 @@ at("filter").addEventListener("click", () => {
   refresh().catch(lost);
 });
 at("picture").addEventListener("error", () => {
+  at("picture").removeAttribute("src"); // it is tried again with the next part, or H
   at("picture").hidden = true;
   at("blank").hidden = false;
-  at("blank").textContent = "No picture of this part is kept.";
+  at("blank").textContent = word(photo ? "no_photograph" : "no_picture");
+});
+for (const [id, action] of Object.entries({ switch: switchPicture, larger: KEYS["+"], smaller: KEYS["-"], whole: zoom.reset })) {
+  at(id).addEventListener("click", action);
+}
+at("jump").addEventListener("change", jump);
+at("models").addEventListener("change", () => {
+  model = at("models").value;
+  localStorage.setItem("model", model);
+  following = true;
+  at("models").blur();
+  refresh().catch(lost);
 });
 addEventListener("resize", chart);
 setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
 at("who").value = localStorage.getItem("who") || "";
-listen();
+json("/v1/user").then(({ user }) => {
+  if (user) at("who").value = user;
+  at("who").readOnly = Boolean(user); // the record takes it from the token
+});
+offerLanguages(at("language"), () => {
+  listed = "";
+  refresh().catch(lost);
+});
+json("/v1/models").then(({ models }) => {
+  const names = models.map(({ name }) => name), last = localStorage.getItem("model");
+  at("models").append(...names.map((name) => new Option(name)));
+  at("models").hidden = names.length < 2;
+  at("models").value = model = names.length > 1 && names.includes(last) ? last : "";
+}).catch(lost).finally(listen);

@@ -6,6 +6,8 @@ CREATE TABLE IF NOT EXISTS parts (
 CREATE INDEX IF NOT EXISTS parts_by_time ON parts (time, model, status, verdict);
 CREATE INDEX IF NOT EXISTS parts_by_verdict ON parts (verdict, id);
 CREATE INDEX IF NOT EXISTS parts_by_image ON parts (sha256, id);
+CREATE INDEX IF NOT EXISTS parts_by_model ON parts (model, id);
+CREATE INDEX IF NOT EXISTS parts_by_version ON parts (model_id, id);
 CREATE TABLE IF NOT EXISTS pictures (
     part INTEGER PRIMARY KEY REFERENCES parts (id), asked INTEGER NOT NULL, bytes INTEGER NOT NULL,
     file BLOB NOT NULL, heatmap BLOB);
@@ -23,3 +25,6 @@ CREATE TABLE IF NOT EXISTS triggers (
     verdict TEXT NOT NULL, sent INTEGER, model TEXT NOT NULL, line TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS outboxes (
     sink TEXT PRIMARY KEY, sent INTEGER NOT NULL, refused INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS acknowledgements (
+    id INTEGER PRIMARY KEY, alarm TEXT NOT NULL, cause TEXT NOT NULL, who TEXT NOT NULL,
+    time TEXT NOT NULL, ended TEXT NOT NULL DEFAULT '');
