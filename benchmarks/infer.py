@@ -6,6 +6,10 @@
 Both sides write PNG: ours in the image's own size, the peer's default panels of 256 px. Our time
 includes loading the model, the peer's doesn't. Latency is that of a single image in a warm process,
 from file to scores and anomaly map.
+
+    python -m benchmarks.infer --stages RUN --images FOLDER
+
+prints what each stage takes of a core instead, see `benchmarks.stages`.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from anomaly.imaging.listing import list_images
 from benchmarks.fit import MODELS, PEER
 from benchmarks.inputs import machine
 from benchmarks.process import run
+from benchmarks.stages import show
 
 
 def measure(who: str, name: str, args: argparse.Namespace) -> None:
@@ -49,9 +55,10 @@ def measure(who: str, name: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--train", type=Path, required=True, help="a folder of good images")
+    parser.add_argument("--train", type=Path, help="a folder of good images")
     parser.add_argument("--images", type=Path, required=True, help="a folder to score")
-    parser.add_argument("--weights", type=Path, required=True, help="ResNet-50, .safetensors")
+    parser.add_argument("--weights", type=Path, help="ResNet-50, .safetensors")
+    parser.add_argument("--stages", type=Path, metavar="RUN", help="of this model, nothing else")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[:3])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--anomalib-python", type=Path, help="an interpreter that has anomalib")
@@ -62,6 +69,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     print(machine() + "\n")
+    if args.stages:
+        show(args.stages, list_images(args.images))
+        return
+    if not (args.train and args.weights):
+        parser.error("--train and --weights are needed, or --stages")
     print("| model | side | images a second | p50 | p99 | peak memory |")
     print("|---|---|---|---|---|---|")
     for name in args.models:

@@ -16,7 +16,7 @@ _LOOK = 0.05  # seconds from one look at a process tree to the next, at least
 # Of one processor, which what is measured lacks: the kernel counts gigabytes page by page.
 _SHARE = 0.02
 # Set by `anomaly`'s command line: a peer gets memory and threads as it asks for them.
-_OURS = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT")
+OURS = ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Outcome:
 
 def run(command: Sequence[object], cwd: Path | None = None) -> Outcome:
     """Run a command to its end."""
-    environment = {k: v for k, v in os.environ.items() if k not in _OURS}
+    environment = {k: v for k, v in os.environ.items() if k not in OURS}
     start = time.perf_counter()
     process = subprocess.Popen(
         [str(part) for part in command],

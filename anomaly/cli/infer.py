@@ -121,6 +121,11 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         help="heatmaps of image, heatmap and colour bar, with verdict and score",
     )
     parser.add_argument(
+        "--full-size",
+        action="store_true",
+        help="heatmaps of the image's own size (default: shrunk to twice what the network sees)",
+    )
+    parser.add_argument(
         "--no-page",
         dest="page",
         action="store_false",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cv2
@@ -125,6 +125,20 @@ class View:
     def whole(self) -> bool:
         """Whether the network sees all of the image at once."""
         return True
+
+    def shrunk(self, times: float) -> View:
+        """The view of the same image with at most so many times the network's pixels on an axis.
+
+        The other axis has as many or more, for the image keeps its aspect, and an image that is
+        smaller its size.
+        """
+        pair = self.rows, self.columns
+        share = max(times * axis.resized / axis.source for axis in pair)
+        if share >= 1:
+            return self
+        rows, columns = (replace(axis, source=round(share * axis.source)) for axis in pair)
+        pose = self.pose and self.pose.shrunk((rows.source, columns.source))
+        return View(rows, columns, pose)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cv2
@@ -71,6 +71,12 @@ class Pose:
             columns: as well.
         """
         return cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
+
+    def shrunk(self, size: tuple[int, int]) -> Pose:
+        """The pose in the same image shrunk to (H, W)."""
+        height, width = (new / old for new, old in zip(size, self.size, strict=True))
+        turn, x, y = self.motion
+        return replace(self, motion=Motion(turn, x * width, y * height), size=size)
 
     def covers(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Whether points of the part (h, w) lie in the image.

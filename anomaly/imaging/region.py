@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -48,6 +48,14 @@ class Polygons:
             mask |= _filled(points, slice(top, bottom), size[1])
         return mask
 
+    def scaled(self, share: float) -> Polygons:
+        """The same shape in an image that is so many times as large."""
+        if self.relative:
+            return self
+        return replace(
+            self, corners=tuple(tuple((share * x, share * y) for x, y in c) for c in self.corners)
+        )
+
     @staticmethod
     def _check(points: NDArray[np.float64], size: tuple[int, int]) -> None:
         x, y = points.max(axis=0)
@@ -67,6 +75,10 @@ class DrawnMask:
     """
 
     pixels: Mask
+
+    def scaled(self, share: float) -> DrawnMask:
+        """The same shape in an image that is so many times as large: it covers that one, too."""
+        return self
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
         """Which pixels lie inside, in some rows of an image of (H0, W0) pixels.
@@ -121,6 +133,11 @@ class Region:
         else:
             mask = self.look.inside(size, strip)
         return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
+
+    def scaled(self, share: float) -> Region:
+        """The region of an image that is so many times as large."""
+        look, ignore = (shape and shape.scaled(share) for shape in (self.look, self.ignore))
+        return replace(self, look=look, ignore=ignore)
 
     def patches(self, layout: AnyView, grid: tuple[int, int]) -> Mask:
         """Which patches count: those at least half of whose original pixels do.

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anomaly.errors import OutputError
 from anomaly.files.outputs import (
@@ -39,8 +38,15 @@ from anomaly.inference.rows import (
 )
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import Thumbnail, encode_float32, encode_uint16, thumbnail
-from anomaly.maps.heatmap import colour_bar, display, encode_png, heatmap, with_colour_bar
-from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
+from anomaly.maps.heatmap import (
+    colour_bar,
+    display,
+    encode_png,
+    heatmap,
+    shrunk,
+    with_colour_bar,
+)
+from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -59,6 +65,7 @@ class OutputOptions:
         heatmaps: which images have one: none, those not called good, or all. None, for a manifest's
             images: those not called good, or none where the model has no thresholds.
         side_by_side: heatmaps of image, heatmap and colour bar.
+        full_size: heatmaps of the image's own size, not at most twice the network's input.
         masks: what is marked, as PNG.
         regions: whether to write regions.csv.
         maps: how to write anomaly maps, if at all.
@@ -68,6 +75,7 @@ class OutputOptions:
 
     heatmaps: Heatmaps | None = "all"
     side_by_side: bool = False
+    full_size: bool = False
     masks: bool = False
     regions: bool = False
     maps: MapFiles | None = None
@@ -132,7 +140,7 @@ class Outputs:
             images: names the list of images; None where there is none.
         """
         options = self.options
-        switches = ("side_by_side", "masks", "regions", "parquet")
+        switches = ("side_by_side", "full_size", "masks", "regions", "parquet")
         names = [name for name in switches if getattr(options, name)]
         listed = {} if images is None else {"list of images": images}
         return listed | {
@@ -287,25 +295,20 @@ class PictureWriter:
             OutputError: no room, no permission.
         """
         options = self.options
-        outlined = render.heatmap or options.masks or options.regions
-        if not (outlined or options.maps):
-            return RenderResult()
-        anomaly_map = anomaly_map.held()
         limit = float(np.nanmax(anomaly_map.scores)) if render.limit is None else render.limit
+        # In a method of its own: of a large image the picture is gone before the mask is encoded.
+        small = self._write_heatmap(image, anomaly_map, limit, name, render)
+        if not (options.masks or options.regions or options.maps):
+            return RenderResult(small=small)
+        anomaly_map = anomaly_map.held()
         if options.maps == "uint16":
             write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
         elif options.maps == "float32":
             file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
             write(file, encode_float32(anomaly_map()))
-        if not outlined:
-            return RenderResult()
-        rejected = render.verdict == "reject"
-        areas = outlined_areas(anomaly_map, limit, render.review, rejected=rejected)
-        # In a method of its own: of a large image the picture is gone before the mask is encoded.
-        small = self._write_heatmap(image, anomaly_map, limit, areas, name, render)
         if not (options.masks or options.regions):
             return RenderResult(small=small)
-        mask = np.where(areas == MARKED, areas, np.uint8(0))
+        mask = predicted_mask(anomaly_map, limit)
         if options.masks:
             write(self.output / MASKS / name, encode_png(mask))
         return RenderResult(marked_regions(mask, anomaly_map) if options.regions else (), small)
@@ -315,12 +318,15 @@ class PictureWriter:
         image: Image,
         anomaly_map: SourceMap,
         limit: float,
-        areas: NDArray[np.uint8],
         name: str,
         render: RenderOptions,
     ) -> Thumbnail | None:
         if not render.heatmap:
             return None
+        anomaly_map = (anomaly_map if self.options.full_size else anomaly_map.shrunk()).held()
+        image = shrunk(image, anomaly_map.view.source)
+        rejected = render.verdict == "reject"
+        areas = outlined_areas(anomaly_map, limit, render.review, rejected=rejected)
         picture = heatmap(image, anomaly_map, limit, areas)
         if self.options.side_by_side:
             caption = _caption(render)

@@ -37,6 +37,7 @@ LEAST_WEIGHT = 1e-4
 _EXTENT = 0.6
 _REACH = 2
 _HELD_PIXELS = 8_000_000
+_PIXELS_SHOWN = 2  # for each pixel of the network's input, on each axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +91,18 @@ class SourceMap:
         if self.values is not None or height * width > _HELD_PIXELS:
             return self
         return replace(self, values=self())
+
+    def shrunk(self) -> SourceMap:
+        """The map of the same image shrunk to twice what the network sees of it, for a picture.
+
+        An image that is cut into tiles keeps its size, as a smaller one does.
+        """
+        view = self.view if isinstance(self.view, Tiling) else self.view.shrunk(_PIXELS_SHOWN)
+        if view is self.view:
+            return self
+        share = view.source[0] / self.view.source[0]
+        region = self.region and self.region.scaled(share)
+        return replace(self, view=view, region=region, values=None)
 
     @property
     def patch_size(self) -> tuple[float, float]:

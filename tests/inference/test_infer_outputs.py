@@ -179,6 +179,22 @@ def test_what_is_said_where_nothing_could_be_scored(
     assert out.splitlines()[-1] == said + str(tmp_path / "out" / "results.html")
 
 
+def test_heatmaps_have_twice_the_networks_size_or_the_images(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    write_part(tmp_path / "part.png", seed=1, mark=(40, 50))
+    picture = _picture(tmp_path / "part.png")
+    cv2.imwrite(str(tmp_path / "large.png"), cv2.resize(picture, (480, 480)))
+    loading = load_model(run_folder, torch.device("cpu")).loading
+    height, width = loading.sizing.view((480, 480)).size
+    base = ["--model", run_folder, "--input", tmp_path / "large.png"]
+    for options, size in ([], (2 * height, 2 * width)), (["--full-size"], (480, 480)):
+        output = tmp_path / f"out{len(options)}"
+        assert command("infer", [*base, "--output", output, *options])[0] == 0
+        shape = _picture(output / "heatmaps" / "large.png").shape
+        assert shape[:2] == size
+
+
 def test_another_set_of_outputs_isnt_resumed(
     run_folder: Path, inputs: Path, tmp_path: Path, command: Command
 ) -> None:

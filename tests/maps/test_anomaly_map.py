@@ -3,6 +3,7 @@
 import tracemalloc
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter, maximum_filter
 from torch.nn import functional as F
 
-from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.geometry import AxisView, Sizing, View
+from anomaly.imaging.pose import Motion, Pose
+from anomaly.imaging.region import Polygons, Region
 from anomaly.maps.anomaly_map import SourceMap, source_map, without_halo
 from anomaly.scoring.image_score import image_scores, network_map, with_border_damped
 
@@ -191,3 +194,22 @@ def test_the_map_of_a_long_strip_takes_little_memory() -> None:
     np.testing.assert_array_equal(
         source_map(scores, tiling, 4.0, slice(99_000, 99_500)), found[99_000:99_500]
     )
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_map_for_a_picture_is_the_map_shrunk(moved: bool, relative: bool) -> None:
+    size, drawn = (300, 420), (128, 179)
+    corners = np.array([(60, 30), (400, 50), (250, 290)]) / ((420, 300) if relative else (1, 1))
+    region = Region(Polygons((tuple(map(tuple, corners.tolist())),), relative), None)
+    pose = Pose(Motion(0.2, 12.0, -7.0), size) if moved else None
+    view = View(AxisView(300, 64, 0, 64), AxisView(420, 64, 0, 64), pose)
+    scores = np.random.default_rng(0).random((8, 8), np.float32)
+    whole = SourceMap(scores, view, 4.0, 0.5, region)
+    small = whole.shrunk()
+    assert small.view.source == drawn
+    expected = cv2.resize(whole(), drawn[::-1], interpolation=cv2.INTER_AREA)
+    both = np.isfinite(expected) & np.isfinite(small())
+    np.testing.assert_allclose(small()[both], expected[both], atol=0.01)
+    assert np.isfinite(small()).mean() == pytest.approx(np.isfinite(whole()).mean(), abs=0.01)
+    assert small.shrunk() is small

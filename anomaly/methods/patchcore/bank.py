@@ -178,6 +178,16 @@ class MemoryBank(Scorer):
         share = xp.exp(highest - most) / xp.exp(distances - most[:, None]).sum(1)
         return highest * (1 - share).clip(0)
 
+    def only(self, rows: Tensor, similar: MemoryBank) -> MemoryBank:
+        """The bank of its vectors at some places, searched on the axes of a similar bank."""
+        spacing = None if self.spacing is None else self.spacing[rows]
+        most = replace(
+            self, vectors=self.vectors[rows], origins=self.origins[rows], spacing=spacing
+        )
+        if neighbours := similar._neighbours.of_most(most.vectors):
+            vars(most)["_neighbours"] = neighbours
+        return most
+
     def spaced(self, rows: Tensor | None = None) -> MemoryBank:
         """The bank with its `spacing` computed.
 

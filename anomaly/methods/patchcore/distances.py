@@ -21,8 +21,8 @@ Dtype = Literal["float32", "bfloat16"]
 ROUNDING = 1e-5
 # More than float32's rounding of squared norms, relative to themselves.
 _NORM_ROUNDING = 2.0**-18
-# Numbers of the pairs measured at once in `distances_to`: 24 MiB; a GPU wants few launches.
-_MEASURED = {"cpu": 6 << 20, "cuda": 1 << 28}
+# Numbers of the pairs measured at once in `distances_to`: 4 MiB; a GPU wants few launches.
+_MEASURED = {"cpu": 1 << 20, "cuda": 1 << 28}
 # Likewise in `squared_distances`: 512 KiB stay in cache.
 _GATHERED = {"cpu": 1 << 17, "cuda": 1 << 28}
 # Bank vectors centred at once.
@@ -91,27 +91,29 @@ def half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:
 class Screen:
     """Lower bounds of distances to a bank, from few numbers of each vector.
 
-    With orthonormal P and residuals r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never
-    exceeds ‖x − y‖². These d + 1 numbers are rounded to `dtype`, and the norms are those of the
-    rounded ones. Rounding moves a vector by a known length, so that distances of rounded vectors
-    exceed those of the vectors by these lengths at most (triangle inequality).
+    Vectors of few dimensions are multiplied whole. Of others, with orthonormal P and residuals
+    r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never exceeds ‖x − y‖². These d + 1 numbers
+    are rounded to `dtype`, and the norms are those of the rounded ones. Rounding moves a vector by
+    a known length, so that distances of rounded vectors exceed those of the vectors by these
+    lengths at most (triangle inequality).
 
     Attributes:
-        axes: P (D, d), about the bank's leading principal axes.
+        axes: P (D, d), about the bank's leading principal axes; None for all dimensions.
         dtype: of the product, float32 or bfloat16.
         rows: (M, K), the bank's vectors as rows of the product, in `dtype`.
         moved: the length by which rounding moves a bank vector at most.
     """
 
-    axes: Floats
+    axes: Floats | None
     dtype: Dtype
     rows: Array
     moved: float
 
     @classmethod
-    def of(cls, bank: Floats, mean: Floats, dtype: Dtype) -> Screen:
-        """The screen of a bank (M, D) with this mean (D,)."""
-        axes = _principal_axes(bank[:: max(1, len(bank) // _FITTED)] - mean, AXES[dtype])
+    def of(cls, bank: Floats, mean: Floats, dtype: Dtype, axes: Floats | None = None) -> Screen:
+        """The screen of a bank (M, D) with this mean (D,), on given axes or its own."""
+        if axes is None and bank.shape[1] > AXES[dtype]:
+            axes = _principal_axes(bank[:: max(1, len(bank) // _FITTED)] - mean, AXES[dtype])
         screen = cls(axes, dtype, None, 0.0)
         parts = [
             screen._rows(bank[start : start + _CENTRED] - mean, of_bank=True)
@@ -152,12 +154,14 @@ class Screen:
         A query's row times a bank vector's is half their squared distance: half the squared norms
         are numbers of their own, each as a sum of numbers in `dtype`.
         """
-        leading, squares = centred @ self.axes, squared_norms(centred)
-        rest = np.sqrt(np.maximum(squares - squared_norms(leading), 0))
-        # The less is left, the more the root makes of what the squares are off by.
-        off = np.float32(_NORM_ROUNDING) * squares
-        moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
-        coordinates = np.column_stack([leading, rest])
+        coordinates, moved = centred, np.zeros(len(centred), np.float32)
+        if self.axes is not None:
+            leading, squares = centred @ self.axes, squared_norms(centred)
+            rest = np.sqrt(np.maximum(squares - squared_norms(leading), 0))
+            # The less is left, the more the root makes of what the squares are off by.
+            off = np.float32(_NORM_ROUNDING) * squares
+            moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
+            coordinates = np.column_stack([leading, rest])
         rounded = _rounded(coordinates, self.dtype)
         moved += np.sqrt(squared_norms(rounded - coordinates))
         half, parts = squared_norms(rounded) / 2, []

@@ -19,7 +19,6 @@ from anomaly.arrays import Array, as_numpy, like, module_of
 from anomaly.errors import ConfigError, nearest
 from anomaly.methods.base import device_of
 from anomaly.methods.patchcore.distances import (
-    AXES,
     ROUNDING,
     Dtype,
     Floats,
@@ -90,6 +89,12 @@ class NearestNeighbors:
             index = FaissIndex(bank, ExactIndex(bank, None) if method == "faiss" else None, cache)
         self._index = index
 
+    def of_most(self, bank: Array) -> NearestNeighbors | None:
+        """Neighbours in a bank of mostly the same vectors; None where that saves no time."""
+        if not isinstance(self._index, ExactIndex):
+            return None
+        return NearestNeighbors(bank, index=self._index.of_most(bank))
+
     def search(self, queries: Array, k: int = 1) -> tuple[Array, Array]:
         """Find the nearest bank vectors.
 
@@ -126,16 +131,24 @@ class ExactIndex:
     Args:
         bank: (M, D) float32. Tensors on the CPU are searched as arrays.
         dtype: of the screen, on the CPU; None for the product of all dimensions.
+        axes: the screen's, see `Screen`; None for the bank's own.
     """
 
-    def __init__(self, bank: Array, dtype: Dtype | None) -> None:
+    def __init__(self, bank: Array, dtype: Dtype | None, axes: Floats | None = None) -> None:
         self._device = device_of(bank)
         self._bank = as_numpy(bank) if self._device.type == "cpu" else bank
         self._mean = self._bank.mean(0)
         self._screen = None
         if dtype is not None:
             with one_blas_thread():
-                self._screen = Screen.of(self._bank, self._mean, dtype)
+                self._screen = Screen.of(self._bank, self._mean, dtype, axes)
+
+    def of_most(self, bank: Array) -> ExactIndex:
+        """That of a bank of mostly the same vectors, on the same axes; finding these takes long."""
+        screen = self._screen
+        if screen is None or len(bank) < _LEAST_SCREENED:
+            return ExactIndex(bank, quickest_screen(bank))
+        return ExactIndex(bank, screen.dtype, screen.axes)
 
     def candidates(self, queries: Array, k: int) -> Array:
         """The k nearest (Q, k) int64 of queries (Q, D); any of a query that isn't finite."""
@@ -282,10 +295,7 @@ def quickest_screen(bank: Array) -> Dtype | None:
     device = device_of(bank)
     if device.type != "cpu" or len(bank) < _LEAST_SCREENED:
         return None
-    dimensions, is_tensor = bank.shape[1], not isinstance(bank, np.ndarray)
-    if is_tensor and dimensions > AXES["bfloat16"] and has_bf16(device):
-        return "bfloat16"
-    return "float32" if dimensions > AXES["float32"] else None
+    return "bfloat16" if not isinstance(bank, np.ndarray) and has_bf16(device) else "float32"
 
 
 def _take_least(bounds: Array, rows: Array) -> Array:
