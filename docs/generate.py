@@ -43,6 +43,7 @@ OUTSIDE |= {
 # Pages of the menu's production part, where they are written.
 IN_PRODUCTION = {
     "On the line": "line.md",
+    "The service": "service.md",
     "Label parts": "labelling.md",
     "From camera to PLC": "station.md",
     "A model in other engines": "deployment.md",
