@@ -311,7 +311,7 @@ def test_access_that_ends_is_no_fault_of_the_images(
     code, out, err = command("infer", _infer(bucket_manifest, run_folder, "memory://o"))
     assert (code, out) == (2, "")
     assert "access is denied" in err
-    assert "go on with --resume" in err
+    assert "continue with --resume" in err
     assert "o/results.parts" not in " ".join(memory.store)
 
 
@@ -560,7 +560,7 @@ def test_a_model_without_thresholds_draws_nothing(
     assert command("manifest", ["--input", archive / "0/00*.png", "--output", manifest])[0] == 0
     code, out, err = command("infer", _infer(manifest, run, tmp_path / "out"))
     assert (code, err.count("error")) == (0, 0), err
-    assert "images scored: no verdicts, for the model has no thresholds; parts in" in out
+    assert "images scored: no verdicts, because the model has no thresholds; parts in" in out
     assert not (tmp_path / "out" / "heatmaps").exists()
 
 

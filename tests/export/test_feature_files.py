@@ -160,7 +160,7 @@ def test_folders_without_features_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no features"):
         read_features(tmp_path)
     (tmp_path / "features.json").write_text("[]")
-    with pytest.raises(DataError, match="isn't what `anomaly features` writes"):
+    with pytest.raises(DataError, match="isn't a file that `anomaly features` wrote"):
         read_features(tmp_path)
     (tmp_path / "features.json").write_text(json.dumps(SETTINGS))
     with pytest.raises(DataError, match="no features yet"):

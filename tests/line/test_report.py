@@ -162,7 +162,7 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
     page = (output / "report.html").read_text("utf-8")
     assert "Report of 2026-10-25 to 2026-10-26" in page
     assert "CEST (UTC+02:00) to CET (UTC+01:00)" in page
-    assert f"Cost, as far as it is known: {cost:,.2f} EUR" in page
+    assert f"Known cost: {cost:,.2f} EUR" in page
     assert page.count("<img class") == 10
     assert page.index("Called good, but a defect") < page.index("Rejected, but good")
 

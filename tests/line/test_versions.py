@@ -235,4 +235,6 @@ def test_a_version_of_another_name_is_told(line: Path, other: Path, command: Com
     arguments = ["--model", first, "--to", line / "disc"]
     code, _, err = command("deploy", [*arguments, "--device", "cpu"])
     assert code == 0
-    assert f"was called {summary['name']}, the version before lid: is it of the same product" in err
+    assert (
+        f"is named {summary['name']}, the previous one lid; check that both are for the same" in err
+    )
