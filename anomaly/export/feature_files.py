@@ -1,7 +1,7 @@
 """Saved features on disk: shards of arrays, and an index of which row came from which file.
 
     features/
-      features.json                settings that made them; a later run with other settings is refused
+      features.json                settings; a later run with other settings is refused
       index.csv                    shard, row, path, image_sha256: one line a saved image
       features-00000.safetensors   {layer: (n, …)}; or one features-00000.<layer>.npy a layer
       skipped.csv                  files that couldn't be used, and why

@@ -166,7 +166,7 @@ def test_folders_without_features_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no features yet"):
         read_features(tmp_path)
     (tmp_path / "index.csv").write_text("shard,row,path\nbroken\n")
-    with pytest.raises(DataError, match="is no index"):
+    with pytest.raises(DataError, match="isn't an index"):
         read_features(tmp_path)
 
 

@@ -265,7 +265,7 @@ def test_what_int8_needs_and_lacks(
 ) -> None:
     output = tmp_path / "o"
     for more, said in ((["--whole"], "fp32 only"), (["--precision", "fp32", "--data-root", "."],
-                                                    "exports that learn again")):  # fmt: skip
+                                                    "exports that are trained again")):  # fmt: skip
         code, _, err = command("export", arguments(run_folder, "onnx", output, *more))
         assert code == 2
         assert said in err
