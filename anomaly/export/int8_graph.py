@@ -66,10 +66,10 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._left = inputs("ranges")
+            self._inputs = inputs("ranges")
 
         def get_next(self) -> dict[str, NDArray[np.float32]] | None:
-            images = next(self._left, None)
+            images = next(self._inputs, None)
             return None if images is None else {"images": images}
 
     try:

@@ -52,7 +52,7 @@ def register(folder: Path, name: str | None = None, store: str | None = None) ->
         mlflow.set_tracking_uri(store)
     try:
         with mlflow.start_run(run_name=model.model_id):
-            mlflow.log_params(_told(model))
+            mlflow.log_params(_facts(model))
             logged = mlflow.pyfunc.log_model(
                 name="model",
                 loader_module=__name__,
@@ -71,7 +71,7 @@ def register(folder: Path, name: str | None = None, store: str | None = None) ->
     return f"models:/{name}/{logged.registered_model_version}"
 
 
-def _told(model: Model) -> dict[str, Any]:
+def _facts(model: Model) -> dict[str, Any]:
     """A model's facts for MLflow's list of runs."""
     limits = model.thresholds
     return {

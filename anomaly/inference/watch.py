@@ -69,7 +69,7 @@ class Arrivals:
         settle: float = 0.0,
     ) -> None:
         self._folders = folders
-        self._given = dict(done)
+        self._returned = dict(done)
         self._settle = settle
         # The stamps of files that may still be written to, and since when they have them.
         self._written: dict[Path, tuple[Stamp, float]] = {}
@@ -91,7 +91,7 @@ class Arrivals:
         files = {file for folder in self._folders for file in list_files(folder, tell=False)}
         listed = filter(is_image, files)
         stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
-        new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
+        new = {path: stamp for path, stamp in stamps.items() if self._returned.get(path) != stamp}
         before, self._written = self._written, {}
         ready = {}
         for path, stamp in new.items():
@@ -103,12 +103,12 @@ class Arrivals:
             else:
                 ready[path] = stamp
         # A folder that is suddenly empty may be a drive that comes back.
-        if gone := self._given.keys() - stamps.keys():
+        if gone := self._returned.keys() - stamps.keys():
             there = [f for f in self._folders if any(path.is_relative_to(f) for path in stamps)]
             for path in gone:
                 if any(path.is_relative_to(folder) for folder in there):
-                    del self._given[path]
-        self._given.update(ready)
+                    del self._returned[path]
+        self._returned.update(ready)
         return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))
 
 

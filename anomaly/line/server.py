@@ -108,15 +108,15 @@ class _Paced(h11.Connection):
     turn = 0
     refused = ""
     _more_chunks = math.inf
-    _coming = 0  # bytes of the body, where the head says how many
+    _body_bytes_left = 0  # bytes of the body, where the head says how many
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, _HEAD_BYTES)
-        self._left = bytearray()  # received, but not passed to h11
+        self._unparsed = bytearray()  # received, but not passed to h11
 
     def receive_data(self, data: bytes) -> None:
         """Add received bytes."""
-        self._left += data
+        self._unparsed += data
 
     def next_event(self) -> Any:
         """The next event; NEED_DATA also when the turn is over.
@@ -128,18 +128,18 @@ class _Paced(h11.Connection):
         """
         if self.turn == 0:
             return h11.NEED_DATA
-        while (event := self._parsed()) is h11.NEED_DATA and self._left:
-            size = max(self._coming, _LINES_BYTES)
-            super().receive_data(bytes(self._left[:size]))
-            del self._left[:size]
+        while (event := self._parsed()) is h11.NEED_DATA and self._unparsed:
+            size = max(self._body_bytes_left, _LINES_BYTES)
+            super().receive_data(bytes(self._unparsed[:size]))
+            del self._unparsed[:size]
         self.turn -= 1
         if isinstance(event, h11.Request):
             self.turn = 0
             headers = dict(event.headers)
-            self._coming = int(headers.get(b"content-length", 0))
+            self._body_bytes_left = int(headers.get(b"content-length", 0))
             self._more_chunks = _CHUNKS if b"transfer-encoding" in headers else math.inf
         elif isinstance(event, h11.Data):
-            self._coming -= len(event.data)
+            self._body_bytes_left -= len(event.data)
             self._more_chunks += len(event.data) / _CHUNK_BYTES - event.chunk_start
             if self._more_chunks < 0:
                 raise self._refusal("the chunks of the body are too small; send larger ones")
@@ -174,8 +174,8 @@ class _Connection(H11Protocol):
         unread: since when written bytes wait to be received; None if none do.
     """
 
-    def __init__(self, places: Places, turns: Turns, **told: Any) -> None:
-        super().__init__(**told)
+    def __init__(self, places: Places, turns: Turns, **options: Any) -> None:
+        super().__init__(**options)
         self.conn = self._paced = _Paced()
         self.app_state = {"connection": self}
         self.address = ""
@@ -184,7 +184,7 @@ class _Connection(H11Protocol):
         self._answered: object = None
         self.turns = turns
         self._places = places
-        self._due = False
+        self._turn_requested = False
 
     @property
     def idle(self) -> bool:
@@ -215,17 +215,17 @@ class _Connection(H11Protocol):
 
     def handle_events(self) -> None:
         """Handle received bytes for one turn; other connections have theirs before the next."""
-        if self._due:
+        if self._turn_requested:
             return
         self._paced.turn = _EVENTS
         super().handle_events()
         if self._paced.turn == 0:
-            self._due = True
+            self._turn_requested = True
             self.transport.pause_reading()
             self.turns.ask(self._go_on)
 
     def _go_on(self) -> None:
-        self._due = False
+        self._turn_requested = False
         if self.transport.is_closing():
             return
         if not self.flow.read_paused:

@@ -64,7 +64,7 @@ class InspectionService:
         self.bodies = Bodies(self.limits)
         self.record = record
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
-        self._recorder = Recorder(self.record, self._told)
+        self._recorder = Recorder(self.record, self._publish)
         self.registry = ModelRegistry(
             folders, self._recorder, device=device, workers=workers, limits=self.limits
         )
@@ -136,7 +136,7 @@ class InspectionService:
         """Tell followers that a part was judged."""
         part = self.part(number)
         if part is not None:
-            self._tell({"kind": "feedback", "part": part})
+            self._send_event({"kind": "feedback", "part": part})
 
     def keep_missed(self, number: int, who: str) -> None:
         """Keep a missed defect as a golden part of its model.
@@ -256,7 +256,7 @@ class InspectionService:
         for follower in list(self._followers):
             follower.put(None)
 
-    def _told(self, number: int, answer: Answer) -> None:
+    def _publish(self, number: int, answer: Answer) -> None:
         """Publish a recorded part; called in the record's thread."""
         self.metrics.note(answer)
         for outbox in self._outboxes:
@@ -270,9 +270,9 @@ class InspectionService:
             while sum(map(len, self._files.values())) > _RECENT_BYTES:
                 self._files.popitem(last=False)
         row = {**asdict(answer.row), "id": number, "model": answer.model, "feedback": None}
-        self._tell({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
+        self._send_event({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _send_event(self, event: dict[str, Any]) -> None:
         for follower in list(self._followers):
             follower.put(event)
 

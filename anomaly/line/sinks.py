@@ -306,7 +306,7 @@ class Outbox:
 
     def __init__(self, record: Record, sink: Sink, table: str = "parts") -> None:
         self._record, self._sink, self._table = record, sink, table
-        self._due: deque[tuple[int, str, str]] = deque()
+        self._queued: deque[tuple[int, str, str]] = deque()
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver last accepted a row
         self._refused = 0  # tries at which it refused the row itself
@@ -354,7 +354,7 @@ class Outbox:
             if pause and self._closing.is_set():
                 self._sink.close()
                 return
-            if not self._due:
+            if not self._queued:
                 self._news.wait(pause)
             elif pause:
                 self._closing.wait(pause)
@@ -366,13 +366,13 @@ class Outbox:
         Returns:
             Seconds to wait before the next one.
         """
-        if not self._due:
-            self._due.extend(
+        if not self._queued:
+            self._queued.extend(
                 self._record.read(_UNSENT.format(self._table), (self._sink.name, _AT_ONCE))
             )
-        if not self._due:
+        if not self._queued:
             return _LOOK_SECONDS
-        number, model, line = self._due[0]
+        number, model, line = self._queued[0]
         row = json.loads(line)
         message = json.dumps({**row, "id": number, "model": model})
         try:
@@ -395,7 +395,7 @@ class Outbox:
                 log.warning("%s accepts parts again", self._sink.shown)
             self._done(number)
         self._failed = self._refused = 0
-        self._due.popleft()
+        self._queued.popleft()
         return 0.0
 
     def _done(self, number: int, *, refused: bool = False) -> None:
