@@ -123,7 +123,9 @@ def test_no_attack_on_any_route_lasts_or_delays_health(
             clients = [
                 Client.of(attack, route, address, TOKEN) for _, attack in some for route in routes
             ]
-            line._send_event({"kind": "part", "part": "x" * 100_000})  # for readers of the event stream
+            line._send_event(
+                {"kind": "part", "part": "x" * 100_000}
+            )  # for readers of the event stream
             for one in press(clients, time.monotonic() + 10):
                 check(one)
     assert len(seconds) > 20
