@@ -151,7 +151,7 @@ def test_what_cannot_be_written_down_is_not_answered(
     with (
         Recorder(gate, lambda number, _: told.append(number)) as recorder,
         Engine("disc", load_model(run_folder, "cpu"), recorder, workers=1) as engine,
-        pytest.raises(OutputError, match="no room"),
+        pytest.raises(OutputError, match="the disk is full"),
     ):
         engine.submit(data).result(20)
     assert told == []

@@ -275,7 +275,7 @@ def test_zones_are_held_to_their_own_promise(tmp_path: Path, command: Command) -
         ),
         ({"--from": "yesterday"}, "--from yesterday is no date or time; write"),
         ({"--to": "2026-10-01"}, "isn't before --to 2026-10-01"),
-        ({"--prices": "escape=much"}, "--prices escape=much can't be; write"),
+        ({"--prices": "escape=much"}, "--prices escape=much isn't valid; write"),
     ],
 )
 def test_refusals(
