@@ -101,7 +101,7 @@ def test_every_command_is_one(page: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert arguments[0] in cli.COMMANDS, line
             cli._parser(arguments[0]).parse_args(arguments)  # exits where it can't
         else:
-            assert line == "source .venv/bin/activate"
+            assert [program, *arguments] == ["source", ".venv/bin/activate"]
         places = {p.rstrip(",") for p in arguments for p in re.findall(r"/path/to[\w/.]*", p)}
         assert places <= PLACES.keys(), line
     monkeypatch.syspath_prepend(str(REPOSITORY))

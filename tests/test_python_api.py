@@ -367,7 +367,7 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
     for wrong, says in [
         ({"reject_rate": 0.3, "review_rate": 0.1}, "is above the review rate"),
         ({"reject_rate": 1.5}, "between 0 and 1"),
-        ({"threshold": 1.0, "reject_rate": 0.1}, "not both"),
+        ({"threshold": 1.0, "reject_rate": 0.1}, "give one of these"),
         ({"threshold": 1.0, "review_threshold": 2.0}, "lies above"),
         ({"review_threshold": 2.0}, "needs threshold"),
     ]:

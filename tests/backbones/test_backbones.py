@@ -161,7 +161,7 @@ def test_layers_behind_the_last_one_may_be_absent_and_half_precision_is_widened(
     backbones.load_state(truncated.network, short, full, "that file")
     assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
     further = truncate(backbones.build("resnet18"), ["layer3"])
-    says = r"a part of ResNet, up to layer2\.1\..*, and .* missing, layer3\.0\.conv1\.weight"
+    says = r"a part of ResNet, up to layer2\.1\..*, and .* missing, e\.g\. layer3\.0\.conv1\.weight"
     with pytest.raises(WeightsError, match=says):
         backbones.load_state(further.network, short, full, "that file")
     with pytest.raises(WeightsError, match="unknown extra"):

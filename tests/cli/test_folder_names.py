@@ -75,7 +75,7 @@ def test_names_of_files_that_tell_are_taken_at_their_word(command: Command, tmp_
         fit(root)
     write_part(root / "new.png", seed=50)
     code, _, err = command("check", [*CONFIG, "--set", f"data.root={root}"])
-    assert (code, "names of these files don't tell" in err, "new.png" in err) == (2, True, True)
+    assert (code, "names of these files don't say" in err, "new.png" in err) == (2, True, True)
 
 
 def test_good_images_and_defects_given_the_wrong_way_round(

@@ -187,7 +187,7 @@ def test_images_of_one_product_are_not_taken_for_those_of_all(
     arguments = [option, images, "--output", tmp_path / "out"]
     code, _, err = command("evaluate", ["--model", product_runs, *arguments])
     assert code == 2
-    assert f"evaluate one product at a time, e.g. with --model {product_runs / 'disc'} say" in err
+    assert f"evaluate one product at a time, e.g. with --model {product_runs / 'disc'}" in err
     assert not (tmp_path / "out").exists()
     code, _, err = command("evaluate", ["--model", product_runs / "disc", *arguments])
     assert code == 0, err
@@ -275,7 +275,7 @@ def test_each_product_is_checked_and_evaluated(
     arguments = ["--model", tmp_path / "runs" / "both", "--output", tmp_path / "few"]
     code, out, err = command("evaluate", arguments)
     assert code == 0
-    assert "can't be told" in err
+    assert "can't be recognised" in err
     assert {f.name for f in (tmp_path / "again").iterdir()} >= {"index.html", *PRODUCTS}
 
 

@@ -188,7 +188,7 @@ def test_few_good_images(tmp_path: Path, command: Command) -> None:
     trained(write(tmp_path / "good", unchanged, range(6)), tmp_path / "run")
     first = of_training(_of(tmp_path / "run"))[0]
     assert "6 good images can't guarantee a false-reject rate below 39 %" in first.what
-    assert "Take 299 for 1 %" in first.remedy
+    assert "Use 299 images for 1 %" in first.remedy
     assert "lens cap" in first.remedy
     assert "model.turned_copies=quarter_turns_and_mirrors" in shlex.split(first.command)
 

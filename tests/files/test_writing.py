@@ -96,7 +96,7 @@ def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_nothing_is_written_into_a_model_folder(run_folder: Path) -> None:
     before = sorted(os.listdir(run_folder / "model"))
-    with pytest.raises(OutputError, match="is a model folder, which can't hold the record"):
+    with pytest.raises(OutputError, match="is a model folder, where nothing else can be written"):
         claim(run_folder / "model", ("rows.csv",), overwrite=True)
     assert sorted(os.listdir(run_folder / "model")) == before
 

@@ -18,7 +18,7 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
-from anomaly.inference.outputs import PictureWriter, RenderOptions, RenderResult
+from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOptions, RenderResult
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -56,7 +56,10 @@ def folder(tmp_path: Path) -> Path:
 
 def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
-    return Task(Preprocessing(Sizing(**rule), None, 10**6), PictureWriter(folder / "out"))
+    return Task(
+        Preprocessing(Sizing(**rule), None, 10**6),
+        PictureWriter(folder / "out", OutputOptions(full_size=True)),
+    )
 
 
 def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:

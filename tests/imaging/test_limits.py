@@ -211,7 +211,7 @@ def test_a_process_that_ends_by_itself_costs_one_image(bad_parser: None, tmp_pat
         write_part(tmp_path / name, seed=1)
     with Decoders(1) as decoders:
         ended, fine = decoders.map(read_image, [tmp_path / "mortal.png", tmp_path / "fine.png"])
-    assert "has ended 2 processes" in str(ended)
+    assert "has crashed 2 decoding processes" in str(ended)
     assert fine.size == (96, 120)
 
 

@@ -57,9 +57,9 @@ def test_images_that_the_model_knows_are_told(
         shutil.copy(file, inputs / f"known_{file.name}")
     arguments = ["--model", run_folder, "--input", inputs, "--output", output]
     code, out, _ = command("infer", arguments)
-    assert (code, "the model has learned from 2 of them" in out) == (0, True)
+    assert (code, "2 of these images were used to train the model" in out) == (0, True)
     total = len(list(inputs.iterdir()))
-    assert f"has learned from 2 of the {total} images and" in data_of(output)["left_out"]
+    assert f"2 of the {total} images were used to train the model" in data_of(output)["left_out"]
     shutil.copytree(product / "test" / "good", tmp_path / "again")
     arguments = ["--model", run_folder, "--good", product / "test" / "good"]
     arguments += ["--defects", tmp_path / "again", "--output", tmp_path / "evaluation"]

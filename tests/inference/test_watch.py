@@ -167,7 +167,7 @@ def test_a_model_that_is_changed_meanwhile(
     assert err.count("the model in") == 1
     first, second = _rows(tmp_path / "out")
     assert first["model_id"] == second["model_id"] == model_id(run_folder / "model")
-    assert f"it is {model_id(run / 'model')} now" in err
+    assert f"has changed to {model_id(run / 'model')}" in err
 
 
 def test_a_name_that_is_used_again(

@@ -155,7 +155,7 @@ def press(
     until: float,
     again: Callable[[], Client] | None = None,
 ) -> list[Client]:
-    """Let clients go on until a time, or until all that read are closed.
+    """Let clients go on until a time, or until all that read are closed; some seconds for others.
 
     Args:
         clients: with open connections.
@@ -166,6 +166,7 @@ def press(
         All that there have been.
     """
     every = list(clients)
+    soon = time.monotonic() + 4  # by when a server notices that nobody reads its answers
     for turn in itertools.count():
         for client in list(clients):
             client.go_on(drips=turn % 2 == 0)
@@ -174,7 +175,9 @@ def press(
                 if again is not None:
                     clients.append(again())
                     every.append(clients[-1])
-        lasting = any(one.attack.reads and not one.follows for one in clients)
+        lasting = any(
+            not one.follows if one.attack.reads else time.monotonic() < soon for one in clients
+        )
         if time.monotonic() > until or not (lasting or again):
             return every
         time.sleep(0.05)

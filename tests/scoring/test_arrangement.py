@@ -133,7 +133,7 @@ def test_tensors_score_like_arrays_and_what_does_not_count_is_not_seen(
 
 
 def test_few_images_and_missing_tensors_are_refused(trained: Arrangement) -> None:
-    with pytest.raises(DataError, match="20 good images or more"):
+    with pytest.raises(DataError, match="at least 20 good images"):
         Arrangement.of((((i,), embeddings(_USUAL, i), None) for i in range(19)), seed=0)
     tensors = trained.tensors()
     again = Arrangement.from_tensors(tensors)

@@ -78,8 +78,8 @@ def test_all_copies_of_what_stands_out_are_named(
     setting = f"model.leave_out_suspects={leave_out}"
     code, out, _ = command("train", train_arguments(product, tmp_path / "run", setting))
     names = [f"train/good/{name}.png" for name in ("005", "y", "z")]
-    said = "left out of training, because they look unlike" if leave_out else "stand out"
-    assert (code, f"{said} from all others: {', '.join(names)}" in out) == (0, True)
+    message = "look unlike all " + ("other images: " if leave_out else "others: ")
+    assert (code, message + ", ".join(names) in out) == (0, True)
     summary = json.loads((tmp_path / "run" / "train.json").read_text())
     stand_out = [*summary["stand_out"]]
     assert stand_out[:3] == names

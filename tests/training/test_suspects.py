@@ -85,7 +85,7 @@ def test_defects_among_the_training_images_are_left_out_on_request(
         write_part(product / name, seed=50 + i, mark=(30, 40 + 20 * i))
     told = tmp_path / "told"
     code, out, _ = command("train", train_arguments(product, told, f"model.kind={kind}"))
-    assert (code, "stand out from all others: train/good/zz" in out) == (0, True)
+    assert (code, "look unlike all others: train/good/zz" in out) == (0, True)
     output = tmp_path / "run"
     settings = f"model.kind={kind}", "model.leave_out_suspects=true"
     code, out, _ = command("train", train_arguments(product, output, *settings))

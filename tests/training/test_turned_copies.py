@@ -141,7 +141,7 @@ def test_a_region_is_turned_with_its_image() -> None:
 
 
 def test_a_method_of_places_takes_no_copies() -> None:
-    with pytest.raises(ConfigError, match=r"turned_copies needs .*: padim"):
+    with pytest.raises(ConfigError, match=r"turned_copies needs .* padim learns each position"):
         _trained("quarter_turns", "padim")
 
 
