@@ -221,7 +221,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             _print_weaknesses(model, options, judged)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
-        print("stopped; go on with --resume")
+        print("stopped; continue with --resume")
         return stop.exit_code
 
 

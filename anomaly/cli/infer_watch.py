@@ -213,11 +213,11 @@ def _check(options: argparse.Namespace) -> None:
         )
     if (options.output / JOURNAL).exists() and not options.overwrite:
         raise OutputError(
-            f"{options.output} holds a run without --watch that was broken off; give another "
+            f"{options.output} holds an interrupted run without --watch; give another "
             "--output, or --overwrite"
         )
     if (options.output / WATCHED).exists() and not (options.resume or options.overwrite):
         raise OutputError(
-            f"{options.output} holds what was watched before; add --resume to go on with it, "
+            f"{options.output} holds an earlier run with --watch; add --resume to continue it, "
             "--overwrite to start again, or give another --output"
         )

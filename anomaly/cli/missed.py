@@ -1,4 +1,4 @@
-"""`anomaly missed`: defects that a model called good; what would have caught them."""
+"""`anomaly missed`: what would have caught defects that a model called good."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the run that called them good, or its model/ folder",
     )
     add("--mask", type=Path, metavar="FILE", help="mask of the defect, for a single image")
-    good = "further folders with training images, if they have moved"
+    good = "folders with training images that have moved"
     add_paths(parser, "--good", good, "FOLDER")
-    add("--output", type=Path, metavar="FOLDER", help="a page of the evidence for each image")
+    add(
+        "--output", type=Path, metavar="FOLDER", help="folder for a page of evidence for each image"
+    )
     add("--overwrite", action="store_true", help="replace earlier pages there")
     add(
         "--keep",
         action="store_true",
-        help="make them golden parts of the run: selfcheck names them until they are caught, "
-        "update and deploy refuse versions that let them pass",
+        help="make them golden parts of the run: selfcheck names them until they are "
+        "caught; update and deploy refuse versions that call them good",
     )
     add(
         "--budget",
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain, try, keep.
+    """Explain missed defects, try other settings, and keep the defects if asked.
 
     Returns:
         0 done, 3 done without some images that can't be used.
@@ -130,16 +132,16 @@ def _try_others(
                 progress=progress,
             )
     except (DataError, OverBudgetError) as error:
-        log.warning("not tried: %s", error)
+        log.warning("other settings weren't tried: %s", error)
         return
-    print("\nother settings, tried on the features that the model has:")
+    print("\nOther settings, tried on the model's features:")
     print("\n".join(settings_table(tried)))
 
 
 def _what_next(
     options: argparse.Namespace, model: Model, folder: Path, missed: Sequence[MissedDefect]
 ) -> None:
-    """The commands that go on from here."""
+    """Print the next commands."""
     lowest = min(missed, key=lambda defect: defect.score)
     run = shlex.quote(str(options.model))
     print()
@@ -156,6 +158,6 @@ def _what_next(
     defects = folder.parent / "golden" / MISSED if options.keep else Path("FOLDER")
     tune = Run(model, folder, training_record(folder), ("--defects", defects)).tune()
     print(
-        "So few images can't choose settings: what catches them may miss other defects. With six "
-        f"known defects or more: {tune}"
+        "Settings chosen by so few images may miss other defects. With six or more known "
+        f"defects: {tune}"
     )

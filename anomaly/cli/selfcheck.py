@@ -1,4 +1,4 @@
-"""`anomaly selfcheck`: known parts before a shift; says whether verdicts or scores have moved."""
+"""`anomaly selfcheck`: scores known parts before a shift, and names changed verdicts or scores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number,
         default=0.01,
         metavar="SHARE",
-        help="how far a score may move (default 0.01: by 1 %%); more for parts photographed anew",
+        help="largest change of a score (default 0.01, which is 1 %%); give more for new "
+        "photographs of the parts",
     )
     add_device(parser)
 
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, or record.
 
     Returns:
-        0 nothing has moved (or all is recorded), 1 a score or a verdict has, or an image is
+        0 nothing has changed (or all is recorded), 1 a score or a verdict has, or an image is
         missing or new.
     """
     if not options.tolerance >= 0:

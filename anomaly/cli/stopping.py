@@ -48,7 +48,7 @@ class Stopping:
     def __init__(self, *, politely: bool = True) -> None:
         self.signal: int | None = None
         self._politely = politely
-        self._message = "interrupted; go on with --resume" if politely else "interrupted"
+        self._message = "interrupted; continue with --resume" if politely else "interrupted"
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Try, show, and write what was chosen."""
+    """Try settings, print the results, and write the chosen ones."""
     config = load_config(options.config, options.overrides)
     output = _output(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         )
     print("\n".join(tuning.lines()))
     tuning.write(output)
-    print(f"\nthe settings are in {output}, all figures in {output.with_suffix('.json')}")
+    print(f"\nThe settings are in {output}, all figures in {output.with_suffix('.json')}")
     print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
     if tuning.judgement.better:
         model = shlex.quote(f"runs/{tuning.config.name}")
@@ -94,16 +94,16 @@ def _output(options: argparse.Namespace) -> Path:
     """The config to write.
 
     Raises:
-        OutputError: it is there already, or is no YAML file.
+        OutputError: it exists already, or isn't a YAML file.
         AnomalyError: there is no such config.
     """
     file: Path | None = options.output
     if file is None:
-        given = find_config(options.config, FOLDERS)
-        ours = any(given.is_relative_to(folder) for folder in FOLDERS[1:])
-        file = (Path() if ours else given.parent) / f"{given.stem}_tuned.yaml"
+        original = find_config(options.config, FOLDERS)
+        built_in = any(original.is_relative_to(folder) for folder in FOLDERS[1:])
+        file = (Path() if built_in else original.parent) / f"{original.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
-        raise AnomalyError(f"--output {file} isn't a config's name; give one that ends in .yaml")
+        raise AnomalyError(f"--output {file} must end in .yaml")
     for each in (file, file.with_suffix(".json")):
         if each.exists() and not options.overwrite:
             raise OutputError(f"{each} exists already; give another --output or add --overwrite")

@@ -1,4 +1,4 @@
-"""`anomaly update`: a model that learns good parts which people have confirmed."""
+"""`anomaly update`: a model learns good parts that people have confirmed."""
 
 from __future__ import annotations
 
@@ -35,40 +35,42 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add(
-        "--model", type=Path, required=True, help="the run, or its model/ folder; it stays as it is"
-    )
+    add("--model", type=Path, required=True, help="the run, or its model/ folder; it isn't changed")
     add_paths(parser, "--good", "images that a person has confirmed as good")
     add(
         "--feedback",
         type=Path,
         metavar="FILE",
-        help="the record of serve, with people's judgements: good parts and defects",
+        help="the record of serve, with people's judgements of parts",
     )
     add_paths(
         parser,
         "--defects",
-        "images of defects; the update is refused if one that is caught now would pass",
+        "images of defects; the update is refused if one that is caught now would be called good",
     )
     add_output(parser, "the new run's folder")
     add(
         "--include-suspects",
         action="store_true",
-        help="also learn from images that look unlike all others; look at them again first",
+        help="also learn images that look unlike all others; check first that they are good",
     )
-    add("--force", action="store_true", help="write the model even if a known defect would pass")
+    add(
+        "--force",
+        action="store_true",
+        help="write the model even if a known defect would be called good",
+    )
     add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Learn, compare, and keep what came of it.
+    """Learn, compare verdicts, and write the new run.
 
     Returns:
-        0 done, 3 done without some images that can't be used, 1 a defect that was caught would
-        pass, and nothing was written.
+        0 done, 3 done without some images that can't be used, 1 refused, because a known defect
+        would be called good; nothing was written.
     """
     if not options.good and options.feedback is None:
-        raise AnomalyError("nothing to learn was given; give --good, --feedback, or both")
+        raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
     check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
@@ -103,10 +105,10 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     if updated.moved.caution:
         log.warning(updated.moved.caution)
     if updated.learned.suspects:
-        print("look at the suspects again; if they are good, add --include-suspects")
+        print("Check the suspects; if they are good, add --include-suspects")
     if not compare[DEFECTS]:
         print(
-            "no confirmed defects were given, so it isn't known whether one would pass now; give "
+            "No known defects were given, so whether they would still be caught is unknown; give "
             "them with --defects"
         )
     if updated.refusal and not options.force:
@@ -114,24 +116,24 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
         return 1
     output: Path = options.output
     model_id = updated.keep(options.model, output, overwrite=options.overwrite)
-    print(f"model {model_id}, from {folder}, is in {output / 'model'}")
+    print(f"{output / 'model'} holds model {model_id}, updated from {folder}")
     return 3 if refused else 0
 
 
 def _images(
     options: argparse.Namespace, model: Model, folder: Path, scratch: Path
 ) -> tuple[list[Sample], dict[str, list[Sample]]]:
-    """The good images, and what verdicts are compared on."""
+    """The good images, and the images to compare verdicts on."""
     from anomaly.evaluation.update import DEFECTS, GOLDEN_PARTS, golden_samples
     from anomaly.training.update import lineage
 
     good_files, defect_files = (
-        find_inputs(given, option=option).paths if given else []
-        for option, given in (("--good", options.good), ("--defects", options.defects))
+        find_inputs(images, option=option).paths if images else []
+        for option, images in (("--good", options.good), ("--defects", options.defects))
     )
     check_inputs(options.good, good_files)
     check_inputs(options.defects or (), defect_files, defects=True)
-    # Folders of defects have names in common; good images keep theirs in the model.
+    # Defects of several folders may share names; good images keep theirs in the model.
     good, past = [Sample(file, file.name) for file in good_files], []
     defects = [Sample(file, str(file)) for file in defect_files]
     if options.feedback is not None:
@@ -139,8 +141,8 @@ def _images(
         confirmed = feedback.confirmed_parts(options.feedback, lineage(model), scratch)
         if confirmed.lost:
             log.warning(
-                "left out, because the record has no picture of them (see --keep-good and "
-                "--keep-pictures of serve): %d judged parts",
+                "%d judged parts were left out, because the record has no picture of them (see "
+                "--keep-good and --keep-pictures of serve)",
                 confirmed.lost,
             )
         good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]

@@ -269,7 +269,7 @@ def dispatch(
     *,
     stopped: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    remedy: str = "go on with --resume",
+    remedy: str = "continue with --resume",
 ) -> None:
     """Have chunks done by as many workers as there is room for.
 

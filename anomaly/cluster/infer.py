@@ -85,7 +85,7 @@ def _run_shard(
         shown = f"shard {shard.index}/{shard.count} of {len(chunks)} chunks"
         print(f"{shown}: {say_counts(counts)}; parts in {options.output}")
         if total_of(counts) < sum(manifest.sizes[chunk] for chunk in left):
-            print("stopped; go on with --resume")
+            print("stopped; continue with --resume")
             return stop.exit_code
     return 0
 
@@ -97,7 +97,7 @@ def _left(options: argparse.Namespace, chunks: Sequence[int], whose: str = "") -
     if len(left) < len(chunks) and not options.resume:
         raise OutputError(
             f"{options.output} holds {len(chunks) - len(left)} of {whose}{len(chunks)} chunks "
-            "already; add --resume to go on with the others, or give another --output"
+            "already; add --resume to score the others, or give another --output"
         )
     return left
 
@@ -168,7 +168,7 @@ def _run_on_ray(options: argparse.Namespace, wanted: OutputOptions) -> int:
                     progress=lambda done, total: progress("scoring", done, total),
                 )
         if stopped():
-            print("stopped; go on with --resume")
+            print("stopped; continue with --resume")
             return stop.exit_code
     print(f"{say_counts(counts)}; parts in {options.output}")
     return 0

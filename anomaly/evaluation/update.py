@@ -1,4 +1,4 @@
-"""Good images that people have confirmed -> an updated model, and which verdicts change."""
+"""Confirmed good images -> an updated model and the changed verdicts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _AT_ONCE = 64  # images whose features are kept in a temporary file
 
 @dataclass(frozen=True)
 class Compared:
-    """What two detectors say of one image.
+    """Two detectors' verdicts and scores of one image.
 
     Attributes:
         name: of the image.
-        before: the verdict of the one.
-        after: of the other.
+        before: the verdict of the first.
+        after: the verdict of the second.
         scores: of both.
     """
 
@@ -58,7 +58,7 @@ class Compared:
 
     @property
     def newly_passes(self) -> bool:
-        """It was caught, and would be called good."""
+        """Whether the image was caught and would now be called good."""
         return self.before != "good" and self.after == "good"
 
     def __str__(self) -> str:
@@ -73,17 +73,17 @@ def verdict_changes(
     workers: int,
     progress: partial[None],
 ) -> Iterator[Compared]:
-    """What two detectors that share their network say of images.
+    """Compare the verdicts of two detectors with the same network.
 
     Args:
         both: the detectors.
         samples: the images.
-        scratch: where temporary files go.
+        scratch: folder for temporary files.
         workers: decoding processes.
         progress: called with (done, total).
 
     Yields:
-        One for each image that can be used; of the others a warning in the log says why.
+        One for each usable image; the log has a warning with the reason for each other.
     """
     before = both[0]
     if before.judge.rules:
@@ -115,7 +115,7 @@ def verdict_changes(
 def _changes_by_rules(
     both: tuple[Model, Model], samples: Sequence[Sample], workers: int, progress: partial[None]
 ) -> Iterator[Compared]:
-    """As `verdict_changes`, for models with rules, whose verdicts need each image's regions."""
+    """`verdict_changes` for models with rules, whose verdicts need each image's regions."""
     answers: list[dict[int, tuple[float, str]]] = []
     for model in both:
         scored: dict[int, tuple[float, str]] = {}
@@ -138,14 +138,14 @@ _LISTED = 10  # changed verdicts of a kind
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """An updated detector, not saved yet, and what it changes.
+    """An updated detector, not saved yet, and its effects.
 
     Attributes:
-        detector: has learned the new images.
-        learned: how it came to be.
-        known: images left out because it has learned from them already, and copies.
-        before: the thresholds so far.
-        compared: what both detectors say, by what the images are: `confirmed defects`, say.
+        detector: the updated detector.
+        learned: the result of learning.
+        known: number of images left out, because they are learned already or copies.
+        before: the earlier thresholds.
+        compared: verdicts of both detectors by kind of image, such as `confirmed defects`.
     """
 
     detector: Model
@@ -156,17 +156,22 @@ class Update:
 
     @property
     def refusal(self) -> str:
-        """Why the update isn't taken; empty where nothing is against it."""
+        """Why the update is refused; empty if it isn't."""
         defects, parts = (self.compared.get(kind, ()) for kind in (DEFECTS, GOLDEN_PARTS))
         escapes = [image.name for image in defects if image.newly_passes]
         missed = [part.name for part in parts if is_missed(part.name) and part.after == "good"]
         for names, kind, how, remedy in (
-            (escapes, "confirmed", "caught would pass", "look at what was confirmed as good"),
+            (
+                escapes,
+                "confirmed",
+                "caught would now be called good",
+                "check the images confirmed as good",
+            ),
             (
                 missed,
                 "known",
-                "missed before would pass again",
-                "anomaly tune finds other settings",
+                "missed before would again be called good",
+                "find other settings with anomaly tune",
             ),
         ):
             if names:
@@ -178,7 +183,7 @@ class Update:
         return ""
 
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
-        """Write the new run: model, where its data set is, and golden parts with today's scores.
+        """Write the new run: model, place of its data set, and golden parts with new scores.
 
         Args:
             source: the model folder that was updated, or its run.
@@ -189,7 +194,7 @@ class Update:
             The new model's id.
 
         Raises:
-            OutputError: an earlier run is there, or there is no room.
+            OutputError: an earlier run exists, or the disk is full.
         """
         parts = golden_of(find_model(source))
         scores = {
@@ -201,18 +206,18 @@ class Update:
 
     @property
     def moved(self) -> ThresholdChange:
-        """What the thresholds found anew change."""
+        """The changes of the new thresholds."""
         assert self.detector.thresholds is not None
         return ThresholdChange(self.before, self.detector.thresholds)
 
     def lines(self) -> list[str]:
-        """What was learned and what it changes, for people."""
+        """Readable lines on what was learned and what changes."""
         return [*self._learned(), *self._changed()]
 
     def _learned(self) -> Iterator[str]:
         new, limits = self.learned.good, self.moved.after
         if self.known:
-            yield f"left out, because already learned or copies of others: {self.known}"
+            yield f"images left out, already learned or copies of others: {self.known}"
         for name, score in self.learned.suspects.items():
             yield f"suspect, not learned: {name} (score {score:.4g})"
         images = counted(len(new.names), "good image")
@@ -220,7 +225,7 @@ class Update:
         yield f"before the update: {_verdicts(self.before, self.learned.before)}"
         if self.before.label != "calibrated":
             label = self.before.label
-            yield f"the thresholds were found {label} before; now they are found by rates"
+            yield f"the thresholds were set {label} before; now they are set by rates"
         yield from limits.lines()
         yield from self.moved.lines()
         yield (
@@ -232,7 +237,7 @@ class Update:
         for kind, images in self.compared.items():
             changed = [image for image in images if image.before != image.after]
             yield f"{kind}: {len(changed)} of {len(images)} verdicts change"
-            # What passes first.
+            # Escapes first.
             changed.sort(key=lambda image: (not image.newly_passes, image.name))
             yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
 
@@ -241,7 +246,7 @@ DEFECTS, GOLDEN_PARTS = "confirmed defects", "golden parts"
 
 
 def golden_samples(folder: Path | None) -> list[Sample]:
-    """The golden parts beside a model folder, if there are any."""
+    """The golden parts beside a model folder; empty without any."""
     golden = None if folder is None else golden_of(folder)
     if golden is None:
         return []
@@ -259,23 +264,23 @@ def update(
     scratch: Path | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Update:
-    """Learn from good images, and compare verdicts before and after.
+    """Learn good images, and compare verdicts before and after.
 
     Args:
-        detector: trained; it stays as it is.
+        detector: trained; it isn't changed.
         good: images that people have confirmed to be good.
-        compare: further images by what they are; those called `DEFECTS` must stay caught, and the
-            missed defects among `GOLDEN_PARTS` must be caught.
-        tested: sha256 of the test split's images, which nothing may be learned from.
-        include_suspects: learn from images that may be defects, too, see `learn`.
+        compare: further images by kind; those under `DEFECTS` must stay caught, and the missed
+            defects under `GOLDEN_PARTS` must be caught.
+        tested: sha256 of the test split's images, which mustn't be learned.
+        include_suspects: learn suspects, too; see `learn`.
         workers: decoding processes.
-        scratch: where temporary files go.
+        scratch: folder for temporary files.
         progress: called with (stage, done, total).
 
     Raises:
         ModelError: an exported model, or a method that can't learn more.
-        DataError: an image is given as good and as a defect, or belongs to the test split; or
-            nothing is left to learn from.
+        DataError: an image is given as good and as a defect, or belongs to the test split; or no
+            image is left to learn.
     """
     compare = {**compare, DEFECTS: _distinct(compare.get(DEFECTS, ()))}
     missed = [part for part in compare.get(GOLDEN_PARTS, ()) if is_missed(part.name)]
@@ -297,7 +302,7 @@ def update(
             for kind, images in compare.items()
             if images
         }
-    assert detector.thresholds is not None  # learn has asked for some
+    assert detector.thresholds is not None  # `learn` requires thresholds
     caught = [defect.after != "good" for defect in compared.get(DEFECTS, ())]
     made = change(
         {"updated": {"include_suspects": include_suspects}},
@@ -322,10 +327,10 @@ def _fresh(
     defects: Sequence[Sample],
     tested: Collection[str],
 ) -> list[Sample]:
-    """The good images that aren't known yet, each once; unreadable files stay, to be reported.
+    """New good images, each once; unreadable files are included, to be reported.
 
     Raises:
-        DataError: one is a defect, or of the test split; or none is left.
+        DataError: one is a defect or of the test split, or none is left.
     """
     met = set(detector.manifest["training_images"].values())
     bad = {content_hash(sample) for sample in defects} - {""}
@@ -336,21 +341,22 @@ def _fresh(
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
         if sha256 in tested:
             raise DataError(
-                f"{sample.path} belongs to the test split that the model is evaluated on, which "
-                "nothing may be learned from; give other images"
+                f"{sample.path} belongs to the test split that the model is evaluated on, so it "
+                f"can't be learned; give other images"
             )
         if sha256 not in met:
             kept.append(sample)
         met |= {sha256} - {""}
     if not kept:
         raise DataError(
-            f"there is nothing to learn: the model has already learned all {len(good)} good images"
+            f"nothing to learn: the model has already learned all {len(good)} good images; give "
+            f"new ones"
         )
     return kept
 
 
 def _distinct(samples: Sequence[Sample]) -> list[Sample]:
-    """Each image once, by its content; unreadable files stay, to be reported."""
+    """Each image once, by content; unreadable files are included, to be reported."""
     first: dict[str, Sample] = {}
     for i, sample in enumerate(samples):
         first.setdefault(content_hash(sample) or str(i), sample)
@@ -358,7 +364,7 @@ def _distinct(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
-    """How many scores are good, for review, to be rejected."""
+    """Number of scores by verdict, in words."""
     counts = Counter(map(thresholds.verdict, scores))
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
 
@@ -372,7 +378,7 @@ def updated(
     include_suspects: bool,
     force: bool,
 ) -> Model:
-    """A detector that has learned more; see `AnomalyDetector.update`."""
+    """An updated detector; see `AnomalyDetector.update`."""
     compare = {GOLDEN_PARTS: golden_samples(detector.folder)}
     if defects is not None:
         compare[DEFECTS] = _samples(sources(defects, array_format, "defects"))

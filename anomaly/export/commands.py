@@ -36,17 +36,21 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="write a second graph for other programs: to patch scores or, with --pixels, to the "
-        "verdict",
+        help="write a second graph for other programs: up to patch scores or, with "
+        "--pixels, the verdict",
     )
     parser.add_argument(
         "--pixels",
         type=_camera_size,
         metavar="WxH",
-        help="with --whole: the graph takes a camera's images of this size as they are, RGB, 8 "
-        "bits, and gives verdict, score and map",
+        help="with --whole: the graph takes raw camera images of this size (RGB, 8 bits) "
+        "and returns verdict, score and map",
     )
-    parser.add_argument("--bgr", action="store_true", help="with --pixels: blue comes first")
+    parser.add_argument(
+        "--bgr",
+        action="store_true",
+        help="with --pixels: channels are in the order blue, green, red",
+    )
     parser.add_argument(
         "--golden",
         type=Path,
@@ -58,7 +62,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         required=True,
-        help="folder in which the export is written, as model/",
+        help="folder for the export, which is written to its model/",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument(
@@ -76,7 +80,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-root",
         type=Path,
-        help="the data sets' folder, where it has moved since training",
+        help="the data sets' folder, if it has moved since training",
     )
     images = "folders with training images that aren't in the data set"
     add_paths(parser, "--training-images", images, "FOLDER")
@@ -92,13 +96,13 @@ def _camera_size(text: str) -> tuple[int, int]:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Export, or say why the export isn't equal."""
+    """Export a model, or report how the export differs."""
     if options.pixels and not options.whole:
-        raise ConfigError("--pixels is what the whole graph takes; add --whole")
+        raise ConfigError("--pixels is for the whole graph; add --whole")
     if options.bgr and not options.pixels:
-        raise ConfigError("--bgr says what --pixels are; add --pixels WxH")
+        raise ConfigError("--bgr needs --pixels; add --pixels WxH")
     if options.keep_thresholds and options.precision == "int8":
-        raise ConfigError("int8 has thresholds of its own; leave --keep-thresholds out")
+        raise ConfigError("an int8 export always gets new thresholds; leave out --keep-thresholds")
     wanted = ExportOptions(
         options.to,
         precision=options.precision,
@@ -123,7 +127,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _print_export(values: dict[str, Any], folder: Path) -> None:
-    """What export.json says, for people."""
+    """Print the facts of export.json."""
     equal, again = values["equality"], values.get("learned_again")
     by = f"{values['engine']} {values['engine_version']} in {values['precision']}"
     print(f"model {values['model_id']} for {by}: {folder}")
@@ -136,12 +140,12 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
         return
     changed, correlation = again["verdicts_changed"], again["correlation"]
     print(
-        f"it is a new model, trained again on the training images of {values['source_model_id']}, "
-        "with its own thresholds"
+        f"The export is a new model, trained again on the training images of "
+        f"{values['source_model_id']}, with new thresholds."
     )
     print(
-        f"on {again['golden_images']} golden images {len(changed)} verdicts differ; scores are "
-        f"{100 * again['shift']:+.1f} % apart in the median"
+        f"On {again['golden_images']} golden images, {len(changed)} verdicts differ; the scores' "
+        f"median difference is {100 * again['shift']:+.1f} %"
         + ("" if correlation is None else f", correlation {correlation:.3f}")
     )
     if correlation is not None and correlation < _AGREES:
@@ -149,12 +153,13 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
             "the two models score these images differently: evaluate both on images with defects "
             "before you use the export"
         )
-    for one in changed:
-        before, after = one["scores"]
-        what = f"{one['before']} -> {one['after']} ({before:.4g} -> {after:.4g})"
-        print(f"  {one['image']}: {what}")
+    for change in changed:
+        before, after = change["scores"]
+        what = f"{change['before']} -> {change['after']} ({before:.4g} -> {after:.4g})"
+        print(f"  {change['image']}: {what}")
     print(
-        "`anomaly evaluate` of both, and --compare of these, shows what changed on the test split"
+        "To see the changes on the test split, run `anomaly evaluate` on both models with "
+        "--compare."
     )
 
 
@@ -180,19 +185,19 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="image files and folders of them",
     )
-    parser.add_argument("--output", type=Path, required=True, help="where the features go")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the features")
     parser.add_argument(
         "--pool",
         choices=("mean", "max", "none"),
         default="mean",
-        help="over the positions of a map, or all tokens of a transformer: mean (default), max, or "
-        "none to keep the whole map",
+        help="pool over a map's positions or a transformer's tokens: mean (default), max, "
+        "or none to keep the whole map",
     )
     parser.add_argument(
         "--format",
         choices=("safetensors", "npy"),
         default="safetensors",
-        help="of the files with the features (safetensors)",
+        help="format of the feature files (safetensors)",
     )
     parser.add_argument(
         "--weights",
@@ -214,13 +219,13 @@ def _add_features(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
     parser.add_argument(
-        "--overwrite", action="store_true", help="start again instead of continuing"
+        "--overwrite", action="store_true", help="start again instead of continuing an earlier run"
     )
     add_device(parser)
 
 
 def _features(options: argparse.Namespace) -> int:
-    """Save features; a second run goes on where the first one ended."""
+    """Save features; a second run continues where the first one ended."""
     for name in ("input_size", "batch_size", "shard_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
@@ -242,7 +247,7 @@ def _features(options: argparse.Namespace) -> int:
 
 
 def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
-    # With torch, which takes seconds: options that can't be are refused before.
+    # Importing torch takes seconds, so options are checked before.
     from anomaly.export.features import Computing, from_backbone, from_model, save_features
 
     device, threads = device_and_threads(options)
@@ -265,13 +270,13 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
         how = Computing(device, options.pool, options.batch_size, threads)
         refused = save_features(source, paths, writer, how, progress=progress)
     new = len(writer.done) - before
-    present = f", {before} were there already" if before else ""
+    present = f", {before} were saved already" if before else ""
     print(f"{new} {'image' if new == 1 else 'images'} saved{present}")
     reasons = [f"{status}: {reason}" for _, status, reason in refused]
     for line in first_of(reasons, ", all in skipped.csv"):
         print(f"  {line}")
     index = options.output / "index.csv"
-    print(f"layers {', '.join(source.layers)}; which row is which file: {index}")
+    print(f"layers: {', '.join(source.layers)}; the files of the rows: {index}")
     saved = len({str(path) for path in paths} & writer.done.keys())
     return 0 if saved == len(paths) else 3 if saved else 2
 
@@ -279,16 +284,18 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
 def _add_register(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    parser.add_argument("--name", help="of the registered model (the name in the model's config)")
+    parser.add_argument(
+        "--name", help="name of the registered model (default: the name in the model's config)"
+    )
     parser.add_argument(
         "--store",
         metavar="ADDRESS",
-        help="of MLflow's tracking server ($MLFLOW_TRACKING_URI)",
+        help="address of MLflow's tracking server (default: $MLFLOW_TRACKING_URI)",
     )
 
 
 def _register(options: argparse.Namespace) -> int:
-    """Log, register, and say how it is loaded."""
+    """Log and register a model, and print how to load it."""
     missing = [name for name in ("mlflow", "pandas") if find_spec(name) is None]
     if missing:
         raise AnomalyError(
@@ -297,7 +304,7 @@ def _register(options: argparse.Namespace) -> int:
         )
     address = register(options.model, options.name, options.store)
     print(f"registered as {address}")
-    print(f"load it: mlflow.pyfunc.load_model({address!r}).predict(['part.png'])")
+    print(f"To load it: mlflow.pyfunc.load_model({address!r}).predict(['part.png'])")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Do two detectors say the same? Golden images through both; what differs too far is an error."""
+"""Equality of two detectors on golden images: too large a difference is an error."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 
 VERDICTS = ("good", "review", "reject")  # as a graph from pixels counts them
-COUNT = 16  # golden images that are taken of the training images
-# How far scores may be apart, as a share. bf16 rounds to 8 bits wherever an engine likes: up to a
+COUNT = 16  # golden images drawn from the training images
+# Largest difference of scores, as a share. bf16 rounds to 8 bits where the engine decides: up to a
 # percent is that rounding. ResNet-50 on bottle: 0.12 %. int8 is compared with the model that was
-# learned from the same quantised network, whose whole numbers are the same everywhere.
+# trained with the same quantised network, whose integers are the same everywhere.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.01, "int8": 1e-4}
-# Other than a run's, so that a batch size that was written into a whole graph shows.
+# Differs from a run's, to detect a batch size that was written into a whole graph.
 _BATCH = 3
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest difference that was found.
+    """The largest difference of the compared images.
 
     Attributes:
         share: of the score.
         name: of the image, without its folder.
-        images: the names of all images that were compared, which are those that can be scored.
+        images: the names of all compared images; unusable images aren't compared.
     """
 
     share: float = 0.0
@@ -71,13 +71,13 @@ class Camera:
 def golden_images(
     detector: Model, folder: Path, golden: Path | None, known: Sequence[Path] = ()
 ) -> list[Path]:
-    """The images to compare with: those of a folder, or some training images, drawn by the seed.
+    """The images for a comparison: those of a folder, or training images drawn with the seed.
 
     Args:
         detector: was trained on them.
         folder: the run, or the model folder, that it was loaded from.
-        golden: a folder of images; None for training images.
-        known: all training images, where somebody has found them already.
+        golden: a folder of images; None draws training images.
+        known: all training images, if they are already known.
 
     Raises:
         DataError: there are none.
@@ -90,16 +90,16 @@ def golden_images(
     present: list[Path] = []
     with suppress(DataError):
         hashes = detector.manifest["training_images"]
-        there = TrainingImages(hashes, dataset_images(detector, folder, None))
+        training_images = TrainingImages(hashes, dataset_images(detector, folder, None))
         for name in draw.sample(sorted(hashes), len(hashes)):
-            if isinstance(found := there.find(name), Sample):
-                present.append(found.path)
+            if isinstance(sample := training_images.find(name), Sample):
+                present.append(sample.path)
             if len(present) == COUNT:
                 break
     if not present:
         raise DataError(
-            f"{folder}: its training images have moved, and the export has to be compared on "
-            "images; give a folder of good and defective images with --golden"
+            f"{folder}: its training images have moved, so there are none to compare the export "
+            f"on; give a folder of good and defective images with --golden"
         )
     return sorted(present)
 
@@ -113,7 +113,7 @@ def compare(
     workers: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Largest:
-    """See that an exported model says what its source says.
+    """Check that an exported model has the scores and verdicts of its source.
 
     Args:
         reference: the source, in the exported model's number format: scores are compared.
@@ -124,29 +124,29 @@ def compare(
         progress: called with images compared.
 
     Raises:
-        ModelError: it doesn't; the message says of which image, and by how much.
+        ModelError: it differs; the message names the image and the difference.
         DataError: none of the images can be scored.
     """
     precision = exported.extractor.precision
     limit, hint = TOLERANCE[precision], "" if precision == "fp32" else "; try --precision fp32"
     scores = _scored(reference, paths, workers)
     verdicts = scores if own is reference else _scored(own, paths, workers)
-    if not any(isinstance(one, Prediction) for one in scores.values()):
-        raise DataError(f"none of the golden images can be scored: {_said(scores[0])}")
+    if not any(isinstance(result, Prediction) for result in scores.values()):
+        raise DataError(f"none of the golden images can be scored: {_described(scores[0])}")
     largest = Largest()
-    found = exported.score_all(paths, batch_size=_BATCH, workers=workers)
-    for done, one in enumerate(found, 1):
-        before, path = scores[one.index], paths[one.index]
-        share = _difference(before, one, _scale(reference))
-        verdict = _verdict(verdicts[one.index])
-        if not share <= limit or _verdict(one) != verdict:
+    results = exported.score_all(paths, batch_size=_BATCH, workers=workers)
+    for done, after in enumerate(results, 1):
+        before, path = scores[after.index], paths[after.index]
+        share = _difference(before, after, _scale(reference))
+        verdict = _verdict(verdicts[after.index])
+        if not share <= limit or _verdict(after) != verdict:
             raise ModelError(
-                f"the exported model's scores differ: {path} has {_said(one)} with "
-                f"{exported.extractor.engine} and {_said(before)} with torch, a difference of "
+                f"the exported model's scores differ: {path} has {_described(after)} with "
+                f"{exported.extractor.engine} and {_described(before)} with torch, a difference of "
                 f"{share:.2g} of the score (allowed: {limit:g}); its verdict was "
                 f"{verdict or 'none'}. Nothing was exported{hint}"
             )
-        largest = max(largest, Largest(share, path.name), key=lambda one: one.share)
+        largest = max(largest, Largest(share, path.name), key=lambda largest: largest.share)
         progress(done)
     compared = [paths[i].name for i in sorted(scores) if isinstance(scores[i], Prediction)]
     return replace(largest, images=tuple(compared))
@@ -155,36 +155,36 @@ def compare(
 def differences(
     parent: Model, detector: Model, paths: Sequence[Path], *, workers: int
 ) -> dict[str, Any]:
-    """How another model's scores and verdicts differ on images.
+    """Differences of two models' scores and verdicts on images.
 
     Args:
-        parent: the one model.
-        detector: the other one.
+        parent: the first model.
+        detector: the second model.
         paths: images.
         workers: decoding processes.
 
     Returns:
-        As export.json tells it: `verdicts_changed`; `correlation` of the scores, None where either
-        model's are all the same; and `shift`, by which share they are higher in the median.
+        As in export.json: `verdicts_changed`; `correlation` of the scores, None if either model's
+        are all the same; and `shift`, the median share by which they are higher.
     """
-    before, after = (_scored(one, paths, workers) for one in (parent, detector))
+    before, after = (_scored(model, paths, workers) for model in (parent, detector))
     pairs = [
-        (paths[i].name, one, other)
-        for i, one in sorted(before.items())
-        if isinstance(one, Prediction) and isinstance(other := after[i], Prediction)
+        (paths[i].name, first, second)
+        for i, first in sorted(before.items())
+        if isinstance(first, Prediction) and isinstance(second := after[i], Prediction)
     ]
-    scores = np.array([(one.score, other.score) for _, one, other in pairs]).reshape(-1, 2)
+    scores = np.array([(first.score, second.score) for _, first, second in pairs]).reshape(-1, 2)
     spread = scores.std(axis=0) if len(scores) else np.zeros(2)
     shares = scores[:, 1] / np.maximum(scores[:, 0], _scale(parent)) - 1
     changed = [
         {
             "image": name,
-            "before": one.verdict,
-            "after": other.verdict,
-            "scores": [one.score, other.score],
+            "before": first.verdict,
+            "after": second.verdict,
+            "scores": [first.score, second.score],
         }
-        for name, one, other in pairs
-        if one.verdict != other.verdict
+        for name, first, second in pairs
+        if first.verdict != second.verdict
     ]
     return {
         "golden_images": len(pairs),
@@ -197,7 +197,7 @@ def differences(
 def compare_patches(
     reference: Model, graph: Graph, paths: Sequence[Path], *, workers: int
 ) -> float:
-    """See that a graph from images to patch scores gives the patch scores of a detector.
+    """Check that a graph from images to patch scores has the patch scores of a detector.
 
     Args:
         reference: in fp32.
@@ -210,7 +210,7 @@ def compare_patches(
         threshold where that is higher.
 
     Raises:
-        ModelError: one is too large; the message says of which image.
+        ModelError: one is too large; the message names the image.
     """
     largest, limit = 0.0, TOLERANCE["fp32"]
     with Decoders(min(workers, len(paths)), Task(reference.loading)) as decoders:
@@ -232,7 +232,7 @@ def compare_patches(
 def compare_pixels(
     reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera, *, workers: int
 ) -> float:
-    """See that a graph from pixels to the verdict says what a detector says of files.
+    """Check that a graph from pixels to the verdict has a detector's scores and verdicts.
 
     Args:
         reference: in fp32.
@@ -246,37 +246,39 @@ def compare_pixels(
         of the map's highest value; or of the review threshold where that is higher.
 
     Raises:
-        ModelError: one is too large, or a verdict is another; the message says of which image.
+        ModelError: one is too large, or a verdict differs; the message names the image.
         DataError: no image has the camera's size and 8 bits.
     """
     largest, limit, count = 0.0, TOLERANCE["fp32"], 0
     fitting = [path for path in paths if size_of(path) == camera.size]
-    for one in reference.score_all(fitting, workers=workers):
-        if not isinstance(one, Prediction):
+    for prediction in reference.score_all(fitting, workers=workers):
+        if not isinstance(prediction, Prediction):
             continue
-        image = read_image(fitting[one.index])
+        image = read_image(fitting[prediction.index])
         if image.pixels.dtype != np.uint8:
             continue
         pixels = image.pixels[..., ::-1] if camera.bgr else image.pixels
         codes, scores, _, maps, _ = graph(pixels[None])
         scale = _scale(reference)
         shares = [
-            abs(float(scores[0]) - one.score) / max(abs(one.score), scale),
-            float(np.nanmax(np.abs(maps[0] - one.anomaly_map)))
-            / max(float(np.nanmax(one.anomaly_map)), scale),
+            abs(float(scores[0]) - prediction.score) / max(abs(prediction.score), scale),
+            float(np.nanmax(np.abs(maps[0] - prediction.anomaly_map)))
+            / max(float(np.nanmax(prediction.anomaly_map)), scale),
         ]
         verdict = VERDICTS[int(codes[0])]
-        if not max(shares) <= limit or verdict != one.verdict:
+        if not max(shares) <= limit or verdict != prediction.verdict:
             raise ModelError(
-                f"the scores of the graph from pixels differ: {one.name} has score {scores[0]:.6g} "
-                f"({verdict}) there and {_said(one)} with torch; score and map differ by "
+                f"the scores of the graph from pixels differ: {prediction.name} has score "
+                f"{scores[0]:.6g} ({verdict}) there and {_described(prediction)} with torch; "
+                f"score and map differ by "
                 f"{max(shares):.2g} (allowed: {limit:g}). Nothing was exported"
             )
         largest, count = max(largest, *shares), count + 1
     if not count:
         raise DataError(
-            f"none of {len(paths)} golden images has 8 bits and {camera.size[1]}×{camera.size[0]} "
-            "pixels, as --pixels says; give --golden, a folder of images from that camera"
+            f"none of {len(paths)} golden images has 8 bits and "
+            f"{camera.size[1]}×{camera.size[0]} pixels, as in --pixels; give a folder of the "
+            f"camera's images with --golden"
         )
     return largest
 
@@ -285,22 +287,22 @@ def _patch_differences(
     reference: Model, graph: Graph, batch: Sequence[NetworkInput]
 ) -> list[float]:
     pixels = np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2)
-    found = graph(pixels)[0]
+    patch_scores = graph(pixels)[0]
     with reference.embedder.inference_mode():
         wanted = as_numpy(reference.scorer.score(reference.embedder(batch)).scores)
     scale = np.maximum(wanted.max(axis=(1, 2)), _scale(reference))
-    shares: list[float] = (np.abs(found - wanted).max(axis=(1, 2)) / scale).tolist()
+    shares: list[float] = (np.abs(patch_scores - wanted).max(axis=(1, 2)) / scale).tolist()
     return shares
 
 
 def _scored(
     detector: Model, paths: Sequence[Path], workers: int
 ) -> dict[int, Prediction | UnusableImage]:
-    return {one.index: one for one in detector.score_all(paths, workers=workers)}
+    return {result.index: result for result in detector.score_all(paths, workers=workers)}
 
 
 def _scale(detector: Model) -> float:
-    """Differences are shares of this at least: an image the model knows by heart may score 0."""
+    """Smallest score that differences are shares of: a training image may score 0."""
     return 1e-12 if detector.thresholds is None else max(detector.thresholds.review, 1e-12)
 
 
@@ -312,11 +314,11 @@ def _difference(
     return 0.0 if type(before) is type(now) else float("inf")
 
 
-def _verdict(one: Prediction | UnusableImage) -> str:
-    return one.status if isinstance(one, UnusableImage) else one.verdict
+def _verdict(result: Prediction | UnusableImage) -> str:
+    return result.status if isinstance(result, UnusableImage) else result.verdict
 
 
-def _said(one: Prediction | UnusableImage) -> str:
-    if isinstance(one, UnusableImage):
-        return f"no score ({one.reason})"
-    return f"score {one.score:.6g} ({one.verdict or 'no verdict'})"
+def _described(result: Prediction | UnusableImage) -> str:
+    if isinstance(result, UnusableImage):
+        return f"no score ({result.reason})"
+    return f"score {result.score:.6g} ({result.verdict or 'no verdict'})"

@@ -1,13 +1,13 @@
 """Saved features on disk: shards of arrays, and an index of which row came from which file.
 
     features/
-      features.json                what made them; a later run with other settings is refused
+      features.json                settings; a later run with other settings is refused
       index.csv                    shard, row, path, image_sha256: one line a saved image
       features-00000.safetensors   {layer: (n, …)}; or one features-00000.<layer>.npy a layer
       skipped.csv                  files that couldn't be used, and why
 
-A shard appears under its name complete, and only then in the index: an interrupted run goes on
-behind the last complete shard. Imports no torch.
+A shard is listed in the index only when it is complete: an interrupted run continues after the
+last complete shard. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Format: TypeAlias = Literal["safetensors", "npy"]
 
 SETTINGS, INDEX, SKIPPED = "features.json", "index.csv", "skipped.csv"
 _SHARD = re.compile(r"features-\d{5,}(\..+)?\.(npy|safetensors)", re.DOTALL)
-# A shard closes before all rows that wait fill more memory than this.
+# A shard is written before waiting rows fill more memory than this.
 _SHARD_BYTES = 256 * 1024**2
 _COLUMNS = ("shard", "row", "path", "image_sha256")
 
@@ -56,7 +56,7 @@ class SavedFeatures:
     """Features read back, N images.
 
     Attributes:
-        paths: the N files, as they were named when the features were saved.
+        paths: the N files, by their paths when the features were saved.
         values: (N, …) float32 for each layer.
     """
 
@@ -81,7 +81,7 @@ def read_features(folder: Path) -> SavedFeatures:
     rows: dict[str, list[int]] = {}
     for saved in index:
         rows.setdefault(saved.shard, []).append(saved.row)
-    # A run that was cut off may have listed a part of its last shard only.
+    # An interrupted run may have listed only a part of its last shard.
     parts = [_read_shard(folder, shard, kept, settings) for shard, kept in rows.items()]
     values = {}
     for layer in settings["layers"]:
@@ -123,13 +123,13 @@ def _read_shard(
         return {layer: arrays[layer][rows] for layer in layers}
     except (OSError, EOFError, ValueError, LookupError, SafetensorError) as error:
         raise DataError(
-            f"{folder}: shard {shard} can't be read ({why(error)}); delete its lines from "
-            f"{INDEX} and run `anomaly features` again, which makes it anew"
+            f"{folder}: shard {shard} can't be read ({why(error)}). Delete its lines from "
+            f"{INDEX} and run `anomaly features` again to make the shard again"
         ) from None
 
 
 def _trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Saved]:
-    """The index without shards that have vanished."""
+    """The index without missing shards."""
     index = _read_index(folder)
     files = {saved.shard: _shard_files(saved.shard, layers, form) for saved in index}
     whole = {shard for shard in files if all((folder / name).is_file() for name in files[shard])}
@@ -137,7 +137,7 @@ def _trusted_index(folder: Path, layers: Sequence[str], form: Format) -> list[Sa
 
 
 def _delete_orphans(folder: Path, shards: set[str]) -> None:
-    """Files of shards that were written, but whose run ended before they were in the index."""
+    """Files of shards that are written, but not in the index, since the run was interrupted."""
     written = (file.name for file in folder.iterdir() if _SHARD.fullmatch(file.name))
     clear(folder, [name for name in written if name.partition(".")[0] not in shards])
 
@@ -154,18 +154,18 @@ def _read_index(folder: Path) -> list[Saved]:
     if not file.is_file():
         return []
     try:
-        # The last line of a run that was cut off may lack its end.
+        # The last line of an interrupted run may be incomplete.
         text = file.read_bytes().decode("utf-8", "surrogateescape")
         rows = csv_rows(text[: text.rfind("\n") + 1])
         return [Saved(shard, int(row), path, sha) for shard, row, path, sha in rows[1:]]
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{file} is no index of features ({why(error)}); delete the folder"
+            f"{file} isn't an index of features ({why(error)}); delete the folder"
         ) from None
 
 
 def _append_index(folder: Path, new: Sequence[Saved]) -> None:
-    """Add the rows of a shard that is on disk already."""
+    """Add the rows of a written shard to the index."""
     try:
         with (folder / INDEX).open("ab") as file:
             file.write(csv_text(_lines(new)).encode("utf-8", "surrogateescape"))
@@ -180,7 +180,7 @@ def _lines(index: Sequence[Saved]) -> list[tuple[str, ...]]:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """What the features in a folder hang on.
+    """The settings of the features in a folder.
 
     Raises:
         DataError: there are none.
@@ -193,7 +193,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             f"{folder} holds no features: {SETTINGS} can't be read ({why(error)})"
         ) from None
     if not isinstance(settings, dict) or not {"layers", "format"} <= settings.keys():
-        raise DataError(f"{file} isn't what `anomaly features` writes")
+        raise DataError(f"{file} isn't a file that `anomaly features` wrote; give another folder")
     return settings
 
 
@@ -203,16 +203,16 @@ def _is_ours(name: str) -> bool:
 
 
 class FeatureWriter:
-    """Writes features into a folder; use it in a `with` statement, which saves what is left.
+    """Writes features into a folder; use it in a `with` statement, which saves the last rows.
 
     Args:
-        folder: made if need be. One that holds features of the same settings is continued.
-        settings: what makes these features, as JSON values; `layers` and `format` among them.
+        folder: created if missing. Features with the same settings are continued.
+        settings: settings of the features as JSON values, with `layers` and `format`.
         shard_size: images in a shard.
-        overwrite: begin anew.
+        overwrite: start again.
 
     Raises:
-        OutputError: features of other settings are there, or the folder can't be used.
+        OutputError: the folder holds features with other settings, or can't be used.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class FeatureWriter:
                 self._save(shapes)
 
     def add(self, path: str, image_sha256: str, features: Mapping[str, Array]) -> None:
-        """Take the features of one image, a (…) float32 array for each layer.
+        """Add the features of one image, a (…) float32 array for each layer.
 
         Images whose features differ in shape go to different shards.
         """
@@ -256,11 +256,11 @@ class FeatureWriter:
         rows = self._waiting.setdefault(shapes, [])
         rows.append((path, image_sha256, values))
         # Rows of one shape take as many bytes each.
-        held = {k: len(w) * sum(v.nbytes for v in w[0][2]) for k, w in self._waiting.items()}
+        sizes = {k: len(w) * sum(v.nbytes for v in w[0][2]) for k, w in self._waiting.items()}
         if len(rows) == self._shard_size:
             self._save(shapes)
-        elif sum(held.values()) >= _SHARD_BYTES:
-            self._save(max(held, key=held.__getitem__))
+        elif sum(sizes.values()) >= _SHARD_BYTES:
+            self._save(max(sizes, key=sizes.__getitem__))
 
     def skipped(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """List the files that couldn't be used: (path, status, reason)."""
@@ -295,6 +295,6 @@ class FeatureWriter:
         now = json.loads(json.dumps(settings))
         if different := differences(before, now):
             raise OutputError(
-                f"{self.folder} holds features made in another way ({'; '.join(different)}); give "
-                "another --output or add --overwrite"
+                f"{self.folder} holds features with other settings ({'; '.join(different)}); "
+                f"give another --output or add --overwrite"
             )

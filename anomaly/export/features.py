@@ -1,4 +1,4 @@
-"""Images -> what the layers of a network make of them, saved for other programs."""
+"""Images -> features of a network's layers, saved for other programs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _STRIDE = 32  # a side that is a multiple of it suits every network of torchvisi
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A network and how it wants its images.
+    """A network and how its images are loaded.
 
     Attributes:
-        network: with its weights; what isn't needed is cut away.
+        network: with its weights, up to the last needed layer.
         layers: canonical paths, and the axis of the output that holds the channels.
         loading: files -> network inputs.
-        normalise: what the network expects of its input.
-        settings: what the features hang on.
+        normalise: normalises the network's input.
+        settings: all settings that change the features.
     """
 
     network: nn.Module
@@ -67,7 +67,7 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
 
     Args:
         folder: the run, or its model folder.
-        layers: names or patterns of layers; by default those that the model hooks.
+        layers: names or patterns of layers; by default the model's hooked layers.
 
     Raises:
         AnomalyError: there is no model, no such layer, or the model cuts its images into tiles.
@@ -76,11 +76,11 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
     name = detector.config.backbone.name
     if detector.loading.sizing.tile is not None:
         raise ConfigError(
-            f"{folder} cuts its images into tiles, and features are saved for whole images; "
-            f"use --backbone {name} with an --input-size"
+            f"{folder} cuts its images into tiles, but features are of whole images; use "
+            f"--backbone {name} with an --input-size"
         )
     if detector.region is not None:
-        log.warning("%s looks at a part of each image; features are of whole images", folder)
+        log.warning("%s inspects a region of each image, but features are of whole images", folder)
     layers = layers or detector.extractor.layers
     network = build(name)
     side, outputs = truncate_in_place(network, layers)
@@ -89,9 +89,9 @@ def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
     missing = [key for key in network.state_dict() if key not in kept]
     if missing:
         raise ModelError(
-            f"{folder} keeps its network up to {detector.extractor.layers[-1]} only, and "
-            f"{', '.join(outputs)} needs {missing[0]}; name earlier layers, or use "
-            f"--backbone {name}"
+            f"{folder} keeps its network only up to {detector.extractor.layers[-1]}, but "
+            f"{', '.join(outputs)} needs {missing[0]}; name earlier layers, or use --backbone "
+            f"{name}"
         )
     load_state(network, kept, build(name), str(folder))
     settings = {"model_id": detector.model_id, "network": name, "layers": list(outputs)}
@@ -107,8 +107,8 @@ def from_backbone(
     Args:
         name: of the network.
         weights: `imagenet`, `random`, or a file.
-        size: images are brought to the area of a square of this side.
-        square: squash them to that square instead.
+        size: images are resized to the area of a square with this side.
+        square: squash images to that square instead.
         layers: names or patterns of layers; by default those of the first three stages.
 
     Raises:
@@ -162,20 +162,20 @@ def save_features(
     *,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> list[tuple[str, str, str]]:
-    """Save a network's features of images that have none saved yet.
+    """Save a network's features of images without saved features.
 
     Args:
         source: the network.
         paths: image files.
         writer: of a folder whose settings are the source's.
-        how: device, pooling, batches and processes.
+        how: device, pooling, batches and workers.
         progress: called with (stage, images done, all of them).
 
     Returns:
         Path, status and reason of each file that can't be used; skipped.csv has them, too.
 
     Raises:
-        OutputError: a file has changed since it was saved, or there is no room.
+        OutputError: a file has changed since its features were saved, or the disk is full.
     """
     todo = _todo(paths, writer.done, how.workers, progress)
     with writer:
@@ -191,13 +191,13 @@ def _default_layers(name: str) -> Sequence[str]:
         return default_layers(name, network, 3)
     except ConfigError:
         raise ConfigError(
-            f"{name} has no default layers; choose some of `anomaly layers --backbone {name}` and "
-            "name them with --layers"
+            f"{name} has no default layers; name some of `anomaly layers --backbone {name}` with "
+            f"--layers"
         ) from None
 
 
 def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> dict[str, int]:
-    """Which axis of each layer's output holds the channels.
+    """The axis of each layer's output that holds the channels.
 
     Args:
         network: as long as it is on the meta device, where showing it an image costs nothing.
@@ -208,7 +208,7 @@ def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> 
     cubes = [
         layer for layer, shape in shapes.items() if len(shape) == 4 and len(set(shape[1:])) == 1
     ]
-    if cubes:  # as many channels as rows: another image has other rows
+    if cubes:  # as many channels as rows: try another image size
         with suppress(LayerError), capture(network, cubes, stop=True) as captured:
             show(network, 2 * side, 2 * side, captured.run)
             shapes |= {layer: tuple(output.shape) for layer, output in captured.pop().items()}
@@ -218,14 +218,14 @@ def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> 
 def _todo(
     paths: Sequence[Path], done: dict[str, str], threads: int, progress: StageProgress
 ) -> list[Path]:
-    """The files that aren't saved yet; those that are must not have changed."""
+    """The files without saved features; raises OutputError if another has changed."""
     again = [path for path in paths if str(path) in done]
     with ThreadPoolExecutor(threads) as pool:
         for i, (path, sha256) in enumerate(zip(again, pool.map(_sha256, again), strict=True)):
             if sha256 not in (done[str(path)], None):
                 raise OutputError(
                     f"{path} has changed since its features were saved; add --overwrite to make "
-                    "all of them anew, or give another --output"
+                    f"all features again, or give another --output"
                 )
             progress("checking", i + 1, len(again))
     return [path for path in paths if str(path) not in done]
@@ -245,7 +245,7 @@ def _save(
     how: Computing,
     progress: StageProgress,
 ) -> list[UnusableImage]:
-    """Run the network over files and hand what it makes to the writer; returns refused files."""
+    """Compute the features of files and write them; returns refused files."""
     network = source.network.to(how.device).to(memory_format=torch.channels_last)
     refused: list[UnusableImage] = []
     count = 0
@@ -274,7 +274,7 @@ def _save(
 
 
 def channel_axis(shape: Sequence[int]) -> int:
-    """Which axis of a layer's output holds the channels, by what one square image gives.
+    """The axis of a layer's output that holds the channels, from one square image's shape.
 
     Args:
         shape: (1, C, h, h) is a feature map, (1, h, h, C) Swin's form of one, (1, tokens, C) a

@@ -28,10 +28,10 @@ _RESAMPLE = torch.ops.aten._upsample_bicubic2d_aa.vec
 
 
 def resampled_by_products(traced: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """A traced program without antialiased bicubic resampling, which says the same.
+    """A traced program in which antialiased bicubic resampling is replaced by equal operations.
 
-    Transformers bring the position of each patch to the image's grid in that way. OpenVINO 2026.4
-    leaves the antialiasing out, and is off by a third of the score where the grid is a small one.
+    Transformers resample the positions of patches in that way. OpenVINO 2026.4 leaves out the
+    antialiasing, which changes scores by a third for small grids.
     """
     if all(node.target is not _RESAMPLE for node in traced.graph.nodes):
         return traced
@@ -49,8 +49,8 @@ def bicubic_antialiased(
     Args:
         maps: (B, C, H, W).
         size: (h, w) of the result.
-        align_corners: not heeded; positions of patches are resampled without it.
-        scale_factors: not heeded, since the size is given.
+        align_corners: ignored; positions of patches are resampled without it.
+        scale_factors: ignored, since the size is given.
 
     Returns:
         (B, C, h, w).
@@ -62,7 +62,7 @@ def bicubic_antialiased(
 
 
 def _weights(wanted: int, known: int, like: Tensor) -> Tensor:
-    """What each of some places (wanted, known) gets of those there are: Keys's cubic, a = -0.5."""
+    """Weights (wanted, known) of known positions at each wanted one: Keys's cubic, a = -0.5."""
     places = torch.arange(wanted, device=like.device, dtype=like.dtype) + 0.5
     scale = known / torch.ones_like(places).sum()  # their number may be unknown while tracing
     own = torch.arange(known, device=like.device, dtype=like.dtype) + 0.5
@@ -82,8 +82,7 @@ _IMAGES = (
 )
 _MEANINGS = {
     "embeddings": "patch embeddings",
-    "patch_scores": "distance of each patch to what good patches look like, higher is more "
-    "anomalous",
+    "patch_scores": "distance of each patch to good patches, higher is more anomalous",
     "nearest": "nearest vector of the memory bank, the row of `vectors` in scorer.safetensors",
 }
 
@@ -104,8 +103,8 @@ class _Network(nn.Module):
         self._maps_of = detector.extractor.maps_of
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        # Without the early stop, which a trace can't follow: what runs behind the last layer has no
-        # use, so that it isn't in the graph.
+        # Without the early stop, which a trace can't follow: layers after the last hooked one
+        # aren't # used, so they aren't in the graph.
         with capture(self.network, self._layers) as captured:
             captured.run((images - self.mean) / self.std)
             maps = self._maps_of(captured.pop(), images)
@@ -113,14 +112,14 @@ class _Network(nn.Module):
 
 
 def _to_the_end(detector: Model) -> nn.Module:
-    """The detector's network, folded, which can run to its end.
+    """The detector's network, folded, so that it can run to its end.
 
-    What lies behind the last wanted layer was cut away and hands on what it gets. Inside a block
-    that is often of another shape than the block goes on with; then the whole network is taken,
-    with zeros for the weights that no wanted layer needs.
+    Layers after the last wanted one were replaced by layers that pass on their input. Within a
+    block, its shape is often wrong for the rest of the block; then the whole network is used, with
+    zeros for the weights that no wanted layer needs.
 
     Raises:
-        ModelError: that can't run to its end either.
+        ModelError: the whole network can't run to its end either.
     """
     extractor, name = detector.extractor, detector.config.backbone.name
     images, _ = _example(detector)
@@ -158,10 +157,11 @@ class _Padded(nn.Module):
 
 
 def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
-    """A network whose convolutions pad all images as they pad these; in place.
+    """Make a network's convolutions pad all images as they pad these; in place.
 
-    timm's of TensorFlow pad by the size of what they get, which takes a trace minutes. As sides of
-    images are multiples of the coarsest stride, it comes out the same for every size.
+    timm's networks of TensorFlow compute the padding from their input's size, which takes a trace
+    minutes. Since sides of images are multiples of the coarsest stride, it is the same for all
+    sizes.
     """
     same = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
     if not same:
@@ -193,7 +193,7 @@ def _runs(network: nn.Module, images: Tensor) -> bool:
 
 
 class _Whole(nn.Module):
-    """Images -> patch scores (B, h, w), and nearest bank vectors where there is a bank."""
+    """Images -> patch scores (B, h, w), and nearest bank vectors for PatchCore."""
 
     def __init__(self, detector: Model) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class _Whole(nn.Module):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is traced, with what, and how its file describes itself.
+    """A module to trace, its example input, and its description in the file.
 
     Attributes:
         stem: of the file's name.
@@ -228,7 +228,7 @@ def _plan(detector: Model, *, whole: bool, camera: Camera | None) -> _Plan:
         module = PixelsToVerdict(detector, _Network(detector), camera)
         example, free = module.example(), {0: torch.export.Dim("batch", min=1, max=_LARGEST)}
         with torch.no_grad():
-            module(example)  # what is computed once isn't traced
+            module(example)  # values that are computed once aren't traced
         return _Plan("whole", module, example, free, module.described())
     images, free = _example(detector)
     scored: nn.Module = _Whole(detector) if whole else _Network(detector)
@@ -244,7 +244,9 @@ def _plan(detector: Model, *, whole: bool, camera: Camera | None) -> _Plan:
     described: dict[str, tuple[str, list[int | str]]] = {
         "images": (_IMAGES + step, ["batch", 3, *sides])
     }
-    for name, shape in zip(names, shapes, strict=False):  # without a bank nothing is the nearest
+    for name, shape in zip(
+        names, shapes, strict=False
+    ):  # without a bank there is no nearest vector
         described[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
     return _Plan("whole" if whole else "network", scored, images, free, described)
 
@@ -262,15 +264,15 @@ def write_graph(
 
     Args:
         detector: on the CPU, in fp32.
-        folder: where to; the engine decides on the files.
+        folder: for the files, which depend on the engine.
         engine: a key of `anomaly.backbones.engine.ENGINES`.
-        whole: whether the graph goes on to patch scores.
-        camera: what the images are like that a whole graph takes as they are, and judges; None for
-            network inputs, and patch scores.
+        whole: whether the graph includes patch scores.
+        camera: the raw images that a whole graph takes and judges; None for network inputs and
+            patch scores.
         quantise: rewrites the file, whose inputs and outputs stay as they are; None for fp32.
 
     Returns:
-        Its file, inputs and outputs, as export.json tells of them.
+        Its file, inputs and outputs, as in export.json.
 
     Raises:
         ModelError: the network or the method can't be traced.
@@ -289,7 +291,7 @@ def write_graph(
         model = openvino.Core().read_model(file)
         try:
             openvino.save_model(model, folder / name, compress_to_fp16=False)
-        except RuntimeError:  # says nothing of the system's answer
+        except RuntimeError:  # doesn't report the system's error
             raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
@@ -324,10 +326,10 @@ def _trace(plan: _Plan, file: Path) -> None:
                 opset_version=OPSET,
                 verbose=False,
             )
-    except Exception:  # of many kinds, about operators and symbols
+    except Exception:  # of many types, about operators and symbols
         raise ModelError(
-            "this network can't be written as a graph: it decides by what it sees, or uses an "
-            "operation that ONNX lacks; train with another backbone, or hook earlier layers"
+            "this network can't be written as a graph: its steps depend on the image, or it uses "
+            "an operation that ONNX lacks; train with another backbone, or hook earlier layers"
         ) from None
     assert program is not None
     program.save(file)
@@ -335,7 +337,7 @@ def _trace(plan: _Plan, file: Path) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep to themselves what libraries have to say of operators and symbols."""
+    """Silence libraries' messages about operators and symbols."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -349,7 +351,7 @@ def quiet() -> Iterator[None]:
 def _tidied(
     file: Path, described_as: dict[str, tuple[str, list[int | str]]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Take places and source lines of this machine out of a graph, and name its axes.
+    """Remove this machine's paths and source lines from a graph, and name its axes.
 
     Returns:
         Its inputs and outputs.

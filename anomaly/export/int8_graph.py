@@ -1,4 +1,4 @@
-"""An ONNX graph in int8: its channels made alike in range, then weights and activations rounded.
+"""An ONNX graph in int8: ranges of channels are equalised, then weights and activations rounded.
 
 Activations are rounded tensor by tensor, so that the channel with the widest range decides how
 finely all others are kept. Behind a ReLU, a channel may be made smaller and the weights that read
@@ -27,9 +27,9 @@ from anomaly.runtime.parallel import get_threads
 
 # Computed in int8 beside a convolution; attention and the method's alignment stay in fp32.
 _OPERATORS = ["Conv", "Add", "Clip", "MaxPool", "Relu"]
-_BACKBONE = "network."  # in the names of its weights
-# What a channel is taken to reach at least, as a share of the widest one: those that are hardly
-# ever active on good images aren't blown up without limit.
+_BACKBONE = "network."  # part of its weights' names
+# Smallest range of a channel, as a share of the widest one: limits the scaling of channels that #
+# are hardly active on good images.
 _NARROWEST = 0.01
 
 # Network inputs (1, 3, H, W), for the stage of that name.
@@ -45,8 +45,8 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
 
     Args:
         file: an ONNX graph with the input `images`, as `write_graph` makes it.
-        inputs: makes the inputs that say how far activations reach, for each of two stages.
-        normalise: what the graph does to images first, whose values lie in [0, 1].
+        inputs: the inputs that determine ranges of activations, for each of two stages.
+        normalise: the graph's normalisation of images with values in [0, 1].
 
     Raises:
         ModelError: the network has nothing that int8 speeds up, or can't be quantised.
@@ -62,14 +62,14 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
             "int8 is for convolutions, and this network multiplies matrices, as transformers and "
             "ConvNeXt do; use --precision fp32"
         )
-    ours = [n.name for n in model.graph.node if n.op_type == "Conv" and not _is_backbone(n)]
+    excluded = [n.name for n in model.graph.node if n.op_type == "Conv" and not _is_backbone(n)]
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._left = inputs("ranges")
+            self._inputs = inputs("ranges")
 
         def get_next(self) -> dict[str, NDArray[np.float32]] | None:
-            images = next(self._left, None)
+            images = next(self._inputs, None)
             return None if images is None else {"images": images}
 
     try:
@@ -81,7 +81,7 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
                 file,
                 Reader(),
                 op_types_to_quantize=_OPERATORS,
-                nodes_to_exclude=ours,
+                nodes_to_exclude=excluded,
                 per_channel=True,
                 reduce_range=True,
                 activation_type=QuantType.QUInt8,
@@ -93,7 +93,7 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
             )
     except AnomalyError:
         raise
-    except Exception:  # of many kinds, about operators
+    except Exception:  # of many types, about operators
         raise ModelError(
             "this network can't be quantised; use --precision fp32, or train with another backbone"
         ) from None
@@ -104,7 +104,7 @@ def quantise(file: Path, inputs: Inputs, normalise: Normalisation) -> None:
 
 
 def _pool_unrounded(graph: Any) -> None:
-    """Have average pools read tensors as they are before rounding, where these may be negative.
+    """Make average pools read unrounded tensors if these may be negative.
 
     OpenVINO moves the second node of the pair that rounds a tensor behind the pool, and the zeros
     around an image then stand for −zero point × scale. Where nothing is negative the zero point is
@@ -112,7 +112,7 @@ def _pool_unrounded(graph: Any) -> None:
     """
     from onnx import numpy_helper
 
-    stored = {one.name: one for one in graph.initializer}
+    stored = {array.name: array for array in graph.initializer}
     made_by = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
         back = made_by.get(node.input[0]) if node.op_type == "AveragePool" else None
@@ -123,10 +123,10 @@ def _pool_unrounded(graph: Any) -> None:
 
 
 def _input_range(graph: Any, normalise: Normalisation) -> dict[str, list[dict[str, Any]]]:
-    """What normalised images can reach, for the tensor that the first convolution reads.
+    """Range of normalised images, for the tensor that the first convolution reads.
 
     Training images may all be dark, and a bright one would be cut off. Empty for a network that
-    does something else to images first.
+    processes images otherwise first.
     """
     read = next(node for node in graph.node if node.op_type == "Conv").input[0]
     made_by = next((node.op_type for node in graph.node if read in node.output), None)
@@ -162,12 +162,12 @@ def _links(graph: Any) -> Iterator[_Link]:
     Not where weights or biases are no constants, or are another node's as well: equal ones may be
     stored once.
     """
-    stored = {one.name for one in graph.initializer}
+    stored = {array.name for array in graph.initializer}
     users: dict[str, list[Any]] = {}
     for node in graph.node:
         for name in node.input:
             users.setdefault(name, []).append(node)
-    for output in graph.output:  # somebody else uses these
+    for output in graph.output:  # other nodes use these
         users.pop(output.name, None)
     for writer in graph.node:
         if writer.op_type != "Conv" or not _is_backbone(writer):
@@ -182,7 +182,7 @@ def _links(graph: Any) -> Iterator[_Link]:
 
 
 def _behind_relu(tensor: str, users: Mapping[str, list[Any]]) -> str:
-    """What ReLU and pooling make of a tensor that nothing else uses; empty without a ReLU."""
+    """The output of ReLU and pooling of a tensor without other users; empty without a ReLU."""
     positive = False
     while len(after := users.get(tensor, [])) == 1 and after[0].op_type in ("Relu", "MaxPool"):
         positive |= after[0].op_type == "Relu"
@@ -194,11 +194,11 @@ def _reads_all(node: Any) -> bool:
     """Whether a node is a convolution of the backbone without groups."""
     if node.op_type != "Conv" or not _is_backbone(node):
         return False
-    return all(one.i == 1 for one in node.attribute if one.name == "group")
+    return all(value.i == 1 for value in node.attribute if value.name == "group")
 
 
 def _equalise(model: Any, inputs: Inputs) -> None:
-    """Scale channels so that they reach about as far as the weights that read them.
+    """Scale channels so that their range is about that of the weights that read them.
 
     A factor is the root of both ratios, so that neither activations nor weights pay for the other:
     s = √(reach of the channel / reach of the weights that read it); what writes the channel is
@@ -209,7 +209,7 @@ def _equalise(model: Any, inputs: Inputs) -> None:
     links = [*_links(model.graph)]
     if not links:
         return
-    stored = {one.name: one for one in model.graph.initializer}
+    stored = {array.name: array for array in model.graph.initializer}
     arrays: dict[str, NDArray[np.float64]] = {}
 
     def array(name: str) -> NDArray[np.float64]:
@@ -235,7 +235,7 @@ def _floored(reach: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _reaches(model: Any, links: list[_Link], inputs: Inputs) -> list[NDArray[np.float64]]:
-    """How far the channels of each link reach on any image, (C,) each."""
+    """Largest values of each link's channels on all images, (C,) each."""
     import onnx
     import onnxruntime as ort
     from onnx import TensorProto, helper, numpy_helper
@@ -256,5 +256,5 @@ def _reaches(model: Any, links: list[_Link], inputs: Inputs) -> list[NDArray[np.
     reaches = [np.zeros(1) for _ in links]
     for images in inputs("channels"):
         made = session.run(None, {"images": images})
-        reaches = [np.maximum(so_far, one) for so_far, one in zip(reaches, made, strict=True)]
+        reaches = [np.maximum(so_far, reach) for so_far, reach in zip(reaches, made, strict=True)]
     return reaches

@@ -52,7 +52,7 @@ def register(folder: Path, name: str | None = None, store: str | None = None) ->
         mlflow.set_tracking_uri(store)
     try:
         with mlflow.start_run(run_name=model.model_id):
-            mlflow.log_params(_told(model))
+            mlflow.log_params(_facts(model))
             logged = mlflow.pyfunc.log_model(
                 name="model",
                 loader_module=__name__,
@@ -71,8 +71,8 @@ def register(folder: Path, name: str | None = None, store: str | None = None) ->
     return f"models:/{name}/{logged.registered_model_version}"
 
 
-def _told(model: Model) -> dict[str, Any]:
-    """What MLflow's list of runs shows of a model."""
+def _facts(model: Model) -> dict[str, Any]:
+    """A model's facts for MLflow's list of runs."""
     limits = model.thresholds
     return {
         "model_id": model.model_id,
@@ -88,12 +88,12 @@ def _told(model: Model) -> dict[str, Any]:
 
 
 def _load_pyfunc(folder: str) -> ScoringModel:
-    """MLflow calls this, by its name, with where the model folder is."""
+    """Load a model; MLflow calls this by its name with the model folder."""
     return ScoringModel(load_model(folder))
 
 
 class ScoringModel:
-    """What `mlflow.pyfunc.load_model` wraps."""
+    """The model that `mlflow.pyfunc.load_model` wraps."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -104,11 +104,11 @@ class ScoringModel:
         Args:
             images: a path, an array (H, W), (H, W, 3) or (N, H, W, 3), a list of paths and arrays,
                 or a table whose column `path`, else the first, holds paths.
-            params: nothing is taken from them.
+            params: ignored.
 
         Returns:
-            The columns of results.csv, a row for each image in their order; an image that can't be
-            used has a row that says why.
+            The columns of results.csv, a row for each image in their order; an unusable image's
+            row gives the reason.
         """
         import pandas as pd
 

@@ -1,4 +1,4 @@
-"""A model for another engine: its graph, the rest of its folder, and the proof that it is equal."""
+"""A model for another engine: its graph, its other files, and the check that it is equal."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class ExportOptions:
 
     Attributes:
         engine: a key of `anomaly.backbones.engine.ENGINES`.
-        precision: `fp32`, `bf16` or `int8`, the number format to compute in; another one than the
-            model was trained in makes another model, which learns again from the training images.
-        whole: whether to write a second graph, on to patch scores, for other programs.
-        camera: what the images are like that the second graph takes as they are, and judges; None
-            for network inputs.
+        precision: `fp32`, `bf16` or `int8`, the number format to compute in; a format other than
+            the model's makes a new model, which is trained again on the training images.
+        whole: whether to write a second graph, up to patch scores, for other programs.
+        camera: the raw images that the second graph takes and judges; None for network inputs.
         keep_thresholds: whether a model that was trained in another number format keeps its
-            thresholds, which then promise less; else it learns again from the training images.
+            thresholds, which then promise less; otherwise it is trained again on the training
+            images.
         golden: a folder of images to compare on; None for some of the training images.
-        data_root: where the data sets are, if they have moved since training.
+        data_root: the data sets' folder, if it has moved since training.
         further: folders with training images that aren't in the data set.
         overwrite: replace an earlier export.
     """
@@ -83,7 +83,7 @@ class ExportOptions:
 
 
 def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
-    """See that a model can be exported as somebody wants it; imports no torch.
+    """Check that a model can be exported with these options; imports no torch.
 
     Returns:
         The model folder.
@@ -91,13 +91,13 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
     Raises:
         ModelError: there is no model, it is an exported one, or the engine or what exporting needs
             isn't installed or doesn't compute in the number format.
-        DataError: there are no images where they are said to be.
-        OutputError: something is there already, or the model itself would be written over.
+        DataError: a given folder has no images.
+        OutputError: the output exists already, or the model itself would be overwritten.
     """
     folder, precision = find_model(source, exported=False), options.precision
     _check_output(folder, output / "model", options.overwrite)
     if precision != "fp32" and options.whole:
-        raise ModelError("--whole is for other programs, and exported in fp32 only")
+        raise ModelError("--whole exports in fp32 only; leave out --precision")
     if options.golden is not None:
         find_inputs([options.golden], option="--golden")
     if options.further:
@@ -113,7 +113,7 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
 
 
 def _warn_of_scores(folder: Path) -> None:
-    """Say what a graph to patch scores leaves to whoever runs it without this program."""
+    """Warn about settings that a graph to patch scores leaves to other programs."""
     config = config_in(folder, read_manifest(folder))
     smallest = config.model.smallest_defect is not None
     wanted = {"zones": bool(config.zones), "rules": bool(config.rules), "smallest_defect": smallest}
@@ -157,26 +157,26 @@ def export_model(
     workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
-    """Write a model for another engine, once that says the same about golden images.
+    """Write a model for another engine, if it is equal on golden images.
 
     Args:
         source: the run, or its model folder.
-        output: a folder that gets `model/`, and what the run remembers of its training.
-        options: engine, number format, and images to compare on and to learn from.
+        output: a folder for `model/` and the run's facts of its training.
+        options: engine, number format, and images to compare on and to train on.
         workers: decoding processes.
         progress: called with (stage, done, total).
 
     Returns:
-        What export.json says.
+        The content of export.json.
 
     Raises:
-        ModelError: the model can't be exported, or the export doesn't say the same; then there is
-            nothing new in `output`.
-        DataError: there are no images to compare on, or, in int8, to learn from.
-        OutputError: something is there already, the model itself would be written over, or it
-            can't be written.
+        ModelError: the model can't be exported, or the export isn't equal; then `output` is
+            unchanged.
+        DataError: there are no images to compare on, or, for int8, to train on.
+        OutputError: the output exists already, the model itself would be overwritten, or the disk
+            is full.
     """
-    # They import torch: what can't be exported is refused before, in `check_export`.
+    # They import torch; `check_export` refuses wrong options before.
     from anomaly.export.graph import OPSET, write_graph
     from anomaly.export.pixels import check_pixels
     from anomaly.export.quantised import learned_again, quantised
@@ -198,10 +198,12 @@ def export_model(
         samples = _training_images(parent, source, options, trained_in)
     elif options.data_root or options.further:
         raise DataError(
-            "--data-root and --training-images are for exports that learn again: in int8, or in "
-            f"another precision than the model's, {trained_in}; leave them out"
+            "--data-root and --training-images are only for exports that are trained again: in "
+            f"int8, or in a precision other than the model's {trained_in}; leave them out"
         )
-    paths = golden_images(parent, source, options.golden, [one.path for one in samples.values()])
+    paths = golden_images(
+        parent, source, options.golden, [sample.path for sample in samples.values()]
+    )
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
         if precision == "int8":
@@ -254,8 +256,8 @@ def export_model(
                 share = compare_pixels(reference, graph, paths, camera, workers=workers)
             values["equality"]["largest_whole_difference"] = share
         if own is not parent:
-            found = differences(parent, exported, paths, workers=workers)
-            values["learned_again"] = {"calibrated_on": inputs, **found}
+            changes = differences(parent, exported, paths, workers=workers)
+            values["learned_again"] = {"calibrated_on": inputs, **changes}
         values["model_id"] = model_id(draft)
         with appearing(output / VECTORS) as vectors:
             named = replace(exported, model_id=values["model_id"])
@@ -282,10 +284,10 @@ def _in_precision(parent: Model, precision: str) -> Model:
 def _training_images(
     parent: Model, source: Path, options: ExportOptions, trained_in: str
 ) -> dict[int, Sample]:
-    """The training images, which another number format needs.
+    """The training images, for an export in another number format.
 
     Raises:
-        DataError: some aren't there any more.
+        DataError: some are missing.
     """
     from anomaly.export.quantised import training_images
 
@@ -300,9 +302,9 @@ def _training_images(
 
 
 def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
-    """How equal an export is to its source, as export.json tells it."""
-    if left := images - len(largest.images):
-        log.warning("%d of %d golden images can't be scored and aren't compared", left, images)
+    """Differences between an export and its source, as in export.json."""
+    if unusable := images - len(largest.images):
+        log.warning("%d of %d golden images can't be scored and aren't compared", unusable, images)
     return {
         "compared_with": f"torch {version('torch')}, {precision}",
         "images": largest.images,
@@ -315,7 +317,7 @@ def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
 
 
 def _copy_rest(folder: Path, model: Model, draft: Path) -> None:
-    """Copy the files of a model folder but the network."""
+    """Copy all files of a model folder except the network."""
     for name in (MANIFEST, *model.manifest["files"].keys() - {BACKBONE}):
         shutil.copyfile(folder / name, draft / name)
     if (folder / HISTORY).exists():

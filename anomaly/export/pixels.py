@@ -1,4 +1,4 @@
-"""From a camera's pixels to the verdict, as operations that can be traced into a graph."""
+"""Camera pixels -> verdict, in operations that can be traced into a graph."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from anomaly.scoring.pipeline import Model
 
 
 def check_pixels(detector: Model) -> None:
-    """See that a model can be a graph from pixels to the verdict.
+    """Check that a model can be a graph from pixels to the verdict.
 
     Raises:
-        ModelError: it can't; the message says why.
+        ModelError: it can't; the message gives the reason.
     """
     config = detector.config
     why = ""
@@ -46,7 +46,7 @@ def check_pixels(detector: Model) -> None:
     elif detector.scored_zones or config.rules or config.model.smallest_defect:
         why = "regions decide its verdicts (zones, rules or model.smallest_defect)"
     elif detector.thresholds is None:
-        why = "it has no thresholds (anomaly calibrate finds some)"
+        why = "it has no thresholds (set them with anomaly calibrate)"
     if why:
         raise ModelError(f"this model can't be a graph from pixels to the verdict: {why}")
 
@@ -57,7 +57,7 @@ class PixelsToVerdict(nn.Module):
     Args:
         detector: on the CPU, in fp32; `check_pixels` has passed it.
         embed: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D), in a tuple.
-        camera: what the pixels are.
+        camera: size and channels of the pixels.
 
     Raises:
         DataError: the model doesn't take images of this size.
@@ -84,7 +84,7 @@ class PixelsToVerdict(nn.Module):
         self._statistics = _Statistics(detector, self._inside, view.size)
 
     def _count_top(self) -> int:
-        """How many values the highest 1 % are that an image score is the mean of."""
+        """Number of values in the highest 1 %, whose mean is the image score."""
         if self._detector.config.image_score_in_force.startswith("map_"):
             smoothing = self._detector.config.model.smoothing
             zeros = torch.zeros(1, *self._grid)
@@ -105,7 +105,7 @@ class PixelsToVerdict(nn.Module):
         channels = "BGR" if self._camera.bgr else "RGB"
         return {
             "pixels": (
-                f"{channels}, 8 bits, as the camera gives them",
+                f"{channels}, 8 bits, raw camera pixels",
                 ["batch", height, width, 3],
             ),
             "verdict": ("0 good, 1 review, 2 reject", ["batch"]),
@@ -144,13 +144,13 @@ class PixelsToVerdict(nn.Module):
         reason = self._statistics(images, embeddings)
         limits = self._detector.thresholds
         assert limits is not None  # see `check_pixels`
-        # A score that isn't a number passes neither.
+        # NaN exceeds neither threshold.
         verdict = 2 - (values <= limits.review).long() - (values <= limits.image).long()
         verdict = torch.where(reason > 0, 1, verdict)
         return verdict, values, reason, self._anomaly_map(shown.scores), shown.scores
 
     def _anomaly_map(self, scores: Tensor) -> Tensor:
-        """(B, H0, W0), as `anomaly.maps.anomaly_map` makes it of one image."""
+        """Anomaly maps (B, H0, W0), as in `anomaly.maps.anomaly_map`."""
         rows, columns = self._map_axes
         if self._inside is not None:
             scores = torch.where(self._inside, scores, 0.0)
@@ -168,7 +168,7 @@ class PixelsToVerdict(nn.Module):
 class _Statistics(nn.Module):
     """Network inputs and their embeddings -> why an image is for review, (B,) int64.
 
-    What `anomaly.scoring.image_statistics` does, image by image, of numbers.
+    Same checks as in `anomaly.scoring.image_statistics`.
     """
 
     def __init__(self, detector: Model, inside: Tensor | None, size: tuple[int, int]) -> None:
@@ -183,7 +183,7 @@ class _Statistics(nn.Module):
             patches = inside[0].numpy().astype(np.uint8)
             shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
             self._pixels = torch.from_numpy(shown > 0)
-            # As plain numbers, which a trace takes for constants.
+            # Plain numbers, which a trace treats as constants.
             self._counts = int(patches.sum()), int((shown > 0).sum())
 
     def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:

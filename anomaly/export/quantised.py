@@ -1,4 +1,4 @@
-"""A model in int8: its network quantised, and what it knows learned again from that network.
+"""A model in int8: its network is quantised, and the model trained again with that network.
 
 Post-training static quantisation (Jacob et al. 2018): weights are rounded to whole numbers channel
 by channel, activations tensor by tensor within the range that they have on training images. That
@@ -47,29 +47,29 @@ from anomaly.training.cross_fitting import cross_fit
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import StageProgress
 
-CALIBRATED_ON = 100  # training images whose activations say how far these reach
-_COMPARED_ON = 16  # training images whose embeddings have to be like the network's own
-_TILES = 3  # an image, in the mean
-# How far off the worst patch in a hundred may be, as a share of how far patches are from their
-# mean. ResNet-50 0.2, MobileNetV2 0.6; from 1 on a patch is hardly nearer to itself than to others.
+CALIBRATED_ON = 100  # training images that determine ranges of activations
+_COMPARED_ON = 16  # training images whose embeddings are compared with the unquantised network's
+_TILES = 3  # mean number of patches an image
+# Largest error of the worst 1 % of patches, as a share of the patches' distance from their # mean.
+# ResNet-50 0.2, MobileNetV2 0.6; from 1 on a patch is hardly nearer to itself than to others.
 _FARTHEST = 1.0
 
 
 def training_images(
     detector: Model, folder: Path, data_root: Path | None, further: Sequence[Path]
 ) -> dict[int, Sample]:
-    """The images that a model was learned from, as they were, by their numbers.
+    """The unchanged training images of a model, by their numbers.
 
-    They are known by their content, whichever split of the data set or further folder they are in.
+    They are recognised by content, in any split of the data set and any further folder.
 
     Args:
-        detector: was learned from them.
+        detector: the model.
         folder: the run, or the model folder, that it was loaded from.
-        data_root: where the data sets are, if they have moved since training.
+        data_root: the data sets' folder, if it has moved since training.
         further: folders of images.
 
     Raises:
-        DataError: some of them aren't there any more.
+        DataError: some are missing or have changed.
     """
     given: list[Sample] = []
     try:
@@ -85,8 +85,8 @@ def training_images(
     if missing:
         changed = sum(why != "not found" for why in missing.values())
         raise DataError(
-            f"{len(missing)} of {len(wanted)} training images aren't as they were: {changed} "
-            f"changed, {len(missing) - changed} not found ({some([*missing])}). Give --data-root, "
+            f"{len(missing)} of {len(wanted)} training images have changed ({changed}) or "
+            f"weren't found ({len(missing) - changed}) ({some([*missing])}). Give --data-root, "
             "where the data sets are now, or --training-images with folders that hold them"
         )
     return samples
@@ -112,13 +112,13 @@ def quantised(
         progress: called with (stage, done, total).
 
     Returns:
-        The new model, which computes its scores with torch behind the network; what export.json
-        says of its graph; and on how many inputs that was calibrated.
+        The new model, which computes scores with torch after the network; its graph's facts for
+        export.json; and the number of calibration inputs.
 
     Raises:
-        ModelError: the network has nothing that int8 speeds up, or its embeddings are others in
-            int8.
-        DataError: a training image can't be used any more.
+        ModelError: the network has nothing that int8 speeds up, or int8 changes its embeddings too
+            much.
+        DataError: a training image can no longer be used.
     """
     count = 0
 
@@ -142,7 +142,7 @@ def quantised(
 
 
 class _Embedding(ExportedNetwork):
-    """An exported network whose embeddings are tensors, for what learns from them."""
+    """An exported network whose embeddings are tensors, for training."""
 
     device = torch.device("cpu")
 
@@ -163,10 +163,10 @@ class _Embedding(ExportedNetwork):
 
 
 def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.float32]]) -> None:
-    """See that a quantised network's patch embeddings are near those of the network it was.
+    """Check that a quantised network's patch embeddings are near the original network's.
 
     Raises:
-        ModelError: one patch in a hundred is off as far as patches are from each other.
+        ModelError: the error of 1 % of the patches is above the limit.
     """
     off, seen = [], []
     with torch.inference_mode():
@@ -180,7 +180,10 @@ def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.f
     spread = squares / count - np.square(total / count).sum()  # E‖x‖² − ‖E x‖²
     share = math.sqrt(np.quantile(np.concatenate(off), 0.99) / max(spread, 1e-12))
     if not share <= _FARTHEST:
-        name, other = ENGINES[graph.engine][0], next(one for one in ENGINES if one != graph.engine)
+        name, other = (
+            ENGINES[graph.engine][0],
+            next(engine for engine in ENGINES if engine != graph.engine),
+        )
         raise ModelError(
             f"int8 changes this network too much in {name} {graph.version}: 1 % of the patches are "
             f"off by {share:.2g} of the patches' distance from their mean (allowed: "
@@ -191,7 +194,7 @@ def _check_embeddings(parent: Model, graph: Graph, inputs: Iterable[NDArray[np.f
 def _inputs(
     detector: Model, samples: Mapping[int, Sample], count: int, workers: int
 ) -> Iterator[NDArray[np.float32]]:
-    """Network inputs (1, 3, H, W) of so many training images at most, drawn by the seed."""
+    """Network inputs (1, 3, H, W) of training images drawn with the seed, up to a number."""
     numbers = sorted(samples)
     drawn = random.Random(detector.config.seed).sample(numbers, min(len(numbers), count))
     with Decoders(min(workers, len(drawn)), Task(detector.loading)) as decoders:
@@ -210,10 +213,10 @@ def learned_again(
     workers: int,
     progress: StageProgress,
 ) -> Model:
-    """The same model of another network: the same images, patches, settings and rates.
+    """Train the same model with another network: same images, patches, settings and rates.
 
     Args:
-        detector: whose network is another one already, or computes in another number format.
+        detector: already with the new network or number format.
         samples: its training images by their numbers.
         draft: a folder that holds the network's files; gets the rest of the model.
         precision: the number format that the network computes in.
@@ -221,7 +224,7 @@ def learned_again(
         progress: called with (stage, done, total).
 
     Raises:
-        DataError: a training image can't be used any more.
+        DataError: a training image can no longer be used.
     """
     network = detector.extractor
     fitter = fitter_of(detector.config).prepared(sum(network.channels), detector.device)

@@ -1,4 +1,4 @@
-"""Reference vectors: a few images with what a model makes of them, step by step, in plain files."""
+"""Reference vectors: a few images and a model's result of each step, in plain files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from anomaly.scoring.prediction import Prediction
 VECTORS = "vectors"  # the folder's name, beside the model's
 _FILE = "vectors.json"
 _IMAGES = 5
-_LONGEST = 320  # pixels of an image's longer side, where the model takes images of any size
-_VALUES = 16  # of an array, by which it is compared
+_LONGEST = 320  # pixels of an image's longer side, if the model takes any size
+_VALUES = 16  # values of an array to compare
 
 
 def is_written(folder: Path) -> bool:
@@ -37,10 +37,10 @@ def write_vectors(folder: Path, model: Model, paths: Sequence[Path], camera: Cam
 
     Args:
         folder: that gets `1.png`, `1_input.npy`, `1_patch_scores.npy`, `1_map.npy`, … and
-            `vectors.json`, which says what each step makes of each image.
+            `vectors.json`, with each step's results for each image.
         model: the exported model.
-        paths: images to take some of, evenly.
-        camera: what a graph from pixels takes; None where images may have any size.
+        paths: images to choose from, evenly.
+        camera: images of a graph from pixels; None if images may have any size.
     """
     any_size = camera is None and model.region is None and model.reference is None
     fitting = [path for path in paths if camera is None or size_of(path) == camera.size]
@@ -67,13 +67,13 @@ def write_vectors(folder: Path, model: Model, paths: Sequence[Path], camera: Cam
 
 
 def _spread(paths: Sequence[Path]) -> list[Path]:
-    """The paths, some that are evenly spread first: only as many are decoded as are wanted."""
+    """The paths, evenly spread ones first, so that few need decoding."""
     first = np.linspace(0, len(paths) - 1, min(_IMAGES, len(paths))).astype(int).tolist()
     return [*(paths[i] for i in first), *(p for i, p in enumerate(paths) if i not in first)]
 
 
 def _picture(path: Path) -> NDArray[np.uint8] | None:
-    """The pixels (H0, W0, 3) of a file of 8 bits; None of others, and of what can't be read."""
+    """The pixels (H0, W0, 3) of a file of 8 bits; None for other and unreadable files."""
     try:
         pixels = read_image(path).pixels
     except ImageError:
@@ -89,7 +89,7 @@ def _small(picture: NDArray[Any]) -> NDArray[Any]:
 
 
 def _entry(model: Model, prediction: Prediction, folder: Path) -> dict[str, Any]:
-    """What each step makes of an image, its arrays written beside it."""
+    """Each step's results for an image; writes arrays beside it."""
     assert prediction.path is not None
     file = prediction.path
     pixels = read_image(file).pixels

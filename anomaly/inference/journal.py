@@ -1,4 +1,4 @@
-"""What a run of `infer` has done so far, kept on disk, so that a broken-off one can go on."""
+"""Progress of a run of `infer` on disk, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from anomaly.maps.regions import MarkedRegion
 
 @dataclass(frozen=True)
 class Finished:
-    """An image that is done: its row is settled and its pictures are on disk.
+    """A finished image: its row is final and its pictures are on disk.
 
     Attributes:
         index: its place in the list of files.
-        row: what is said of it.
-        regions: what is marked in it, where that was asked for.
-        scene: its figures as `SceneWatch.judged` gave them, for a run that goes on.
+        row: its row of results.
+        regions: its marked regions, if wanted.
+        scene: its figures from `SceneWatch.judged`, to resume a run.
     """
 
     index: int
@@ -32,28 +32,27 @@ class Finished:
 
 
 class Record(Protocol):
-    """What takes the rows of a run."""
+    """A receiver of a run's rows."""
 
     @property
     def done(self) -> Container[int]:
         """Indices of the images that needn't be scored."""
 
     def add(self, batch: Sequence[Finished]) -> None:
-        """Take a whole batch; it is kept when this returns."""
+        """Add a whole batch; it is saved when this returns."""
 
 
 class Journal:
-    """A file whose first line says what is done, and each further one what more of it is finished.
+    """A file whose first line describes the run, and each further line what is finished.
 
-    Each line is a JSON object, whole or not there: a torn last one is dropped. Used in a `with`
-    statement.
+    Each line is a JSON object; an incomplete last line is dropped. Use it in a `with` statement.
 
     Args:
-        file: made when it is entered.
-        about: what the results depend on; a journal about something else can't be continued.
+        file: created at the start of the `with` block.
+        about: what the results depend on; a journal of another run can't be continued.
 
     Raises:
-        OutputError: the file is about something else, or isn't a journal.
+        OutputError: the file is of another run, or isn't a journal.
     """
 
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
@@ -86,7 +85,7 @@ class Journal:
         """Write one more line; it is in the file when this returns.
 
         Raises:
-            OutputError: no room.
+            OutputError: the disk is full.
         """
         assert self._lines is not None
         # Plain ASCII, so that any file name survives.
@@ -94,7 +93,7 @@ class Journal:
         self._lines.append(text.encode() + b"\n")
 
     def take(self, line: dict[str, Any]) -> None:
-        """Remember what a line says that an earlier run has committed."""
+        """Read a line of an earlier run."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
         for text in lines:
@@ -112,7 +111,7 @@ class RunJournal(Journal):
     """The journal of a run over a list of files: a line for each batch.
 
     Attributes:
-        done: what is finished, by index.
+        done: finished images by index.
     """
 
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
@@ -123,13 +122,13 @@ class RunJournal(Journal):
         """Write a batch; it is in the file when this returns.
 
         Raises:
-            OutputError: no room.
+            OutputError: the disk is full.
         """
         self.commit({"images": [asdict(image) for image in batch]})
         self.done |= {image.index: image for image in batch}
 
     def take(self, line: dict[str, Any]) -> None:
-        """Remember a batch."""
+        """Read a batch of an earlier run."""
         for image in line["images"]:
             regions = tuple(MarkedRegion(**region) for region in image["regions"])
             self.done[image["index"]] = Finished(
@@ -137,7 +136,7 @@ class RunJournal(Journal):
             )
 
     def in_order(self) -> list[Finished]:
-        """All that is finished, in order of the files."""
+        """All finished images, in order of the files."""
         return [self.done[index] for index in sorted(self.done)]
 
     def rows(self) -> list[Row]:
@@ -145,15 +144,15 @@ class RunJournal(Journal):
         return [image.row for image in self.in_order()]
 
     def finish(self, done: Path, exit_code: int, more: Mapping[str, object] | None = None) -> None:
-        """The run is complete: another file says of what, and this one goes.
+        """Mark the run as complete in another file, and delete this one.
 
         Args:
             done: the other file.
             exit_code: of the run.
-            more: what it shall say besides; `exit_code_of` doesn't look at it.
+            more: further values for it; `exit_code_of` ignores them.
 
         Raises:
-            OutputError: no room for it.
+            OutputError: the disk is full.
         """
         write(done, as_json({"about": self.about, "exit_code": exit_code, **(more or {})}))
         self.file.unlink(missing_ok=True)
@@ -163,19 +162,19 @@ def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
     """The exit code of a run that is complete.
 
     Args:
-        done: what `RunJournal.finish` has written.
-        about: what the rows of the run that is asked for depend on.
+        done: the file that `RunJournal.finish` has written.
+        about: what the rows of the wanted run depend on.
 
     Raises:
-        OutputError: it was another run, or nothing says which one it was.
+        OutputError: it was another run, or the file is missing or damaged.
     """
     try:
         record = from_json(done.read_bytes())
         found, code = dict(record["about"]), int(record["exit_code"])
     except (OSError, ValueError, KeyError, TypeError):
         raise OutputError(
-            f"{done.parent} holds results, but {done.name}, which says what of, is missing "
-            "or damaged; give another --output, or --overwrite to start again"
+            f"{done.parent} holds results, but {done.name}, which describes the run, is missing "
+            f"or damaged; give another --output, or add --overwrite to start again"
         ) from None
     check_same(done.parent, found, json.loads(json.dumps(about)))
     return code
@@ -187,16 +186,16 @@ def check_same(
     wanted: Mapping[str, object],
     remedy: str = "give another --output, or --overwrite to start again",
 ) -> None:
-    """See that the run in an output folder is the one that is to go on.
+    """Check that the run in an output folder is the one to resume.
 
     Args:
         output: the folder, for the message.
-        found: what the rows there depend on.
-        wanted: what those of this run do.
-        remedy: what to do if that isn't the same.
+        found: what its rows depend on.
+        wanted: what the rows of this run depend on.
+        remedy: what to do if they differ.
 
     Raises:
-        OutputError: it is another one.
+        OutputError: it is another run.
     """
     if found != wanted:
         other = ", ".join(k for k in wanted if found.get(k) != wanted[k])

@@ -59,14 +59,14 @@ MapFiles: TypeAlias = Literal["float32", "uint16"]
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What a run writes, as the options of `anomaly infer` say.
+    """What a run writes, by the options of `anomaly infer`.
 
     Attributes:
         heatmaps: which images have one: none, those not called good, or all. None, for a manifest's
-            images: those not called good, or none where the model has no thresholds.
+            images: those not called good, or none if the model has no thresholds.
         side_by_side: heatmaps of image, heatmap and colour bar.
         full_size: heatmaps of the image's own size, not at most twice the network's input.
-        masks: what is marked, as PNG.
+        masks: whether to write marked areas as PNG.
         regions: whether to write regions.csv.
         maps: how to write anomaly maps, if at all.
         parquet: whether to write results.parquet; needs pyarrow.
@@ -88,28 +88,28 @@ DEFAULTS = OutputOptions()
 
 @dataclass(frozen=True)
 class Outputs:
-    """The folder of a run, and what is written into it.
+    """The folder of a run, and its files.
 
     Attributes:
-        folder: where.
-        options: what.
+        folder: the output folder.
+        options: what to write.
     """
 
     folder: Path
     options: OutputOptions = DEFAULTS
 
     def begin(self, *, resume: bool, overwrite: bool) -> bool:
-        """See that the folder can take a run over a list of files; nothing there is lost yet.
+        """Check that a run over a list of files can use the folder; deletes nothing.
 
         Args:
-            resume: go on with what an earlier run there has left.
-            overwrite: let `clear` delete that.
+            resume: continue an earlier run there.
+            overwrite: let `clear` delete an earlier run.
 
         Returns:
             Whether there is nothing left to resume.
 
         Raises:
-            OutputError: the folder holds another run, and nothing says what is to become of that;
+            OutputError: the folder holds another run, without `resume` or `overwrite`;
                 it can't be written to; or pyarrow is missing.
         """
         if self.options.parquet and importlib.util.find_spec("pyarrow") is None:
@@ -119,8 +119,8 @@ class Outputs:
             raise OutputError(f"{self.folder} holds a run with --watch; resume it with --watch")
         if unfinished and not (resume or overwrite):
             raise OutputError(
-                f"{self.folder} holds a run that was broken off; add --resume to go on with it, "
-                "--overwrite to start again, or give another --output"
+                f"{self.folder} holds an interrupted run; add --resume to continue it, "
+                f"--overwrite to start again, or give another --output"
             )
         complete = resume and not unfinished and (self.folder / "results.csv").exists()
         claim(self.folder, () if resume else INFER, overwrite=overwrite)
@@ -128,7 +128,7 @@ class Outputs:
         return complete
 
     def clear(self, model: AnyModel) -> None:
-        """Delete what an earlier run has left, unless `pictures` raises: a new one can't begin."""
+        """Delete an earlier run's files, unless `pictures` raises."""
         self.pictures(model)
         clear(self.folder, INFER)
 
@@ -136,7 +136,7 @@ class Outputs:
         """What the rows of a run depend on.
 
         Args:
-            model: says what is good.
+            model: scores the images.
             images: names the list of images; None where there is none.
         """
         options = self.options
@@ -153,10 +153,10 @@ class Outputs:
         }
 
     def pictures(self, model: AnyModel) -> PictureWriter:
-        """What is written for each image.
+        """The writer of each image's pictures.
 
         Raises:
-            OutputError: a model has no thresholds, which some of it needs.
+            OutputError: a model has no thresholds, which some pictures need.
         """
         options = self.options
         by_thresholds = {
@@ -174,31 +174,31 @@ class Outputs:
         return PictureWriter(self.folder, options, model.reference_model.unit)
 
     def write_scale(self, model: AnyModel) -> None:
-        """Write what the heatmaps' colours mean, once: it is the same for every picture of a model.
+        """Write the heatmaps' colour bar, once for each model.
 
         Raises:
-            OutputError: no room, no permission.
+            OutputError: the disk is full or not writable.
         """
         several = len(model.models) > 1
-        for product, one in model.models.items():
-            thresholds = one.thresholds
+        for product, detector in model.models.items():
+            thresholds = detector.thresholds
             if thresholds is not None and self.options.heatmaps != "none":
-                bar = colour_bar(480, thresholds.pixel, one.unit, thresholds.review_pixel)
+                bar = colour_bar(480, thresholds.pixel, detector.unit, thresholds.review_pixel)
                 place = self.folder / SCALES / f"{product}.png" if several else self.folder / SCALE
                 write(place, encode_png(bar))
 
     def write_tables(
         self, journal: RunJournal, groups: Mapping[str, str], mm_per_pixel: float | None
     ) -> None:
-        """Write the tables of a run; none where nothing is finished.
+        """Write the tables of a run; none if no image is finished.
 
         Args:
-            journal: what is finished.
-            groups: the part that an image shows, by its path.
-            mm_per_pixel: for the table of regions; None where it isn't known.
+            journal: of the finished images.
+            groups: the part of each image, by its path.
+            mm_per_pixel: for the table of regions; None if unknown.
 
         Raises:
-            OutputError: no room, no permission.
+            OutputError: the disk is full or not writable.
         """
         rows = journal.rows()
         if not rows:
@@ -208,19 +208,19 @@ class Outputs:
         if self.options.parquet:
             write(self.folder / "results.parquet", as_parquet(rows))
         if self.options.regions:
-            found = [
+            regions = [
                 region
-                for one in journal.in_order()
-                for region in region_rows(one.row.path, one.regions, mm_per_pixel)
+                for image in journal.in_order()
+                for region in region_rows(image.row.path, image.regions, mm_per_pixel)
             ]
-            write(self.folder / "regions.csv", as_csv(found, RegionRow))
+            write(self.folder / "regions.csv", as_csv(regions, RegionRow))
         if groups:
             write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
 
 
 def have_thresholds(model: AnyModel) -> bool:
     """Whether all models that may score an image have thresholds."""
-    return all(one.thresholds is not None for one in model.models.values())
+    return all(detector.thresholds is not None for detector in model.models.values())
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class RenderOptions:
         heatmap: whether there is to be one.
         verdict: `good`, `review` or `reject`; empty without thresholds.
         score: the image score.
-        times: that, in multiples of the reject threshold; None without thresholds.
+        times: the score in multiples of the reject threshold; None without thresholds.
         small: pixels that a small copy of it may have; 0 for no copy.
         limit: the anomaly map's value where marking starts; None takes the image's own highest
             patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
@@ -252,11 +252,11 @@ PLAIN = RenderOptions()
 
 @dataclass(frozen=True)
 class RenderResult:
-    """What writing the pictures has found.
+    """Results of writing an image's pictures.
 
     Attributes:
-        regions: what is marked, where that is wanted.
-        small: the small copy of the heatmap, where that is wanted.
+        regions: the marked regions, if wanted.
+        small: the small copy of the heatmap, if wanted.
     """
 
     regions: tuple[MarkedRegion, ...] = ()
@@ -265,11 +265,11 @@ class RenderResult:
 
 @dataclass(frozen=True)
 class PictureWriter:
-    """What to write, and where.
+    """Writes an image's pictures.
 
     Attributes:
         output: the folder for folders of heatmaps, masks and maps.
-        options: what to write; which image has a heatmap is left to `RenderOptions`.
+        options: what to write; `RenderOptions` decides on the heatmap.
         unit: of the scores.
     """
 
@@ -284,19 +284,19 @@ class PictureWriter:
 
         Args:
             image: the decoded file.
-            anomaly_map: of it.
-            name: the heatmap's path in its folder; the others have the same in theirs.
-            render: what the heatmap says of the image.
+            anomaly_map: its anomaly map.
+            name: the path of the pictures in their folders.
+            render: what the heatmap shows.
 
         Returns:
-            The marked regions and a small heatmap, where they are wanted.
+            The marked regions and a small heatmap, if wanted.
 
         Raises:
-            OutputError: no room, no permission.
+            OutputError: the disk is full or not writable.
         """
         options = self.options
         limit = float(np.nanmax(anomaly_map.scores)) if render.limit is None else render.limit
-        # In a method of its own: of a large image the picture is gone before the mask is encoded.
+        # A separate method frees a large image's picture before the mask is encoded.
         small = self._write_heatmap(image, anomaly_map, limit, name, render)
         if not (options.masks or options.regions or options.maps):
             return RenderResult(small=small)

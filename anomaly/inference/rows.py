@@ -1,4 +1,4 @@
-"""Rows of verdicts: what `infer` says about each image, each marked region and each part."""
+"""Rows of results: for each image, each marked region and each part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
     """One image's line in results.csv and results.jsonl; the fields are the columns, in order.
 
     Attributes:
-        path: the file, as given or found.
+        path: the file's path.
         image_sha256: of the file's bytes; empty where they couldn't be read.
         status: `ok`, `unreadable`, `unsupported`, or `failed` when the file took the processes down
             that tried to decode it, or when its score isn't a finite number.
@@ -45,19 +45,19 @@ class Row:
         verdict: `good`, `review` (a person has to look) or `reject`; empty without a score or a
             threshold.
         heatmap: picture, relative to the output folder; empty where there is none.
-        model_id: which model said so.
+        model_id: the model that scored it.
         software_version: of this program.
         threshold_label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
-        reason: why there is no score, or why a person has to look.
+        reason: why there is no score, or why the part is for review.
         model_name: the model's name in its config.
-        time: when that was said, in UTC (ISO 8601).
-        milliseconds: from when the file began to be read until its pictures were on disk; it shares
-            a batch, and so it waits for others in between.
-        engine: what computed: `torch`, or the engine that the model was exported for.
-        product: which of several products it was scored as; empty where a single model scored it,
-            and where there is no score and nobody says which.
-        decided_by: the rule or the zone that decided the verdict, `rule scratch` or `zone seal`
-            say; empty where the image score did.
+        time: when it was scored, in UTC (ISO 8601).
+        milliseconds: from reading the file until its pictures were on disk, including waiting for
+            its batch.
+        engine: that computed: `torch`, or the engine that the model was exported for.
+        product: which of several products it was scored as; empty for a single model, and for an
+            image without a score or a given product.
+        decided_by: the rule or the zone that decided the verdict, such as `rule scratch` or `zone
+            seal`; empty if the image score did.
         misarranged: which part of the image holds too much or too little of what, where that makes
             the score (`model.arrangement`); else empty.
     """
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def flagged(self) -> bool:
-        """Whether the score flags it, outside the zones with a rate of their own."""
+        """Whether the score flags it, outside zones with their own rate."""
         kind = decider(self.decided_by)
         return kind == "rule" or (kind != "zone" and self.verdict != "good")
 
@@ -100,10 +100,10 @@ def row_of(
     """The row of an image that was scored, or couldn't be.
 
     Args:
-        result: what became of it.
-        model: said so, or one of those in it.
-        path: what the row calls the image.
-        begun: when it was begun, by `time.perf_counter`.
+        result: its prediction, or why it is unusable.
+        model: that scored it, or one of its products' models did.
+        path: the image's path in the row.
+        begun: start of its scoring, by `time.perf_counter`.
         heatmap: picture, relative to the output folder; empty where there is none.
     """
     scored = None if isinstance(result, UnusableImage) else result
@@ -144,21 +144,21 @@ class RegionRow:
         x: the bounding box's first column in original pixels.
         y: its first row.
         width: of the bounding box, in original pixels.
-        height: of it.
+        height: of the bounding box, in original pixels.
         area: marked pixels.
         peak_score: the anomaly map's highest value in it.
-        peak_x: where that is.
-        peak_y: where that is.
+        peak_x: column of that pixel.
+        peak_y: row of that pixel.
         width_uncertainty: a patch's width in original pixels: the width is about as uncertain.
         height_uncertainty: likewise.
         width_mm: of the bounding box; None where the model doesn't know `image.mm_per_pixel`.
         height_mm: of the bounding box, or None.
-        area_mm2: of what is marked, or None.
+        area_mm2: of the marked pixels, or None.
         width_uncertainty_mm: as `width_uncertainty`, or None.
         height_uncertainty_mm: as `height_uncertainty`, or None.
-        length: the longer side of the narrowest box around it, turned as it may be, in pixels.
+        length: longer side of the narrowest rotated box around it, in pixels.
         thickness: that box's shorter side.
-        zone: the zones that its highest place lies in.
+        zone: the zones that its peak lies in.
         rule: the rule that decides it.
     """
 
@@ -221,7 +221,7 @@ class Part:
         image_score: the highest of its views; None without any.
         path: the view that decides: the rejected one with the highest score, else the first one
             for review, else the one with the highest score.
-        reason: why a person has to look at that one; empty where that isn't so.
+        reason: why that view is for review; empty if it isn't.
     """
 
     group: str
@@ -234,7 +234,7 @@ class Part:
 
 
 def judge_parts(rows: Sequence[Row], groups: Mapping[str, str]) -> list[Part]:
-    """The parts all of whose views have a row, in order of their names.
+    """The parts whose views all have a row, in order of their names.
 
     Args:
         rows: one for each image.
@@ -273,7 +273,7 @@ def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> 
 
 
 def csv_header(kind: type[DataclassInstance]) -> str:
-    """The first line, of the columns' names."""
+    """The header line of column names."""
     return csv_text([[field.name for field in fields(kind)]])
 
 
@@ -323,17 +323,17 @@ _VERDICTS = {"good": "good", "review": "to review", "reject": "rejected"}
 
 
 def counts_of(rows: Iterable[Row]) -> Counter[str]:
-    """How many rows have each status, and each verdict."""
+    """Number of rows by status and by verdict."""
     return Counter(word for row in rows for word in (row.status, row.verdict))
 
 
 def total_of(counts: Counter[str]) -> int:
-    """How many images there are."""
+    """Number of images."""
     return sum(counts[status] for status in ("ok", *_UNUSABLE))
 
 
 def learned_by(model: AnyModel) -> dict[str, frozenset[str]]:
-    """sha256 of the images that a model has learned from, by product."""
+    """sha256 of a model's training images, by product."""
     return {
         product: frozenset(one.manifest["training_images"].values())
         for product, one in model.models.items()
@@ -343,11 +343,12 @@ def learned_by(model: AnyModel) -> dict[str, frozenset[str]]:
 def count_flagged(
     rows: Iterable[Row], learned: Mapping[str, Collection[str]]
 ) -> Counter[tuple[str, bool]]:
-    """How many images of each product are flagged (True) by their scores, and how many aren't.
+    """Number of images of each product that scores flag (True) or not (False).
 
     Args:
-        rows: those without a verdict, or for review whatever their score, don't count.
-        learned: sha256 of images that don't count either, by product.
+        rows: of the images; those without a verdict, or for review whatever their score, don't
+            count.
+        learned: sha256 of training images, which don't count, by product.
     """
     return Counter(
         (row.product, row.flagged)
@@ -359,12 +360,12 @@ def count_flagged(
 def flagged_lines(
     counts: Mapping[tuple[str, bool], int], model: AnyModel, folder: Path
 ) -> Iterator[str]:
-    """Where more or fewer images are flagged than thresholds promise, for people.
+    """Readable lines for products with more or fewer flagged images than promised.
 
     Args:
         counts: see `count_flagged`.
-        model: has scored the images.
-        folder: of the model, as the user named it.
+        model: that scored the images.
+        folder: the model's folder, as given by the user.
     """
     for product, one in model.models.items():
         if one.thresholds is not None:
@@ -376,21 +377,21 @@ def flagged_lines(
 
 
 def say_counts(counts: Counter[str], total: int | None = None) -> str:
-    """How many images were scored, and with what result.
+    """A line on how many images were scored, with which verdicts.
 
     Args:
         counts: see `counts_of`.
-        total: how many images there are, where not all have a row.
+        total: number of images, if not all have a row.
     """
     summary = f"{counts['ok']} of {total_of(counts) if total is None else total} images scored"
-    without = "no verdicts, for the model has no thresholds" if counts["ok"] else ""
+    without = "no verdicts, because the model has no thresholds" if counts["ok"] else ""
     unusable = [f"{counts[status]} {status}" for status in _UNUSABLE if counts[status]]
-    found = ", ".join([word for word in (say_verdicts(counts) or without, *unusable) if word])
-    return f"{summary}: {found}" if found else summary
+    outcomes = ", ".join([word for word in (say_verdicts(counts) or without, *unusable) if word])
+    return f"{summary}: {outcomes}" if outcomes else summary
 
 
 def say_verdicts(counts: Counter[str]) -> str:
-    """How many images have each verdict; empty where none has any."""
+    """Number of images by verdict, in words; empty without verdicts."""
     if not any(counts[verdict] for verdict in _VERDICTS):
         return ""
     return ", ".join(f"{counts[verdict]} {word}" for verdict, word in _VERDICTS.items())

@@ -1,4 +1,4 @@
-"""Model x files -> rows and pictures: one run of `infer`, which survives what happens on a line."""
+"""Model x files -> rows and pictures: one run of `infer`, which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from anomaly.scoring.predictor import AnyModel
 from anomaly.scoring.scene import SceneWatch
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
-_LAST_SECONDS = 5.0  # that their pictures may take once the run is to stop
+_LAST_SECONDS = 5.0  # for their pictures after a stop
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is to be scored.
+    """The images to score.
 
     Attributes:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
-        options: what is written of them.
-        brought: gives each index and path, in order, once the file is there; for files that come
-            from elsewhere.
+        options: what to write.
+        brought: yields each index and path in order as soon as the file is local; for remote files.
     """
 
     paths: Sequence[Path]
@@ -61,23 +60,21 @@ def infer(
     scored: Callable[[Prediction], None] = lambda prediction: None,
     scene: SceneWatch | None = None,
 ) -> None:
-    """Score the images that the record doesn't know yet.
+    """Score the images that aren't in the record yet.
 
-    The record gets whole batches: a number's last digits may hang on what it shares a batch with,
-    and a run that was broken off, whose batches are cut as if it hadn't been, has to end with the
-    same bytes as one that wasn't.
+    The record gets whole batches: a score's last digits may depend on its batch, and a resumed
+    run, which has the same batches, must write the same bytes as an uninterrupted one.
 
     Args:
-        model: says what is good.
-        inputs: what is to be scored.
+        model: scores the images.
+        inputs: the images to score.
         record: gets each batch once its pictures are on disk.
-        decoders: begun, with this model's loading.
-        stopped: asked all the time; what is scored is then drawn and kept, as far as that takes
-            no more than a few seconds.
-        progress: called with images done in this run, and how many there are to do.
+        decoders: started, with this model's loading.
+        stopped: whether to stop; scored images are then still drawn and kept for a few seconds.
+        progress: called with images done in this run, and the number to do.
         thumbnails: gets small heatmaps of the images that matter most.
-        scored: called with each prediction, which knows nothing of the scene.
-        scene: watches the images, whose order is that of the parts; None where it isn't.
+        scored: called with each prediction, before scene changes are judged.
+        scene: watches the images, if they are in the parts' order; else None.
 
     Raises:
         OutputError: results can't be written.
@@ -97,29 +94,29 @@ def infer_files(
     progress: Callable[[int, int], None],
     scored: Callable[[Prediction], None] = lambda prediction: None,
 ) -> Thumbnails | None:
-    """Score the files of a list that its journal doesn't know yet, and write the tables.
+    """Score the files of a list that aren't in its journal yet, and write the tables.
 
     Args:
-        model: says what is good.
+        model: scores the images.
         found: the files.
-        folders: those that were named; pictures are named by the way from there.
-        outputs: what to write, its folder begun.
+        folders: the given folders; names of pictures are relative to them.
+        outputs: what to write; its folder is prepared.
         journal: of the run.
         decoders: started.
-        stopped: asked all the time; the journal then lacks some of the files.
-        progress: called with images done in this run, and how many there are to do.
-        scored: called with each prediction, which knows nothing of the scene.
+        stopped: whether to stop; the journal then lacks some files.
+        progress: called with images done in this run, and the number to do.
+        scored: called with each prediction, before scene changes are judged.
 
     Returns:
-        Small heatmaps for the page, if there is to be one.
+        Small heatmaps for the page, if wanted.
 
     Raises:
-        OutputError: results can't be written; those that could are kept, and the run can go on.
+        OutputError: results can't be written; earlier ones are kept, and the run can be resumed.
     """
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
-    # Files of one folder, by name, are taken for parts in a row; subfolders hold kinds or lots.
+    # Files of one folder, by name, count as parts in a row; subfolders hold kinds or lots.
     scene = SceneWatch(model.models) if len({path.parent for path in paths}) == 1 else None
     if scene is not None:
         for image in journal.done.values():
@@ -143,7 +140,7 @@ def infer_files(
     except OutputError as error:
         failure = error
     finally:
-        # Whatever stopped the run, the rows that exist are kept.
+        # Keep the existing rows, whatever stopped the run.
         try:
             mm_per_pixel = model.reference_model.config.image.mm_per_pixel
             outputs.write_tables(journal, found.groups, mm_per_pixel)
@@ -156,10 +153,10 @@ def infer_files(
 
 @contextmanager
 def resumable(done: Callable[[], str]) -> Iterator[None]:
-    """Say of a run that couldn't write what is done, and how it goes on.
+    """Add to a write error what is done, and how to continue.
 
     Args:
-        done: says it.
+        done: returns what is done, in words.
 
     Raises:
         OutputError: results can't be written; a `WriteError` where it was one.
@@ -167,7 +164,7 @@ def resumable(done: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except OutputError as error:
-        raise type(error)(f"{error}; {done()} done and kept: go on with --resume") from None
+        raise type(error)(f"{error}; {done()} done and kept; continue with --resume") from None
 
 
 # A score, what its pictures show, and the pictures on their way.
@@ -176,7 +173,7 @@ _Scored: TypeAlias = tuple[Prediction, RenderOptions, Future[RenderResult | Unus
 
 @dataclass
 class _Run:
-    """A run under way: its parts as for `infer`, and what is on its way through them."""
+    """A run in progress: the arguments of `infer`, and unfinished images."""
 
     model: AnyModel
     inputs: Inputs
@@ -188,8 +185,8 @@ class _Run:
     scene: SceneWatch | None
     # The index of each batch's last image, and how many images it has.
     batches: dict[int, int] = field(default_factory=dict)
-    # In the batches' order: results whose pictures may still be on their way, if they have any,
-    # and what is finished of the batch that the first of them belongs to.
+    # In the batches' order: results whose pictures may be unfinished, and the finished images of #
+    # the first one's batch.
     behind: deque[_Scored | UnusableImage] = field(default_factory=deque)
     finished: list[Finished] = field(default_factory=list)
     begun: dict[int, float] = field(default_factory=dict)
@@ -241,14 +238,14 @@ class _Run:
             self._record_first()
 
     def _record_all(self) -> None:
-        """What is computed isn't thrown away because another one's picture had no room."""
+        """Finish computed images even if another one's picture couldn't be written."""
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
         while self.behind:
             first = self.behind[0]
             drawing = [] if isinstance(first, UnusableImage) else [first[2]]
             if self.stopped() and wait(drawing, end - time.monotonic()).not_done:
-                break  # the run will score its batch again when it goes on
+                break  # a resumed run will score its batch again
             try:
                 self._record_first()
             except OutputError as error:
@@ -257,7 +254,7 @@ class _Run:
             raise failure
 
     def _record_first(self) -> None:
-        """A row counts once its picture is on disk, and those of its batch are."""
+        """Add rows to the record once all pictures of their batch are on disk."""
         first = self.behind.popleft()
         index = first.index if isinstance(first, UnusableImage) else first[0].index
         try:

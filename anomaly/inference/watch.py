@@ -24,7 +24,7 @@ from anomaly.scoring.predictor import AnyModel
 from anomaly.scoring.scene import SceneWatch
 
 _POLL_SECONDS = 0.5
-# Looking into the folders takes at most this share of the time.
+# Largest share of the time for listing the folders.
 _POLL_SHARE = 0.2
 _RESULTS, _LINES, _REGIONS = "results.csv", "results.jsonl", "regions.csv"
 
@@ -43,7 +43,7 @@ class Stamp:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """A file's stamp; None where there is none, or it may not be looked at."""
+    """A file's stamp; None if it is missing or not accessible."""
     try:
         status = path.stat()
     except OSError:
@@ -52,14 +52,14 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 class Arrivals:
-    """Follows folders. What it remembers are the files that are in them now.
+    """Follows folders. It remembers only the files that are in them now.
 
-    Of a folder that is empty it remembers those that were in it last.
+    For an empty folder it remembers its last files.
 
     Args:
         folders: searched with their subfolders.
-        done: files that were given earlier, with the stamps that they had then.
-        settle: for how many seconds a file mustn't have changed to be taken as fully written.
+        done: files returned by an earlier run, with their stamps then.
+        settle: seconds without a change after which a file counts as complete.
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class Arrivals:
         settle: float = 0.0,
     ) -> None:
         self._folders = folders
-        self._given = dict(done)
+        self._returned = dict(done)
         self._settle = settle
         # The stamps of files that may still be written to, and since when they have them.
         self._written: dict[Path, tuple[Stamp, float]] = {}
 
     def poll(self, now: float = 0.0) -> dict[Path, Stamp]:
-        """The files that are there, unchanged since an earlier poll, and not given yet.
+        """New files that are unchanged since an earlier poll.
 
-        A file that has changed since it was given is another one under the same name.
+        A file that has changed since it was returned counts as new.
 
         Args:
-            now: seconds on any clock that only goes forward.
+            now: seconds of a monotonic clock.
 
         Returns:
             Stamps by file, the oldest file first.
 
         Raises:
-            DataError: a folder can't be listed; what arrives is given later.
+            DataError: a folder can't be listed; its new files are returned later.
         """
         files = {file for folder in self._folders for file in list_files(folder, tell=False)}
         listed = filter(is_image, files)
         stamps = {path: stamp for path in listed if (stamp := stamp_of(path)) is not None}
-        new = {path: stamp for path, stamp in stamps.items() if self._given.get(path) != stamp}
+        new = {path: stamp for path, stamp in stamps.items() if self._returned.get(path) != stamp}
         before, self._written = self._written, {}
         ready = {}
         for path, stamp in new.items():
@@ -102,36 +102,36 @@ class Arrivals:
                 self._written[path] = stamp, since
             else:
                 ready[path] = stamp
-        # A folder that is empty all at once may be a drive that comes back.
-        if gone := self._given.keys() - stamps.keys():
+        # A folder that is suddenly empty may be a drive that comes back.
+        if gone := self._returned.keys() - stamps.keys():
             there = [f for f in self._folders if any(path.is_relative_to(f) for path in stamps)]
             for path in gone:
                 if any(path.is_relative_to(folder) for folder in there):
-                    del self._given[path]
-        self._given.update(ready)
+                    del self._returned[path]
+        self._returned.update(ready)
         return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))
 
 
 class WatchJournal(Journal):
-    """The record of watched folders, and the tables that grow with it.
+    """The journal of watched folders, and the tables that grow with it.
 
-    A line names files that are done and says how long the tables were then: whatever lies behind
-    are rows that a killed process didn't finish, and is dropped.
+    A line holds finished files and the lengths of the tables: later rows are of a killed process
+    and are dropped.
 
     Args:
         output: the folder.
-        about: what the rows depend on; tables about something else can't be continued.
+        about: what the rows depend on; tables of another run can't be continued.
         regions: whether there is a table of regions.
-        mm_per_pixel: for that one; None where it isn't known.
+        mm_per_pixel: for the table of regions; None if unknown.
         seen: called with each image, once its row is in the tables.
 
     Attributes:
-        earlier: files in the tables that were unchanged, or not there, when this was made.
-        arrived: files that are being scored, in order, with their stamps.
-        done: none of them has a row yet.
+        earlier: files in the tables that were unchanged or missing at the start.
+        arrived: files being scored, in order, with their stamps.
+        done: empty, since none of them has a row yet.
 
     Raises:
-        OutputError: the tables are about something else, or damaged.
+        OutputError: the tables are of another run, or damaged.
     """
 
     done: tuple[int, ...] = ()
@@ -171,27 +171,27 @@ class WatchJournal(Journal):
         """Write rows and regions of a batch of `arrived`; they are in the tables on return.
 
         Raises:
-            OutputError: no room.
+            OutputError: the disk is full.
         """
-        rows = [one.row for one in batch]
+        rows = [image.row for image in batch]
         texts = {_RESULTS: csv_lines(rows), _LINES: as_jsonl(rows)}
         if _REGIONS in self._tables:
             mm = self._mm_per_pixel
-            found = [r for one in batch for r in region_rows(one.row.path, one.regions, mm)]
-            texts[_REGIONS] = csv_lines(found)
+            regions = [r for image in batch for r in region_rows(image.row.path, image.regions, mm)]
+            texts[_REGIONS] = csv_lines(regions)
         for name, text in texts.items():
             self._tables[name].append(text.encode("utf-8", "surrogateescape"))
-        files = (self.arrived[one.index] for one in batch)
+        files = (self.arrived[image.index] for image in batch)
         stamps = {str(path): asdict(stamp) for path, stamp in files}
         self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
-        for one in batch:
-            self._seen(one)
+        for image in batch:
+            self._seen(image)
 
     def take(self, line: dict[str, Any]) -> None:
-        """Remember the files of a line, and how long the tables were."""
-        for name, said in line["files"].items():
-            path, stamp = Path(name), Stamp(**said)
-            if stamp_of(path) in (stamp, None):  # one that isn't there may come back
+        """Read the files and table lengths of a line."""
+        for name, values in line["files"].items():
+            path, stamp = Path(name), Stamp(**values)
+            if stamp_of(path) in (stamp, None):  # a missing file may come back
                 self.earlier[path] = stamp
         self._ends.update(line["ends"])
 
@@ -210,30 +210,30 @@ def watch(
     trouble: Callable[[str], None] = lambda message: None,
     looking: Callable[[], None] = lambda: None,
 ) -> None:
-    """Score what is in the folders, and what arrives there, until stopped.
+    """Score the files in the folders and new ones until stopped.
 
-    What this holds in memory hangs on the files that are in the folders, not on how many have been
-    there. A folder that can't be listed for a while, as network drives have it, is tried again.
+    Memory depends on the files now in the folders, not on all earlier ones. A folder that can't be
+    listed, such as an interrupted network drive, is tried again.
 
     Args:
-        model: says what is good.
-        folders: what is followed.
-        output: where the pictures are, so that none is written over.
+        model: scores the images.
+        folders: the folders to follow.
+        output: the folder of pictures, so that none is overwritten.
         journal: open; gets each row once its pictures are on disk.
-        decoders: begun, with this model's loading.
-        settle: seconds after which a file that nobody has written to is fully written.
-        stopped: asked all the time.
-        options: what is written of each image.
+        decoders: started, with this model's loading.
+        settle: seconds without a change after which a file counts as complete.
+        stopped: whether to stop.
+        options: what to write for each image.
         thumbnails: as for `infer`.
-        trouble: called with what is wrong with the folders, once for each spell of it.
-        looking: called before each look into them.
+        trouble: called with the folders' error, once until it ends.
+        looking: called before the folders are listed.
 
     Raises:
         OutputError: results can't be written.
     """
     arrivals = Arrivals(folders, journal.earlier, settle)
     complaint = reported = ""
-    numbers: dict[str, int] = {}  # of names that come again
+    numbers: dict[str, int] = {}  # for repeated names
     scene = SceneWatch(model.models)
     while not stopped():
         looking()
@@ -244,7 +244,7 @@ def watch(
         except DataError as error:
             ready = {}
             before, complaint = complaint, str(error)
-        # A folder that goes while it is being listed is no trouble yet.
+        # A folder that vanishes while it is listed isn't an error yet.
         if complaint == before != reported:
             trouble(complaint or "the folders can be listed again")
             reported = complaint
@@ -267,6 +267,6 @@ def watch(
 
 
 def _pause(until: float, stopped: Callable[[], bool]) -> None:
-    """A signal doesn't end a sleep, so that sleeps are short."""
+    """Sleep in short steps, since a signal doesn't end a sleep."""
     while not stopped() and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _POLL_SECONDS))

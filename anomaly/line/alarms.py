@@ -1,4 +1,4 @@
-"""What is wrong with the line, and who has seen it."""
+"""Alarms of the line, and who has acknowledged them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from anomaly.errors import DataError, OutputError
 from anomaly.line.record import Record, time_now
 from anomaly.line.slot import ModelSlot
 
-_SECONDS = 5.0  # between two looks while nobody asks: whether an alarm is over
+_SECONDS = 5.0  # between checks whether an alarm has ended
 _ERRORS = ("stopping", "unwritable", "failed", "loading")  # with one, the service isn't ready
 _OPEN = "SELECT id, alarm, cause, who, time FROM acknowledgements WHERE ended = ''"
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that is wrong.
+    """An alarm: what is wrong, and with which model.
 
     Attributes:
-        kind: a key of words.json, which says it in every language.
-        model: that it is about; empty for all.
-        reason: what has happened, where the kind doesn't say it.
+        kind: its key in words.json, which holds the text in every language.
+        model: the model concerned; empty if it concerns all.
+        reason: details that the kind's text doesn't give.
     """
 
     kind: str
@@ -37,17 +37,17 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """Its name, the same for as long as it lasts."""
+        """The alarm's name, unchanged while it lasts."""
         return f"{self.kind}:{self.model}".rstrip(":")
 
     @property
     def cause(self) -> str:
-        """The reason without its figures, which change with every part."""
+        """The reason without numbers, which change with every part."""
         return re.sub(r"[\d.,]+", "", self.reason)
 
 
 def alarms_of(models: Iterable[ModelSlot], record: Record, stopping: bool) -> Iterator[Alarm]:
-    """The alarms now."""
+    """The current alarms."""
     if stopping:
         yield Alarm("stopping")
     if trouble := record.trouble():
@@ -69,13 +69,13 @@ def alarms_of(models: Iterable[ModelSlot], record: Record, stopping: bool) -> It
 
 
 class Alarms:
-    """Alarms with who has seen them. Used in a `with` statement, which notices when they end.
+    """Alarms and who has acknowledged them. Use it in a `with` statement, which notes their end.
 
     An acknowledgement counts until its alarm ends or has another cause; the record keeps it.
 
     Args:
-        record: holds who has seen which alarm, when, and when it was over.
-        current: the alarms now.
+        record: holds who acknowledged which alarm, when, and when it ended.
+        current: returns the current alarms.
     """
 
     def __init__(self, record: Record, current: Callable[[], Iterable[Alarm]]) -> None:
@@ -101,7 +101,7 @@ class Alarms:
         return dict(json.loads(words))
 
     def now(self) -> list[dict[str, Any]]:
-        """The alarms now, errors first.
+        """The current alarms, errors first.
 
         Returns:
             `key`, `kind`, `model`, `reason`, `severity` (`error` or `warning`), `text` in English,
@@ -128,15 +128,19 @@ class Alarms:
         ]
 
     def acknowledge(self, key: str, who: str) -> None:
-        """Write down that somebody has seen an alarm.
+        """Record that a person has acknowledged an alarm.
 
         Raises:
-            DataError: there is no such alarm now, or nobody says who.
-            OutputError: no room.
+            DataError: there is no such alarm now, or the person's name is empty.
+            OutputError: the disk is full.
         """
         alarm = next((alarm for alarm in self._current() if alarm.key == key), None)
         if alarm is None or not who:
-            raise DataError(f"there is no alarm {key}" if who else "say who has seen the alarm")
+            raise DataError(
+                f"there is no alarm {key}"
+                if who
+                else "give the name of the person who acknowledges the alarm"
+            )
         with self._record.changing() as db:
             db.execute(
                 "INSERT INTO acknowledgements (alarm, cause, who, time) VALUES (?, ?, ?, ?)",

@@ -1,4 +1,4 @@
-"""The HTTP routes. What they answer is made elsewhere."""
+"""The HTTP routes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _Pixel = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class Stroke(BaseModel):
-    """The way of a brush."""
+    """A brush stroke."""
 
     radius: float = Field(gt=0, le=1e6)
     points: list[tuple[_Pixel, _Pixel]] = Field(min_length=1)
@@ -67,7 +67,7 @@ class Stroke(BaseModel):
 class Mark(BaseModel):
     """Where a defect is, in pixels of the photograph that `/v1/parts/N/photograph` gives."""
 
-    width: int = Field(ge=1, le=1_000_000, description="of that photograph")
+    width: int = Field(ge=1, le=1_000_000, description="width of that photograph in pixels")
     rectangles: list[tuple[_Pixel, _Pixel, _Pixel, _Pixel]] = Field(
         [], description="left, top, right and bottom edges"
     )
@@ -75,11 +75,11 @@ class Mark(BaseModel):
 
 
 class Feedback(BaseModel):
-    """What a person says of a part."""
+    """A person's judgement of a part."""
 
     model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
 
-    verdict: Literal["good", "defect", ""] = Field(description="empty withdraws what was said")
+    verdict: Literal["good", "defect", ""] = Field(description="empty withdraws the last judgement")
     mark: Mark | None = None
     defect_type: str = Field("", max_length=80)
     note: str = Field("", max_length=2000)
@@ -87,19 +87,19 @@ class Feedback(BaseModel):
 
 
 class _TextResponse(JSONResponse):
-    """Values of which some may hold bytes of file names that are no text: these stand escaped."""
+    """JSON in which bytes of file names that aren't text are escaped."""
 
     def render(self, content: Any) -> bytes:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return re.sub("[\ud800-\udfff]", lambda found: "\\" + visible(found[0]), text).encode()
+        return re.sub("[\ud800-\udfff]", lambda match: "\\" + visible(match[0]), text).encode()
 
 
 def make_app(service: InspectionService) -> FastAPI:
-    """The application for a line of parts."""
+    """The FastAPI application of an inspection service."""
     app = FastAPI(
         title="anomaly",
         version=__version__,
-        description="Scores parts, writes each answer down, and takes what people say of it.",
+        description="Scores parts, records each result, and takes people's judgements.",
         docs_url=None,  # FastAPI's own pages load scripts from another site
         redoc_url=None,
         default_response_class=_TextResponse,
@@ -117,7 +117,7 @@ def make_app(service: InspectionService) -> FastAPI:
 
 
 async def _misunderstood(request: Request, error: Exception) -> Response:
-    """A parameter that isn't a legal value: 400, for 422 speaks of images."""
+    """400 for an invalid parameter; 422 is for images that can't be scored."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type"):
@@ -125,14 +125,14 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
         return _TextResponse({"detail": message}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
-    fault = {"missing": "is missing", "extra_forbidden": "isn't known"}.get(
+    fault = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
     return _TextResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
-    """The record can't be read or written, or all places are taken."""
+    """503: the record can't be read or written, or too many parts or clients are waiting."""
     seconds = error.seconds if isinstance(error, BusyError) else 10
     return _TextResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
 
@@ -143,13 +143,17 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         request: Request,
         name: str,
         include: Annotated[
-            tuple[Include, ...], Query(description="what to answer beside the row")
+            tuple[Include, ...], Query(description="what to return besides the row")
         ] = (),
     ) -> JSONResponse:
         slot = _taking(service, name)
         wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
         if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
-            raise HTTPException(400, f"{name} has no thresholds, so nothing can be marked")
+            raise HTTPException(
+                400,
+                f"{name} has no thresholds, so it has no masks or regions; include only the "
+                "heatmap",
+            )
         async with service.bodies.image(request) as (data, filename):
             scored = await _answered(service, partial(slot.submit, data, filename, wanted))
         return _TextResponse(
@@ -164,8 +168,8 @@ async def _answered(service: InspectionService, submit: Callable[[], Future[Scor
     except TimeoutError:
         raise HTTPException(
             504,
-            f"there is no answer after {service.limits.answer_seconds:g} s; once there is, it is "
-            "written down",
+            f"no answer within {service.limits.answer_seconds:g} s; the part will still be "
+            "scored and recorded",
         ) from None
 
 
@@ -179,7 +183,7 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
             answer["mask_png"] = base64.b64encode(drawn.mask).decode()
         if drawn.regions is not None:
             regions = region_rows(row.path, drawn.regions, scored.mm_per_pixel)
-            answer["regions"] = [asdict(one) for one in regions]
+            answer["regions"] = [asdict(region) for region in regions]
     return answer
 
 
@@ -202,12 +206,12 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
     def models() -> dict[str, Any]:
         return {"models": [slot.short() for slot in service.registry.models.values()]}
 
-    @app.get("/v1/models/{name}", summary="One model: settings, thresholds and what they promise")
+    @app.get("/v1/models/{name}", summary="One model: settings, thresholds and promised rates")
     def model(name: str) -> dict[str, Any]:
         return _slot(service, name).long()
 
     @app.get("/v2/health/live", summary="Whether the service runs")
-    async def live() -> dict[str, bool]:  # no thread, of which all may be busy
+    async def live() -> dict[str, bool]:  # async: all threads may be busy
         return {"live": True}
 
     health_now = _for_all(lambda: service.health())
@@ -215,7 +219,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get(
         "/v2/health/ready",
-        summary="Whether all models can be used, and answers be written down",
+        summary="Whether all models are ready and results can be recorded",
     )
     async def ready() -> JSONResponse:
         health = await health_now()
@@ -227,7 +231,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
 
 def _for_all(compute: Callable[[], _T]) -> Callable[[], Awaitable[_T]]:
-    """Computes in a thread beside the routes', once for all who ask meanwhile."""
+    """An async function that computes in a thread; callers at the same time share the result."""
     running: asyncio.Task[_T] | None = None
 
     async def ask() -> _T:
@@ -259,7 +263,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get(
         "/v1/parts/{number}/heatmap",
-        summary="A part's heatmap, made small",
+        summary="A part's heatmap, reduced in size",
         response_class=Response,
         responses={200: {"content": {"image/jpeg": {}}}},
     )
@@ -268,14 +272,14 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get(
         "/v1/parts/{number}/photograph",
-        summary="A part's image as a JPEG, whatever kind of file it was, of 4 megapixels at most",
+        summary="A part's image as a JPEG of at most 4 megapixels",
         response_class=Response,
         responses={200: {"content": {"image/jpeg": {}}}},
     )
     def photograph(number: Number) -> Response:
         return _picture(number, service.photograph(number))
 
-    @app.post("/v1/parts/{number}/feedback", summary="Say what a part really is")
+    @app.post("/v1/parts/{number}/feedback", summary="Judge a part: good or defect")
     def feedback(
         number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
@@ -293,7 +297,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         service.changed(number)
         return service.part(number) or {}
 
-    @app.post("/v1/parts/{number}/{kept}", summary="Keep a missed defect, or a golden part")
+    @app.post("/v1/parts/{number}/{kept}", summary="Keep a part as a missed defect or golden part")
     def keep(
         number: Number,
         kept: Literal["missed", "golden"],
@@ -307,13 +311,15 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}
 
-    @app.get("/v1/labelling", summary="Kept parts that nobody has judged, the worthiest first")
+    @app.get(
+        "/v1/labelling", summary="Unjudged parts with a picture, the most useful to judge first"
+    )
     def labelling(
         model: str = "", limit: Annotated[int, Query(ge=1, le=500)] = 50
     ) -> dict[str, Any]:
         return queue(service.record.file, model, limit)
 
-    @app.get("/v1/user", summary="Who asks, by the token; empty where tokens have no names")
+    @app.get("/v1/user", summary="The user whose token was sent; empty if tokens have no names")
     def user(request: Request) -> dict[str, str]:
         return {"user": request.scope["user"]}
 
@@ -331,10 +337,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     def drift() -> dict[str, dict[str, Any]]:
         return {slot.name: slot.drifted() for slot in service.registry.models.values()}
 
-    @app.get("/v1/events", summary="What happens from now on, as server-sent events")
+    @app.get("/v1/events", summary="New parts and judgements, as server-sent events")
     async def events() -> StreamingResponse:
         followed = service.follow()
-        await anext(followed)  # refused where too many follow already
+        await anext(followed)  # raises BusyError if too many clients follow
         return StreamingResponse(_events(followed), media_type="text/event-stream")
 
 
@@ -346,13 +352,13 @@ def _picture(number: int, picture: bytes | None) -> Response:
 
 
 def _mask(service: InspectionService, number: int, judgement: Feedback) -> bytes:
-    """The mask of a judgement's mark, empty where it has none; a DataError where it can't be."""
+    """The mask of a judgement's mark; empty without one. Raises DataError if it can't be made."""
     if (mark := judgement.mark) is None:
         return b""
     file = service.picture_file(number)
     if judgement.verdict != "defect" or file is None:
         why = "no picture of it is kept" if file is None else "only defects are marked"
-        raise DataError(f"part {number} can't be marked: {why}; nothing is noted")
+        raise DataError(f"part {number} can't be marked: {why}; nothing was recorded")
     strokes = [(stroke.radius, stroke.points) for stroke in mark.strokes]
     return mask_of(file, mark.width, mark.rectangles, strokes)
 
@@ -366,11 +372,11 @@ async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterat
 def _alarm_routes(app: FastAPI, service: InspectionService) -> None:
     alarms_now = _for_all(lambda: service.alarms.now())
 
-    @app.get("/v1/alarms", summary="What is wrong, and who has seen it")
+    @app.get("/v1/alarms", summary="Current alarms, and who has acknowledged them")
     async def alarms() -> dict[str, Any]:
         return {"alarms": await alarms_now()}
 
-    @app.post("/v1/alarms/acknowledge", summary="Say that an alarm was seen")
+    @app.post("/v1/alarms/acknowledge", summary="Acknowledge an alarm")
     def acknowledge(
         request: Request,
         key: Annotated[str, Body(max_length=300)],
@@ -415,7 +421,7 @@ def _asset(name: str, room: str = "line") -> str:
 def described(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description, with examples of bodies and answers.
 
-    They are put in here: FastAPI leaves out what is null in an example that a route gives it.
+    They are added here, since FastAPI drops null values from a route's examples.
     """
     if app.openapi_schema is None:
         paths = FastAPI.openapi(app)["paths"]

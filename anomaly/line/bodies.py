@@ -32,10 +32,10 @@ _TEXT = (b"{", b"[", b'"', b"data:")  # JSON, or an address that holds the data
 
 
 class Bodies:
-    """Receives bodies of images; all requests share one.
+    """Receives bodies that hold images; all requests share one instance.
 
     Args:
-        limits: what they may take.
+        limits: of bytes and time.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -44,11 +44,11 @@ class Bodies:
 
     @asynccontextmanager
     async def image(self, request: Request) -> AsyncIterator[tuple[bytes, str]]:
-        """An image file's bytes, and what the client calls it; they count until this is left.
+        """An image file's bytes and name; the bytes count as held inside the `with` block.
 
         Raises:
-            HTTPException: 400 for a form without a file, 415 for text, 503 where too much is held
-                already, and what receiving raises.
+            HTTPException: 400 for a form without a file, 415 for text, 503 if too many bytes are
+                held, and what receiving raises.
         """
         kind = request.headers.get("content-type", "")
         form = Form(kind) if kind.lower().startswith("multipart/") else None
@@ -58,7 +58,7 @@ class Bodies:
                 held += len(piece)
                 self.held += len(piece)
                 if self.held > self._limits.held_bytes:
-                    raise refusal(503, "too many bytes of images wait already; try again in 1 s")
+                    raise refusal(503, "too many images are waiting; try again in 1 s")
                 if form is not None:
                     form.add(piece)
                 else:
@@ -73,13 +73,13 @@ class Bodies:
                 )
             yield data, shown_name(request.query_params.get("name", "") or name)
         except ClientDisconnect:
-            raise refusal(400, "the connection was closed before the body was there") from None
+            raise refusal(400, "the connection was closed before the body was complete") from None
         finally:
             self.held -= held
 
 
 def _is_text(data: bytes) -> bool:
-    """Whether it is an image written as text, or anything in JSON."""
+    """Whether a body is JSON or an image as base64."""
     start = data[: 4 * HEAD_BYTES].lstrip()
     if start.startswith(_TEXT):
         return True
@@ -92,15 +92,15 @@ def _is_text(data: bytes) -> bool:
 
 
 class Form:
-    """The file of a multipart/form-data body that comes piece by piece (RFC 7578).
+    """Parses a multipart/form-data body piece by piece, and keeps its image file (RFC 7578).
 
-    It is that of the field `image`, or the only one. What isn't a file isn't kept.
+    The file is that of the field `image`, or the only one. Other fields are dropped.
 
     Args:
-        content_type: as the request has it.
+        content_type: the request's header.
 
     Raises:
-        HTTPException: 400: the form can't be read, by all methods.
+        HTTPException: 400: the form can't be read. All methods raise it.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -118,7 +118,7 @@ class Form:
             raise _unreadable(error) from None
 
     def add(self, piece: bytes) -> None:
-        """Take the next bytes of the body."""
+        """Parse the next bytes of the body."""
         if self._parser.closed or not piece:
             return
         try:
@@ -131,7 +131,7 @@ class Form:
             raise _unreadable(error) from None
 
     def file(self) -> tuple[bytes, str]:
-        """The file's bytes and its name, once the whole body was taken."""
+        """The file's bytes and name, after the whole body."""
         try:
             self._parser.close()
         except MultipartError as error:
@@ -172,5 +172,5 @@ def _decoded(value: str) -> str:
 
 
 def shown_name(name: str) -> str:
-    """What a client calls an image, as text on one line: no character in it controls anything."""
+    """A client's name for an image, on one line without control characters."""
     return visible(name[:LONGEST_NAME])[:LONGEST_NAME]

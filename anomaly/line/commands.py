@@ -1,4 +1,4 @@
-"""The commands of a line beside `serve`: `deploy`, `drift` and `feedback`."""
+"""`anomaly deploy`, `anomaly drift` and `anomaly feedback`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _add_deploy(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", type=Path, help="the new version: a run or a model folder")
     parser.add_argument(
-        "--to", type=Path, required=True, metavar="RUN", help="the run that is to hold it"
+        "--to", type=Path, required=True, metavar="RUN", help="the run to deploy it to"
     )
     parser.add_argument(
         "--back", action="store_true", help="bring the previous version back instead"
@@ -52,7 +52,7 @@ def _add_deploy(parser: argparse.ArgumentParser) -> None:
 
 
 def _deploy(options: argparse.Namespace) -> int:
-    """Check the new version, and put it in its place; or put the old one back."""
+    """Check and deploy the new version, or bring back the previous one."""
     if options.back == (options.model is not None):
         raise AnomalyError("give either --model, the new version, or --back")
     if options.back:
@@ -65,23 +65,24 @@ def _deploy(options: argparse.Namespace) -> int:
         passing = passing_defects(model, folder, options.to, threads)
         if passing and not options.force:
             raise ModelError(
-                f"it would let known defects pass ({some(passing)}), so it isn't deployed; "
-                "anomaly tune finds settings that catch more. To deploy this version anyway, add "
-                "--force"
+                f"this version calls known defects good ({some(passing)}), so it wasn't "
+                "deployed. Find settings that catch more with anomaly tune, or add --force to "
+                "deploy it anyway"
             )
         before = training_record(options.to).get("name")
         replaced = deploy(folder, options.to)
         print(f"{options.to} holds model {model.model_id} now")
         if before and before != model.config.name:
             log.warning(
-                "%s was called %s, the version before %s: is it of the same product?",
+                "the new version %s is named %s, the previous one %s; check that both are for "
+                "the same product",
                 options.model,
                 model.config.name,
                 before,
             )
         if replaced:
-            log.info(f"back: anomaly deploy --to {options.to} --back")
-    log.info("a service that runs takes it over once it has passed the checks there, too")
+            log.info(f"To undo: anomaly deploy --to {options.to} --back")
+    log.info("A running service switches to it after checking it, too.")
     return 0
 
 
@@ -110,15 +111,18 @@ def _add_drift(parser: argparse.ArgumentParser) -> None:
         help="chance of an alarm in 2,000 parts that haven't changed (0.05)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="a page of charts, replaced each time"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a page of charts here (replaced each time)",
     )
 
 
 def _drift(options: argparse.Namespace) -> int:
-    """Look at a stream.
+    """Measure the drift of a stream of scores.
 
     Returns:
-        0 nothing has changed as far as is seen, 1 an alarm.
+        0 without an alarm, 1 with one.
     """
     thresholds = _thresholds(options)
     folder = find_model(options.model)
@@ -129,8 +133,8 @@ def _drift(options: argparse.Namespace) -> int:
         levels = levels_of(thresholds, defects=options.defects, false_alarms=options.false_alarms)
     except ValueError:
         raise DataError(
-            f"--defects is {options.defects:g} and --false-alarms {options.false_alarms:g}; they "
-            "must be 0 to 0.5, and between 0 and 1"
+            f"--defects is {options.defects:g} (must be 0 to 0.5) and --false-alarms is "
+            f"{options.false_alarms:g} (must be between 0 and 1)"
         ) from None
     drift = Drift(levels, keep=True).add_all(stream.scores)
     for line in stream.notes:
@@ -164,7 +168,7 @@ def _thresholds(options: argparse.Namespace) -> Thresholds:
     thresholds = read_thresholds(folder)
     if thresholds is None:
         raise DataError(
-            f"{options.model} has no thresholds, so drift can't be measured; find some with "
+            f"{options.model} has no thresholds, so drift can't be measured; set them with "
             "anomaly calibrate"
         )
     return thresholds
@@ -178,8 +182,8 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verdict",
         choices=("good", "defect"),
-        help="what the parts really were; without --verdict and --pictures, all judgements are "
-        "listed as lines of JSON",
+        help="what the parts really are; without --verdict and --pictures, all judgements "
+        "are listed as JSON lines",
     )
     add_paths(parser, "--images", "image files, found in the record by their hash", "FILE")
     add_paths(parser, "--parts", "numbers of parts", "N", _part_number)
@@ -187,20 +191,20 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
         "--pictures",
         type=Path,
         metavar="FOLDER",
-        help="write the pictures of all parts that were judged there, as good/ and defect/TYPE/ in "
-        "a folder for each model, and masks of defects as ground_truth/TYPE/",
+        help="write the pictures of all judged parts to this folder: a folder for each "
+        "model, with good/ and defect/TYPE/, and masks of defects as ground_truth/TYPE/",
     )
     parser.add_argument("--type", default="", help="kind of defect")
-    parser.add_argument("--note", default="", help="anything else")
+    parser.add_argument("--note", default="", help="free text")
     parser.add_argument("--who", help="name of the person who judges (default: the user's name)")
 
 
 def _feedback(options: argparse.Namespace) -> int:
-    """Write down, or list."""
+    """Record judgements, list them, or write judged pictures."""
     if not options.record.is_file():
         raise DataError(f"there is no record {options.record}{like(options.record)}")
     if (options.verdict is None) != (not options.images and not options.parts):
-        raise AnomalyError("--verdict goes with --images or --parts, and these with --verdict")
+        raise AnomalyError("--verdict needs --images or --parts, and these need --verdict")
     if options.pictures is not None:
         if options.verdict is not None:
             raise AnomalyError(
@@ -224,7 +228,7 @@ def _feedback(options: argparse.Namespace) -> int:
             "note": _text(options.note),
         }
         for part in options.parts:
-            record.check_part(part)  # before anything is noted
+            record.check_part(part)  # before anything is recorded
         for part in options.parts:
             record.add_feedback(options.verdict, part=part, **judgement)
             print(f"part {part}: {options.verdict}")
@@ -250,14 +254,14 @@ def _save(record: Path, folder: Path) -> int:
 
 
 def _part_number(text: str) -> int:
-    """The number of a part, as the record can have it."""
+    """Parse the number of a part."""
     if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text} can't be the number of a part; give 1, 2, 3 …")
 
 
 def _text(given: str) -> str:
-    """A text without bytes that are none, which a command line may hold."""
+    """An argument that is valid UTF-8."""
     return given.encode("utf-8", "backslashreplace").decode()
 
 

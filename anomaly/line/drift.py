@@ -1,8 +1,9 @@
-"""Does the stream still look like the good images that the thresholds stand on? Imports no torch.
+"""Drift: are scores still like those of the calibration images? Imports no torch.
 
 Four levels divide the scores of the good calibration images: their median, their upper quartile,
-and the review and the reject threshold. Of new good parts no larger share should lie above a level
-than the calibration images support, and of all parts, no more than that and the defective ones. A
+and the review and the reject threshold. Among new good parts, the share above a level should be no
+larger than the calibration images support; among all parts, no larger than that plus the share of
+defects. A
 cumulative sum watches each level (`anomaly.calibration.cusum`).
 """
 
@@ -43,9 +44,8 @@ def levels_of(
     Args:
         thresholds: of the model, with the scores behind them.
         defects: share of parts that are usually defective.
-        false_alarms: chance that `HORIZON` parts, of which as many are defective and the others
-            are like the calibration images, raise an alarm on any level. Half of it is for what
-            so few calibration images leave open, half for the sums.
+        false_alarms: chance of an alarm on any level in `HORIZON` parts that haven't drifted. Half
+            of it covers the uncertainty of few calibration images, half the cumulative sums.
 
     Raises:
         ValueError: a share outside 0 to 1, or no room for any alarm.
@@ -77,7 +77,7 @@ class Drift:
 
     Args:
         levels: as `levels_of` gives them.
-        keep: whether to keep the sums, which a chart needs and a stream without end can't.
+        keep: whether to keep all sums: for a chart, but not for an endless stream.
     """
 
     def __init__(self, levels: Sequence[Level], *, keep: bool = False) -> None:
@@ -85,45 +85,49 @@ class Drift:
         self.parts = 0
 
     def add(self, score: float) -> None:
-        """Take the next part's image score."""
+        """Add the next part's image score."""
         for watched in self.watched:
             watched.add(score, self.parts)
         self.parts += 1
 
     def add_all(self, scores: Iterable[float]) -> Drift:
-        """Take several, in order."""
+        """Add image scores in order."""
         for score in scores:
             self.add(score)
         return self
 
     @property
     def alarm(self) -> Watched | None:
-        """The level that has raised the first alarm; None where none has."""
-        raised = [one for one in self.watched if one.alarm is not None]
-        return min(raised, key=lambda one: one.alarm or 0, default=None)
+        """The level with the earliest alarm; None without an alarm."""
+        raised = [level for level in self.watched if level.alarm is not None]
+        return min(raised, key=lambda level: level.alarm or 0, default=None)
 
     def lines(self) -> list[str]:
-        """What was seen, for people."""
+        """A readable line for each level."""
         lines = []
-        for one in self.watched:
-            share = percent(one.above / self.parts) if self.parts else "–"
+        for watched in self.watched:
+            share = percent(watched.above / self.parts) if self.parts else "–"
             line = (
-                f"above the {one.level.name} ({one.level.value:.4g}): {share} of {self.parts} "
-                f"parts; expected: at most {percent(one.level.promised)}"
+                f"above the {watched.level.name} ({watched.level.value:.4g}): {share} of "
+                f"{self.parts} "
+                f"parts; expected: at most {percent(watched.level.promised)}"
             )
-            if one.alarm is not None:
-                line += f". Alarm at part {one.alarm + 1}; the rise began at part {one.since + 1}"
+            if watched.alarm is not None:
+                line += (
+                    f". Alarm at part {watched.alarm + 1}; the rise began at part "
+                    f"{watched.since + 1}"
+                )
             lines.append(line)
         return lines
 
     def flagged(self, review: Threshold, model: str) -> tuple[Comparison, str]:
-        """Whether more or fewer parts than promised are flagged, and a line for people if so.
+        """Whether more or fewer parts than promised are flagged, and a readable line if so.
 
         Args:
-            review: the review threshold, which is one of the levels or promises nothing.
+            review: the review threshold; compared only if it is one of the levels.
             model: the model's folder, for a command.
         """
-        for above in [one.above for one in self.watched if one.level.value == review.value]:
+        for above in [w.above for w in self.watched if w.level.value == review.value]:
             counted = above, self.parts, review.false_rejects
             return compare_flagged(*counted), flagged_line(*counted, model)
         return "as promised", ""
@@ -137,12 +141,12 @@ _STEPS = 60  # stretches of parts that shares are counted over
 
 
 def drift_html(drift: Drift, scores: Sequence[float], lines: Sequence[str], facts: str) -> str:
-    """The page.
+    """The page of charts.
 
     Args:
-        drift: has taken all parts and kept the sums.
+        drift: of all parts, made with `keep`.
         scores: the parts' scores, in the same order.
-        lines: what was seen, a line each.
+        lines: the results, as in `Drift.lines`.
         facts: which model and which parts, in words.
     """
     alarm = drift.alarm
@@ -153,7 +157,7 @@ def drift_html(drift: Drift, scores: Sequence[float], lines: Sequence[str], fact
     )
     state = "" if alarm is None else " alarm"
     listed = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    charts = "".join(_chart(one, np.asarray(scores)) for one in drift.watched)
+    charts = "".join(_chart(watched, np.asarray(scores)) for watched in drift.watched)
     body = (
         f'<main class="drift"><h1>Drift</h1><p class="verdict{state}">{html.escape(verdict)}</p>'
         f'<p class="soft">{html.escape(facts)} · {utc_now()}</p><ul>{listed}</ul>{charts}</main>'
@@ -161,8 +165,8 @@ def drift_html(drift: Drift, scores: Sequence[float], lines: Sequence[str], fact
     return page("Drift", body, styles=("base.css", "drift.css"))
 
 
-def _chart(one: Watched, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
-    level, count, kept = one.level, max(len(scores), 2), one.sums or []
+def _chart(watched: Watched, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
+    level, count, kept = watched.level, max(len(scores), 2), watched.sums or []
     at = np.unique(np.linspace(0, max(len(scores) - 1, 0), _POINTS).astype(int)).tolist()
     highest = max(level.limit * 1.25, max(kept, default=0.0))
     sums = _line([(i / (count - 1), kept[i] / highest) for i in at if kept], "sum")
@@ -170,7 +174,7 @@ def _chart(one: Watched, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -
     marks = _horizontal(level.limit / highest, "limit", "alarm")
     marks += "".join(
         f'<line class="at" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT}"/>'
-        for x in ([] if one.alarm is None else [round(_WIDTH * one.alarm / (count - 1), 1)])
+        for x in ([] if watched.alarm is None else [round(_WIDTH * watched.alarm / (count - 1), 1)])
     )
     most = max(level.promised * 1.25, *(share for _, share in shares), 0.01)
     counted = _line([(x, share / most) for x, share in shares], "share")
@@ -232,7 +236,7 @@ def _svg(content: str) -> str:
 
 
 _NEEDED = ("status", "image_score", "model_id")
-# What a person has called a defect is none of the good parts' business, as often as it was scored.
+# Images that a person has called defects are left out, however often they were scored.
 _RECORDED = f"""
 SELECT id, time, score FROM parts WHERE model_id = ? AND score IS NOT NULL
 AND COALESCE (json_extract (line, '$.reason'), '') = '' AND sha256 NOT IN (
@@ -244,11 +248,11 @@ _NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0
 
 @dataclass(frozen=True)
 class Stream:
-    """Scores of parts, the first one first.
+    """Scores of parts, the oldest first.
 
     Attributes:
         scores: image scores.
-        times: when each was scored; empty where that isn't known.
+        times: when each was scored; empty if unknown.
         notes: what was left out, for people.
     """
 
@@ -258,7 +262,7 @@ class Stream:
 
 
 def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
-    """Read the scores that one model has given, with whatever thresholds.
+    """Read one model's scores, whatever its thresholds were.
 
     Parts that have no score, that a person has to look at whatever their score, or that a person
     has called defects are left out.
@@ -266,7 +270,7 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     Args:
         file: results.csv, results.jsonl, or the record of `serve`, of which the newest `HORIZON`
             parts count.
-        model_ids: of the model, with its thresholds now and with earlier ones; rows of other models
+        model_ids: ids of the model with its current and earlier thresholds; rows of other models
             are left out.
 
     Raises:
@@ -278,22 +282,22 @@ def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     else:
         kept, other, unscored = _kept(_rows(file), file, model_ids)
     if not kept:
-        held = f", but {other} of other models" if other else ""
-        raise DataError(f"{file} holds no scored part of this model{held}")
+        but_other = f", but {other} of other models" if other else ""
+        raise DataError(f"{file} holds no scored part of this model{but_other}")
     notes = []
     if not all(time for time, _ in kept):
-        notes.append("some rows don't say when; all are taken in the file's order")
+        notes.append("some rows have no time; all are used in the file's order")
     elif not is_sqlite(file):  # a record has them in the order of its answers
         kept.sort(key=lambda part: part[0])
     if other:
-        notes.append(f"rows of other models, left out: {other}")
+        notes.append(f"rows of other models left out: {other}")
     if unscored:
-        notes.append(f"rows without a score, or of what isn't our part, left out: {unscored}")
+        notes.append(f"rows left out, without a score or with a reason for review: {unscored}")
     return Stream([score for _, score in kept], [time for time, _ in kept], notes)
 
 
 class RecordedDrift:
-    """The drift of one model's parts in a record that grows. Threads may share it.
+    """Drift of one model's parts in a growing record. Threads may share it.
 
     Args:
         levels: as `levels_of` gives them.
@@ -307,7 +311,7 @@ class RecordedDrift:
         self._lock = threading.Lock()
 
     def look(self, record: Path) -> Drift:
-        """What `read_scores` takes of the record; while that can't be read, what it has taken."""
+        """Drift of the record's newest parts; the last result while the record can't be read."""
         with self._lock, suppress(DataError), open_to_read(record) as db:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()
@@ -320,7 +324,7 @@ class RecordedDrift:
 def _kept(
     rows: Iterable[Mapping[str, Any]], file: Path, model_ids: Collection[str]
 ) -> tuple[list[tuple[str, float]], int, int]:
-    """Time and score of each part of a model; how many are others', and how many have no score."""
+    """Time and score of a model's parts; count of other models' rows; count without a score."""
     kept, other, unscored = [], 0, 0
     for row in rows:
         if row.get("status") != "ok" or row.get("reason"):
@@ -334,7 +338,7 @@ def _kept(
 
 def _recorded(db: sqlite3.Connection, model_ids: Collection[str]) -> list[tuple[str, float]]:
     """Time and score of a model's newest parts, the oldest first."""
-    parts = sorted(part for one in model_ids for part in db.execute(_RECORDED, (one,)))
+    parts = sorted(part for model_id in model_ids for part in db.execute(_RECORDED, (model_id,)))
     return [(time, score) for _, time, score in parts[-HORIZON:]]
 
 

@@ -1,7 +1,7 @@
-"""One model that many requests share: decoded side by side, scored in batches, written down.
+"""One model for many requests: parts are decoded in parallel, scored in batches and recorded.
 
-A part goes through four hands: a decoding process; this model's thread, which gathers parts of one
-network size and scores them; the decoding process again, which draws; and the record's thread. A
+A part takes four steps: a decoding process reads it; this model's thread scores it in a batch of
+one network size; the decoding process draws its pictures; the record's thread writes it. A
 request is answered once its row is in the record.
 """
 
@@ -39,14 +39,14 @@ from anomaly.scoring.scene import SceneWatch
 
 log = logging.getLogger(__name__)
 
-BATCH_SECONDS = 0.005  # that a decoded part waits for others at most
+BATCH_SECONDS = 0.005  # longest wait of a decoded part for others
 
 
 class BusyError(AnomalyError):
-    """As many parts wait already as may.
+    """Too many parts or clients are waiting.
 
     Args:
-        seconds: after which there should be room.
+        seconds: after which to try again.
     """
 
     def __init__(self, message: str, seconds: int) -> None:
@@ -56,11 +56,11 @@ class BusyError(AnomalyError):
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of one part.
+    """The result for one part.
 
     Attributes:
-        number: in the record.
-        answer: as it was written down.
+        number: the part's number in the record.
+        answer: what was recorded.
         drawn: its pictures; None for a part that couldn't be scored.
         mm_per_pixel: the model's; None where it has none.
     """
@@ -73,7 +73,7 @@ class Scored:
 
 @dataclass(eq=False)
 class _Part:
-    """A part on its way."""
+    """A part in progress."""
 
     index: int
     data: bytes
@@ -84,14 +84,14 @@ class _Part:
 
 
 class Engine:
-    """Scores the parts of one model. Used in a `with` statement, which answers what was taken.
+    """Scores the parts of one model. Use it in a `with` statement, which finishes accepted parts.
 
     Args:
-        name: of the model in the service.
+        name: the model's name in the service.
         model: the model.
-        recorder: writes answers down.
+        recorder: records the results.
         workers: decoding processes.
-        most_waiting: parts that may be on their way at once.
+        most_waiting: most parts in progress at once.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Engine:
         self.scene = SceneWatch(model.models)
         self._recorder = recorder
         self._most, self._workers = most_waiting, workers
-        # An image in tiles lies here whole until it is scored: few of them at once.
+        # Images in tiles stay in memory whole until they are scored: few of them at once.
         self._most_begun = workers if model.config.image.tile else most_waiting
         self._held_back: deque[_Part] = deque()
         self._numbers = itertools.count()
@@ -115,7 +115,7 @@ class Engine:
         self._ready: queue.SimpleQueue[NetworkInput | UnusableImage | None] = queue.SimpleQueue()
         self._decoding = 0
         self._lock = threading.Lock()
-        self._seconds = 0.1  # that a part has taken of late, from one answer to the next
+        self._seconds = 0.1  # recent time from one answer to the next
         self._last = time.perf_counter()
         limits = model.thresholds
         pixel, review = (None, None) if limits is None else (limits.pixel, limits.review_pixel)
@@ -128,23 +128,23 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         for part in list(self._parts.values()):
-            part.done.exception()  # waits until it is answered, whichever way
+            part.done.exception()  # waits for an answer or an error
         self._ready.put(None)
         self._thread.join()
         self._decoders.__exit__()
 
     @property
     def waiting(self) -> int:
-        """Parts that were taken and aren't answered yet."""
+        """Number of accepted parts without an answer."""
         return len(self._parts)
 
     @property
     def resident(self) -> int:
-        """Bytes that the decoding processes hold; 0 where the system doesn't say."""
+        """Memory of the decoding processes in bytes; 0 if the system doesn't report it."""
         return self._decoders.resident
 
     def begun(self) -> int:
-        """`resident`, once all of them are there."""
+        """`resident`, after all decoding processes have started."""
         list(self._decoders.map(len, [()] * self._workers))
         return self.resident
 
@@ -155,22 +155,23 @@ class Engine:
         wanted: PictureRequest | None = None,
         done: Future[Scored] | None = None,
     ) -> Future[Scored]:
-        """Take one part.
+        """Accept one part.
 
         Args:
             data: the image file's bytes.
-            name: what its row calls it; nothing is read or written under it.
+            name: the image's name in its row; never used as a path.
             wanted: what to draw.
-            done: takes the answer, if somebody waits for it already.
+            done: the future to set, if a caller already waits on one.
 
         Raises:
-            BusyError: too many wait already.
+            BusyError: too many parts are waiting.
         """
         with self._lock:
             if len(self._parts) >= self._most:
                 seconds = max(1, round(self._most * self._seconds))
                 raise BusyError(
-                    f"{self._most} parts wait for {self.name} already; try again in {seconds} s",
+                    f"{self._most} parts are waiting for {self.name}, which is the limit; try "
+                    f"again in {seconds} s",
                     seconds,
                 )
             part = _Part(
@@ -182,7 +183,7 @@ class Engine:
         return part.done
 
     def _begin(self) -> None:
-        """Have parts decoded, as many as may be underway, in their order."""
+        """Send waiting parts to the decoders in order, up to the limit."""
         with self._lock:
             underway = len(self._parts) - len(self._held_back)
             room = self._most_begun - underway
@@ -194,29 +195,27 @@ class Engine:
 
     def _decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
         error = future.exception()
-        if error is not None:  # nothing of the image's own
-            self._ready.put(
-                UnusableImage(part.index, "failed", f"it couldn't be decoded: {why(error)}")
-            )
+        if error is not None:  # not the image's fault
+            self._ready.put(UnusableImage(part.index, "failed", f"decoding failed: {why(error)}"))
         else:
             self._ready.put(future.result())
 
     def _work(self) -> None:
         while (gathered := self._gather()) is not None:
-            left = {item.index for item in gathered}
+            unfinished = {item.index for item in gathered}
             try:
                 for result in self._score(gathered):
                     if isinstance(result, Prediction):
                         result, _ = self.scene.judged(result)
                     self._draw(result)
-                    left.discard(result.index)
-            except Exception as error:  # a mistake of ours mustn't end the service
-                log.exception("scoring parts by %s failed", self.name)
-                for index in left:  # others are being drawn or written down already
-                    self._refuse(index, f"scoring it failed: {type(error).__name__}")
+                    unfinished.discard(result.index)
+            except Exception as error:  # an error in this program mustn't end the service
+                log.exception("scoring parts with %s failed", self.name)
+                for index in unfinished:  # others are being drawn or written down already
+                    self._refuse(index, f"scoring failed: {type(error).__name__}")
 
     def _gather(self) -> list[NetworkInput | UnusableImage] | None:
-        """What is ready: waits for the first one, and a moment for others that are underway."""
+        """Decoded parts: waits for the first one, then briefly for others."""
         first = self._take()
         if first is None:
             return None
@@ -244,7 +243,7 @@ class Engine:
     def _score(
         self, gathered: Sequence[NetworkInput | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
-        # Every thread gets a batch of its own, if a small one.
+        # Every thread gets a batch, even a small one.
         share = -(-len(gathered) // get_threads())
         items = self.model.fitting(iter(gathered))
         batches: Iterator[Any] = by_shape(items, max(1, min(self.model.batch_size, share)))
@@ -259,14 +258,14 @@ class Engine:
             self._record(part, result, None)
             return
         shown = result.source_map, part.wanted, result.verdict == "reject"
-        found = self._decoders.finish(part.index, part.data, *shown)
-        found.add_done_callback(partial(self._drawn, part, result))
+        pictures = self._decoders.finish(part.index, part.data, *shown)
+        pictures.add_done_callback(partial(self._drawn, part, result))
 
     def _drawn(
         self, part: _Part, result: Prediction, future: Future[PartPictures | UnusableImage]
     ) -> None:
         if (error := future.exception()) is not None:
-            reason = f"drawing it failed: {why(error)}"
+            reason = f"drawing failed: {why(error)}"
         elif isinstance(drawn := future.result(), PartPictures):
             if drawn.regions is not None:
                 drawn = replace(drawn, regions=result.placed(drawn.regions))
@@ -317,14 +316,14 @@ PHOTOGRAPH_PIXELS = 4_000_000
 
 
 def photograph(file: bytes, max_pixels: int, bit_depth: int | None) -> bytes:
-    """An image file of any kind as a JPEG that a browser shows, at a whole fraction of its size."""
+    """An image file as a JPEG for browsers, reduced by a whole factor."""
     image = read_image(file, max_pixels=max_pixels, bit_depth=bit_depth)
     return thumbnail(display(image), PHOTOGRAPH_PIXELS).photo
 
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """What a request wants beside its row, and whether it goes on record."""
+    """Which pictures a request wants, and whether the part is recorded."""
 
     heatmap: bool = False
     mask: bool = False
@@ -334,13 +333,13 @@ class PictureRequest:
 
 @dataclass(frozen=True)
 class PartPictures:
-    """What was drawn.
+    """The pictures of one part.
 
     Attributes:
         small: heatmap for the page, JPEG.
-        heatmap: of the image's size, PNG; empty where it isn't wanted.
-        mask: of the image's size, PNG; empty where it isn't wanted.
-        regions: what is marked; None where that isn't wanted.
+        heatmap: of the image's size, PNG; empty if not wanted.
+        mask: of the image's size, PNG; empty if not wanted.
+        regions: the marked regions; None if not wanted.
     """
 
     small: bytes
@@ -363,24 +362,24 @@ class PartPictureWriter:
     review: float | None
 
     def write(
-        self, image: Image, found: SourceMap, wanted: PictureRequest, rejected: bool
+        self, image: Image, anomaly_map: SourceMap, wanted: PictureRequest, rejected: bool
     ) -> PartPictures:
         """Draw one part.
 
         Args:
             image: the decoded file.
-            found: its anomaly map.
+            anomaly_map: its anomaly map.
             wanted: what to draw beside the small heatmap.
-            rejected: whether its verdict is that.
+            rejected: whether its verdict is `reject`.
         """
-        limit = float(np.nanmax(found.scores)) if self.limit is None else self.limit
-        found = found.held()
-        areas = outlined_areas(found, limit, self.review, rejected=rejected)
-        picture = heatmap(image, found, limit, areas)
+        limit = float(np.nanmax(anomaly_map.scores)) if self.limit is None else self.limit
+        anomaly_map = anomaly_map.held()
+        areas = outlined_areas(anomaly_map, limit, self.review, rejected=rejected)
+        picture = heatmap(image, anomaly_map, limit, areas)
         small = thumbnail(picture, SMALL_PIXELS).photo
         whole = encode_png(picture) if wanted.heatmap else b""
         if self.limit is None or not (wanted.mask or wanted.regions):
             return PartPictures(small, whole)
         mask = np.where(areas == MARKED, areas, np.uint8(0))
-        regions = marked_regions(mask, found) if wanted.regions else None
+        regions = marked_regions(mask, anomaly_map) if wanted.regions else None
         return PartPictures(small, whole, encode_png(mask) if wanted.mask else b"", regions)

@@ -1,4 +1,4 @@
-"""The parts of a record of which a person has said what they are, as image files."""
+"""Judged parts of a record, as image files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anomaly.line.record import JUDGED, open_to_read
 
 _PAST = 200  # newest pictures that nobody has judged
 _JUDGED = f"SELECT sha256, verdict, defect_type FROM {JUDGED} ORDER BY id"
-# Of an image, a part that some models have scored; those with a picture come first.
+# The part of an image that given models have scored; parts with a picture come first.
 _PART = """
 SELECT parts.id, pictures.file FROM parts LEFT JOIN pictures ON pictures.part = parts.id
 WHERE parts.sha256 = ? AND parts.{column} IN ({marks})
@@ -28,11 +28,11 @@ SELECT MAX (parts.id), pictures.file FROM pictures JOIN parts ON pictures.part =
 WHERE parts.model_id IN ({{marks}}) AND parts.sha256 NOT IN (SELECT sha256 FROM {JUDGED})
 GROUP BY parts.sha256 ORDER BY MAX (parts.id) DESC LIMIT ?
 """
-# The models that have scored what was judged.
+# The models that have scored judged images.
 _MODELS = f"""
 SELECT DISTINCT model FROM parts WHERE sha256 IN (SELECT sha256 FROM {JUDGED}) ORDER BY model
 """
-# The newest mask of an image since it was last called something else than a defect.
+# The newest mask of an image since its last judgement other than defect.
 _MARK = """
 SELECT png FROM marks JOIN feedback ON feedback.id = marks.feedback WHERE sha256 = :sha256 AND id >
     (SELECT COALESCE (MAX (id), 0) FROM feedback WHERE sha256 = :sha256 AND verdict <> 'defect')
@@ -47,8 +47,8 @@ class Confirmed:
     Attributes:
         good: of parts that people have called good.
         defects: of parts that people have called defects.
-        past: the newest of those that nobody has said anything of.
-        lost: how many parts people have called good or defects whose picture isn't kept.
+        past: of the newest parts that nobody has judged.
+        lost: number of judged parts whose picture isn't kept.
     """
 
     good: list[Sample] = field(default_factory=list)
@@ -60,16 +60,16 @@ class Confirmed:
 def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> Confirmed:
     """Write pictures of a record into a folder.
 
-    The last word on an image counts. Parts of other models are none of this one's business.
+    The last judgement of an image counts. Parts of other models are left out.
 
     Args:
         record: the record of `serve`, which may be in use.
-        model_ids: of the model and those that it comes from.
+        model_ids: ids of the model and of those it was updated from.
         folder: an empty one.
 
     Raises:
-        DataError: the record can't be read, or knows no part of these models.
-        OutputError: no room for the pictures.
+        DataError: the record can't be read, or holds no part of these models.
+        OutputError: the disk is too full for the pictures.
     """
     marks = _marks(model_ids)
     samples: dict[str, list[Sample]] = {"good": [], "defect": []}
@@ -78,9 +78,9 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
         known = f"SELECT EXISTS (SELECT 1 FROM parts WHERE model_id IN ({marks}))"
         if not db.execute(known, (*model_ids,)).fetchone()[0]:
             raise DataError(
-                f"{record} holds no part that this model has scored, nor one that it comes from. "
-                "Where an int8 export of it was served, which is another model, write the "
-                "pictures into a folder (anomaly feedback --pictures), and give that"
+                f"{record} holds no part scored by this model or an earlier version of it. An "
+                "int8 export counts as another model: write its judged pictures into a folder "
+                "with anomaly feedback --pictures, and give that folder"
             )
         for _, verdict, kind, part, file in _judged(db, "model_id", model_ids):
             if file is None:
@@ -95,9 +95,9 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
 def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
     """Write the pictures of all parts that people have judged, by the model that scored them.
 
-    For programs that take files, and for models that aren't those of the record: `good/` and
-    `defect/<type>/` are what `start` and `train` learn from, too. `ground_truth/<type>/` has the
-    masks of defects that somebody has marked.
+    For other programs, and for models that aren't those of the record: `good/` and
+    `defect/<type>/` are layouts that `start` and `train` take. `ground_truth/<type>/` has the
+    masks of marked defects.
 
     Args:
         record: the record of `serve`, which may be in use.
@@ -109,13 +109,15 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
 
     Raises:
         DataError: the record can't be read, or nobody has judged a part in it.
-        OutputError: a model's folder exists, or there is no room.
+        OutputError: a model's folder exists, or the disk is full.
     """
     counts: dict[str, Counter[str]] = {}
     with open_to_read(record) as db:
         models = [str(row[0]) for row in db.execute(_MODELS)]
         if not models:
-            raise DataError(f"{record} holds no part that anybody has judged")
+            raise DataError(
+                f"{record} holds no judged part; judge parts on the page of serve or with --verdict"
+            )
         places = {model: folder / model_folder(model) for model in models}
         if there := [place for place in places.values() if place.exists()]:
             raise OutputError(f"{there[0]} exists already; give another folder for the pictures")
@@ -152,7 +154,7 @@ def _judged(
 
 
 def _marks(values: Collection[str]) -> str:
-    """Placeholders for so many values in a query."""
+    """Placeholders for the values of a query."""
     return ", ".join("?" * len(values))
 
 
@@ -162,7 +164,7 @@ def model_folder(model: str) -> str:
 
 
 def _folder_name(kind: str) -> str:
-    """A kind of defect, as somebody has typed it, as a folder's name that is no hidden one."""
+    """A typed kind of defect as the name of a visible folder."""
     return short_name(re.sub(r"[^\w -]", "_", kind).strip() or "_")
 
 

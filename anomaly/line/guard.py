@@ -1,4 +1,4 @@
-"""What is looked at before a request reaches its route: who asks, and how its body comes."""
+"""Checks before a request reaches its route: who asks, and size and speed of its body."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
-_OPEN = ("/v2/health/live", "/v2/health/ready")  # a supervisor has no token
-_ALWAYS = (*_OPEN, "/metrics")  # answered even when all places are taken
+_OPEN = ("/v2/health/live", "/v2/health/ready")  # for supervisors, which have no token
+_ALWAYS = (*_OPEN, "/metrics")  # answered even when too many clients are connected
 _LINGER_SECONDS = 1.0
 _HEADER_CHARACTERS = 1000
 _POLICY = (
@@ -40,19 +40,19 @@ _SAFE = {
 
 
 class Guard:
-    """Answers what isn't allowed, and lets pass what is; one rule for all routes.
+    """Refuses requests that aren't allowed, by the same rules for all routes.
 
-    Without a token only this machine can ask: the server listens on loopback, and a host name
-    that isn't loopback's is refused, with which a page could reach it by a name of its own.
-    Bodies reach a route whole or, on the way to be scored, piece by piece.
+    Without a token only this machine can ask: the server listens on loopback, and other host names
+    are refused, so that no web page can reach it by a name of its own.
+    Bodies reach a route whole; images to score arrive piece by piece.
 
     Args:
         app: the ASGI application behind it.
         tokens: by user, shown as `Authorization: Bearer TOKEN`, or as the password that a browser
             asks for beside the user's name. The token of a user without a name goes with any; with
             no tokens only this machine may ask.
-        limits: what bodies may take.
-        count: is told the status of each answer.
+        limits: of bodies.
+        count: called with the status of each answer.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Guard:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it."""
+        """Pass a request on, or refuse it."""
         headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
         image = scope["method"] == "POST" and scope["path"].endswith("/score")
         most = self._limits.body_bytes if image else self._limits.short_bytes
@@ -78,10 +78,10 @@ class Guard:
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self._count(message["status"])
-                told = dict(message["headers"])
+                own_headers = dict(message["headers"])
                 if leaves or not body.ended:
-                    told[b"connection"] = b"close"
-                message = {**message, "headers": list((_SAFE | told).items())}
+                    own_headers[b"connection"] = b"close"
+                message = {**message, "headers": list((_SAFE | own_headers).items())}
             elif not message.get("more_body", False) and not body.ended:
                 await send({**message, "more_body": True})
                 await body.linger()
@@ -95,7 +95,7 @@ class Guard:
             leaves = not body.welcome or not (connection is None or connection.let_in())
             if scope["path"] not in _ALWAYS:
                 if leaves:
-                    raise refusal(503, "all places are taken by other requests; try again in 1 s")
+                    raise refusal(503, "too many clients are connected; try again in 1 s")
                 if connection is not None:
                     await connection.turns.come()
             check_charset(headers.get(b"content-type", ""))
@@ -104,19 +104,21 @@ class Guard:
                 await body.read()
             await self._app({**scope, "user": user or ""}, body.receive, answer)
         except HTTPException as refused:
-            told = JSONResponse({"detail": refused.detail}, refused.status_code, refused.headers)
-            await told(dict(scope), receive, answer)
+            response = JSONResponse(
+                {"detail": refused.detail}, refused.status_code, refused.headers
+            )
+            await response(dict(scope), receive, answer)
         except ClientDisconnect:
             pass
 
     def _user(self, scope: Scope, headers: Mapping[bytes, str]) -> str | None:
-        """Who asks, empty where the token has no name; None for a supervisor without a token."""
+        """The user; empty if the token has no name, None for a supervisor without a token."""
         host = headers.get(b"host", "")
         if not self._tokens and not is_loopback(_netloc(f"//{host}")[1]):
             raise refusal(403, "without a token only this machine may ask, as localhost")
         origin = headers.get(b"origin")
         if origin is not None and _netloc(origin)[0] != host:
-            raise refusal(403, "pages of other sites may not ask")
+            raise refusal(403, "requests from pages of other sites are refused")
         user = self._user_of(headers) if self._tokens else ""
         if user is not None or scope["path"] in _OPEN:
             return user
@@ -124,10 +126,10 @@ class Guard:
         raise refusal(401, "the token is missing or wrong", ask)
 
     def _user_of(self, headers: Mapping[bytes, str]) -> str | None:
-        """Whose token is shown, with no name beside it or with the user's own."""
+        """The user whose token was sent, without a name or with the user's own."""
         name, token = credentials(headers.get(b"authorization", ""))
         shown, owner = token.encode(), None
-        for user, own in self._tokens.items():  # all of them: the time says nothing of any
+        for user, own in self._tokens.items():  # compares all tokens, so that the time reveals none
             if hmac.compare_digest(shown, own.encode()) and (not user or name in (None, user)):
                 owner = user
         return owner
@@ -137,8 +139,8 @@ class _Body:
     """One request's body as it comes, within limits of length and time.
 
     Attributes:
-        ended: whether nothing more of it is to come.
-        welcome: whether its client may be waited for.
+        ended: whether all of it has arrived.
+        welcome: whether to wait for its client.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class _Body:
         self._most, self._limits = most, limits
         self._begun = asyncio.get_running_loop().time()
         self._count = 0
-        self._whole: bytes | None = None  # once it was read for a route that gets it so
+        self._whole: bytes | None = None  # the whole body, after `read`
         self._late = False
         self.welcome = False
         length = headers.get(b"content-length", "0")
@@ -168,7 +170,7 @@ class _Body:
             raise self._too_long()
 
     async def read(self) -> None:
-        """Receive all of it, which is short."""
+        """Receive a short body whole."""
         pieces = []
         while not self.ended:
             message = await self.receive()
@@ -178,7 +180,7 @@ class _Body:
         self._whole = b"".join(pieces)
 
     async def receive(self) -> Any:
-        """The next piece for the route, as ASGI has it.
+        """The next piece, as an ASGI message.
 
         Raises:
             HTTPException: 408 for a body that comes too slowly, 413 for one that is too long.
@@ -197,9 +199,9 @@ class _Body:
             self._late = True
             raise refusal(
                 408,
-                f"the body came too slowly: all of it has to be there within "
-                f"{limits.receive_seconds:g} s, and after {limits.begin_seconds:g} s at least "
-                f"{limits.bytes_a_second} bytes a second",
+                "the body arrived too slowly: it must be complete within "
+                f"{limits.receive_seconds:g} s and, after {limits.begin_seconds:g} s, arrive at "
+                f"{limits.bytes_a_second} bytes a second or more",
             ) from None
         self._count += len(message.get("body", b""))
         self.ended = not message.get("more_body", False)
@@ -208,9 +210,9 @@ class _Body:
         return message
 
     async def linger(self) -> None:
-        """Let a client that is still sending come to where it reads the answer, for a moment.
+        """Read on briefly, until a client that is still sending reads the answer.
 
-        A connection that is closed while something comes is reset, and the answer lost.
+        A connection that is closed while data arrives is reset, and the answer is lost.
         """
         if not self.welcome or self._late:
             return
@@ -232,7 +234,7 @@ def refusal(status: int, message: str, headers: Mapping[str, str] | None = None)
 
 
 def check_charset(content_type: str) -> None:
-    """Refuse a content type whose charset is none; an image's may be called `binary`.
+    """Refuse a content type with an unknown charset; `binary` is allowed for images.
 
     Raises:
         HTTPException: 400.
@@ -248,7 +250,7 @@ def check_charset(content_type: str) -> None:
 
 
 def author(request: Request, typed: str) -> str:
-    """Who says something: the token's user; without users, who was typed, or has logged in."""
+    """Author of a judgement: the token's user; without users, the typed or logged-in name."""
     login = credentials(request.headers.get("authorization", ""))[0]
     return visible((request.scope["user"] or typed.strip() or login or "")[:80])
 
@@ -266,7 +268,7 @@ def credentials(authorization: str) -> tuple[str | None, str]:
 
 
 def _netloc(address: str) -> tuple[str, str]:
-    """Host and port together, and the host alone; empty where an address makes no sense."""
+    """Host and port together, and the host alone; empty for an invalid address."""
     try:
         parts = urlsplit(address)
         return parts.netloc, parts.hostname or ""

@@ -1,4 +1,4 @@
-"""Judging kept parts after a shift: which ones first, and masks of what is marked on them."""
+"""Judging kept parts after a shift: which ones first, and masks of marked defects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from anomaly.imaging.read import read_header
 from anomaly.line.record import JUDGED, open_to_read
 from anomaly.maps.heatmap import encode_png
 
-_NEAR = 0.1  # of a threshold: so close to it a verdict is in doubt
-_CHECKS = 10  # good parts that are looked at as a check
+_NEAR = 0.1  # of a threshold: a score this close to it is in doubt
+_CHECKS = 10  # good parts to judge as a check
 _MOST_PAINTED = 100_000_000  # pixels that the strokes of one mark may be near to
 
 # The newest part of each image with a picture; those of one model, or all.
@@ -51,12 +51,12 @@ _ORDER: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def queue(record: Path, model: str = "", limit: int = 50) -> dict[str, Any]:
-    """The kept parts that nobody has judged, those first that are most worth judging.
+    """Unjudged parts with a picture, the most useful to judge first.
 
     Args:
         record: of `serve`, which may be in use.
         model: only parts that this one has scored; empty for all.
-        limit: so many at most.
+        limit: largest number of parts.
 
     Returns:
         `parts`, whose `why` is `review`, `near` (a threshold), `unlike` (the training images; the
@@ -76,8 +76,8 @@ def queue(record: Path, model: str = "", limit: int = 50) -> dict[str, Any]:
         alike[why].sort(key=first)
     # The same ten until newer parts come: once they are judged, the check is done.
     del alike["check"][_CHECKS:]
-    left = [part for group in alike.values() for part in group if not part.pop("judged")]
-    return {"parts": left[:limit], "left": len(left), "kinds": kinds}
+    unjudged = [part for group in alike.values() for part in group if not part.pop("judged")]
+    return {"parts": unjudged[:limit], "left": len(unjudged), "kinds": kinds}
 
 
 def _why(part: dict[str, Any]) -> str:
@@ -102,7 +102,7 @@ def mask_of(
     rectangles: Iterable[tuple[float, float, float, float]] = (),
     strokes: Iterable[tuple[float, Sequence[tuple[float, float]]]] = (),
 ) -> bytes:
-    """What was drawn on a part's photograph, as a mask of its image's size: a PNG of 0 and 255.
+    """A person's mark on a part, as a mask of the image's size: a PNG of 0 and 255.
 
     Args:
         file: the image file.
@@ -125,7 +125,7 @@ def mask_of(
         for line in zip(points, points[1:] or points, strict=False):
             painted += _paint(mask, scale * radius, scale * np.array(line))
             if painted > _MOST_PAINTED:
-                raise DataError("the strokes are too many and too long; draw fewer")
+                raise DataError("the strokes are too many or too long; draw fewer")
     if not 0 < mask.mean() < NEARLY_ALL:
         what = "nearly all of the image" if mask.any() else "nothing"
         raise DataError(f"the mark covers {what}; mark the defect alone")

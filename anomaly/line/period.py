@@ -1,4 +1,4 @@
-"""Stretches of time in this machine's time zone, and what a record holds of one."""
+"""Periods in this machine's time zone, and a record's parts in one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from anomaly.files.writing import like
 from anomaly.line.record import in_utc, open_to_read
 from anomaly.scoring.rules import decider
 
-_HOURLY = timedelta(days=2)  # up to which a period is counted by the hour, else by the day
+_HOURLY = timedelta(days=2)  # longest period that is counted by the hour
 
 
 @dataclass(frozen=True)
 class Period:
-    """A stretch of time, in local time.
+    """A period in local time.
 
     Attributes:
         begin: its first moment.
-        end: the first moment behind it.
+        end: the first moment after it.
     """
 
     begin: datetime
@@ -40,12 +40,14 @@ class Period:
         start = _moment(begin, "--from")
         last = datetime.now() if end is None else _moment(end, "--to", timedelta(days=1))
         if start >= last:
-            raise AnomalyError(f"--from {begin} lies behind --to {end or 'now'}; give a later --to")
+            raise AnomalyError(
+                f"--from {begin} isn't before --to {end or 'now'}; give a later --to"
+            )
         return cls(start, last)
 
     @property
     def before(self) -> Period:
-        """The period of the same length before it: of whole months, as many months."""
+        """The previous period of the same length; for whole months, as many months."""
         begin, end = self.begin, self.end
         if any((at.day, at.time()) != (1, time()) for at in (begin, end)):
             return Period(begin - (end - begin), begin)
@@ -70,7 +72,7 @@ class Period:
 
 
 def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetime:
-    """A local time; of a date its midnight, and `through` later."""
+    """A local time; for a date, its midnight plus `through`."""
     try:
         moment = datetime.fromisoformat(text)
         if not 2000 <= moment.year < 3000:
@@ -88,11 +90,11 @@ def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetim
 def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     """A connection to a record that has the tables and views of assets/report.sql.
 
-    The last word on an image counts, whenever it was said.
+    The last judgement of an image counts, even one after the period.
 
     Args:
         record: of `serve`, which may be in use.
-        period: the period; the one before is there, too.
+        period: the period; the previous one is included, too.
 
     Raises:
         DataError: there is no such file, it isn't a record, or holds no part of the period.
@@ -108,6 +110,10 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
         db.executescript(script.format_map(values))
         if not db.execute("SELECT EXISTS (SELECT 1 FROM outcomes WHERE age = 0)").fetchone()[0]:
             first, last = db.execute("SELECT MIN (time), MAX (time) FROM parts").fetchone()
-            held = f"its parts are from {first[:16]} to {last[:16]} UTC" if first else "it is empty"
-            raise DataError(f"{record} holds no part of {period}, {period.zone}; {held}")
+            content = (
+                f"its parts are from {first[:16]} to {last[:16]} UTC"
+                if first
+                else "the record is empty"
+            )
+            raise DataError(f"{record} holds no part of {period}, {period.zone}; {content}")
         yield db

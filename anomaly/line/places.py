@@ -1,4 +1,4 @@
-"""Which connections may stay, which leaves when another comes, and whose turn it is."""
+"""Which connections may stay, which is closed for a new one, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _AT_A_TIME = 4
 
 
 class Connection(Protocol):
-    """What is asked of a connection."""
+    """What `Places` needs of a connection."""
 
     address: str
     transport: asyncio.Transport
 
     @property
     def idle(self) -> bool:
-        """Whether no request of it is under way."""
+        """Whether the connection has no request in progress."""
         ...
 
 
 class Places:
-    """The places for connections.
+    """Limits the number of connections.
 
-    A connection is a stranger until a request of it was let in, with the token where one is set.
-    Who only connects can't keep out those who have the token: strangers have few places, and
-    the one that has come first leaves for the next. A client that is meant to be here sends its
-    request along, so it stays a stranger for a moment only.
+    A connection is a stranger until one of its requests was admitted, with the token if one is
+    set. Strangers have few places, and the oldest is closed for the next, so they can't keep out
+    clients with the token. A proper client sends its request at once, so it is a stranger only
+    briefly.
     """
 
     def __init__(self) -> None:
-        self._strangers: dict[Connection, None] = {}  # the one that has come first is first
+        self._strangers: dict[Connection, None] = {}  # the oldest is first
         self._of_address: dict[str, dict[Connection, None]] = {}
-        self._known: dict[Connection, None] = {}  # the one that has asked last is last
+        self._known: dict[Connection, None] = {}  # the one with the latest request is last
 
     def come(self, connection: Connection) -> None:
-        """A connection is there."""
+        """Add a connection."""
         self._strangers[connection] = None
         of_address = self._of_address.setdefault(connection.address, {})
         of_address[connection] = None
@@ -50,9 +50,9 @@ class Places:
             self._end(next(iter(self._strangers)))
 
     def let_in(self, connection: Connection) -> bool:
-        """A request of it may be answered; False where all places are taken.
+        """Admit a connection's request; False if all places are taken.
 
-        Connections without a request under way leave for it.
+        An idle connection is closed to make room.
         """
         self._known.pop(connection, None)
         if len(self._known) >= MOST_KNOWN:
@@ -65,7 +65,7 @@ class Places:
         return True
 
     def leave(self, connection: Connection) -> None:
-        """A connection has ended."""
+        """Remove a closed connection."""
         self._known.pop(connection, None)
         self._forget_stranger(connection)
 
@@ -82,14 +82,14 @@ class Places:
 
 
 class Turns:
-    """Lets a few go on at a time, so that who comes meanwhile needn't wait for all of them."""
+    """Lets a few connections work at a time, so that a new one needn't wait for all."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
         self._runs = False
 
     def ask(self, go_on: Callable[[], object]) -> None:
-        """Have something called once it is its turn."""
+        """Call a function when its turn comes."""
         self._waiting.append(go_on)
         if not self._runs:
             self._next()

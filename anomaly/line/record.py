@@ -1,18 +1,17 @@
-"""What was said of each part, and what people say of it: an SQLite file that survives being killed.
+"""The record: each part's result and people's judgements, in an SQLite file that survives crashes.
 
     parts      one row for each answer, in the order of answers; never changed
-    pictures   the file and a small heatmap of some of them, the oldest of which go when they
-               take too much room
-    promises   what the thresholds of each model promise that has scored parts
-    feedback   what people say, an empty verdict to withdraw it; a trigger refuses changes
+    pictures   image file and small heatmap of some parts; the oldest are deleted above a size limit
+    promises   rates that the thresholds of each model promise
+    feedback   people's judgements; an empty verdict withdraws one; a trigger refuses changes
     marks      masks of defects, as PNG files, that people have drawn beside their feedback
     triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
-    acknowledgements   who has seen which alarm, when, and when it was over
+    acknowledgements   who acknowledged which alarm, when, and when it ended
 
-Write-ahead log, each batch of answers in one transaction: what `add` has returned for is there
-after the process was killed. A file that is removed or replaced meanwhile is noticed: SQLite would
-go on writing to one that has no name any more. Imports no torch.
+It has a write-ahead log, and each batch is one transaction: after `add` returns, its rows survive
+a crash. It notices when the file is removed or replaced; SQLite alone would go on writing to the
+deleted file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from anomaly.inference.rows import Row
 log = logging.getLogger(__name__)
 
 _SQLITE = b"SQLite format 3\x00"  # the first bytes of each of its files
-_LOGS = ("-wal", "-shm")  # what their names end in beside the file
+_LOGS = ("-wal", "-shm")  # endings of their names
 _FORMAT = 1
-_MOST_AT_ONCE = 64  # answers in one transaction
-_LOOK_SECONDS = 0.2  # that a look at the record waits for whoever is writing
-# Takes a part's number, or what was in the way.
+_MOST_AT_ONCE = 64  # results in one transaction
+_LOOK_SECONDS = 0.2  # longest wait of a reader for a writer
+# Called with a part's number or the error.
 _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
@@ -51,12 +50,12 @@ _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
-# The last word on each image, unless it was withdrawn.
+# The last judgement of each image, unless it was withdrawn.
 JUDGED = """
 (SELECT part, sha256, verdict, defect_type, id FROM feedback
  WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256))
 """
-# Of each part what was said last. Rows are ordered by the newest part first.
+# Each part with its last judgement, the newest part first.
 _PARTS = """
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
        feedback.verdict, feedback.defect_type, feedback.note, feedback.who
@@ -67,11 +66,11 @@ LEFT JOIN feedback ON feedback.id = (SELECT MAX (id) FROM feedback WHERE part = 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said of one part.
+    """The result for one part.
 
     Attributes:
         model: the model's name in the service.
-        row: what was answered.
+        row: the result.
         file: the image file's bytes.
         heatmap: a small JPEG; empty where there is none.
     """
@@ -88,7 +87,7 @@ class Keeping:
 
     Attributes:
         goods: share of good parts, drawn by their numbers.
-        megabytes: of all pictures together; then the oldest go, good parts' first.
+        megabytes: limit for all pictures; above it the oldest are deleted, good parts first.
     """
 
     goods: float = 0.02
@@ -96,23 +95,23 @@ class Keeping:
 
 
 class Record:
-    """The file. Threads may share it.
+    """The record's file. Threads may share it.
 
-    One that is removed while it is in use is begun anew in the same place, and one that is put in
-    its place is gone on with; the numbers of parts go on from the last one.
+    If the file is removed during use, a new one is created in its place; if it is replaced, the
+    new file is used. Numbers of parts continue.
 
     Args:
-        file: made if need be.
+        file: created if missing.
         keeping: which pictures are kept.
 
     Attributes:
         last: number of the newest part.
-        promises: what thresholds promise, by the model's id; kept once the model has scored a part.
-        changes: how often the file was another one than before.
-        changed: what was last seen of that, for people; empty while there was none.
+        promises: promised rates by the model's id; recorded once the model has scored a part.
+        changes: how often the file was removed or replaced.
+        changed: the last such change, for people; empty if there was none.
 
     Raises:
-        OutputError: it can't be written, or is something else.
+        OutputError: the file can't be written, or isn't a record.
     """
 
     def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
@@ -128,7 +127,7 @@ class Record:
         self._receivers: dict[str, str] = {}  # the table of rows that each takes
         self.last = 0
         self._held: int | None = None  # bytes of pictures; None until they are counted
-        self._needed = 0  # bytes that were to be written last
+        self._needed = 0  # bytes that the last write needed
         self._trouble = ""
         with self._explained():
             self._at_hand()
@@ -143,13 +142,13 @@ class Record:
             if not self._gone and not is_sqlite(self.file):
                 if self.file.stat().st_size:
                     raise OutputError(
-                        f"{self.file} was written over by something else; move it away, and the "
-                        "record is begun anew"
+                        f"{self.file} was overwritten by another program; move it away, and a "
+                        "new record is created"
                     )
-                Path(os.path.realpath(self.file)).unlink()  # cut off: nothing is left in it
+                Path(os.path.realpath(self.file)).unlink()  # truncated: it holds nothing
                 self._gone = True
-            # What it has written goes into the file that it was, wherever that is. A log that
-            # stayed would be taken for the next file's.
+            # Fold the log into the old file, wherever that is: SQLite would take it for the
+            # new file's log.
             with suppress(sqlite3.Error):
                 self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
             self.close()
@@ -162,8 +161,8 @@ class Record:
         self._head = os.open(self.file, os.O_RDONLY)
         self._places = _places(self.file, self._head)
         if self._gone:
-            what = "removed; it is begun anew in the same place"
-            what = "replaced; it goes on in the file that is there" if there else what
+            what = "removed; a new record was created in its place"
+            what = "replaced; recording continues in the new file" if there else what
             self.changes += 1
             self.changed = visible(f"{self.file} was {what} ({time_now()})")
             log.error("%s", self.changed)
@@ -189,7 +188,7 @@ class Record:
             made = f"{schema.read_text('utf-8')}; PRAGMA user_version = {_FORMAT}"
             db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
             newest = db.execute("SELECT COALESCE (MAX (id), 0) FROM parts").fetchone()[0]
-            if newest < self.last:  # a number is given once
+            if newest < self.last:  # numbers are never reused
                 db.execute("DELETE FROM sqlite_sequence WHERE name = 'parts'")
                 db.execute("INSERT INTO sqlite_sequence VALUES ('parts', ?)", (self.last,))
             self.last, self._held = max(self.last, newest), None
@@ -201,7 +200,7 @@ class Record:
         return db
 
     def close(self) -> None:
-        """Once nothing more is written; the log is folded into the file."""
+        """Close the file after the last write; the log is folded into it."""
         with self._lock:
             if self._db is not None:
                 self._db.close()
@@ -210,7 +209,7 @@ class Record:
                 self._head = -1
 
     def trouble(self) -> str:
-        """Why nothing can be written down; empty while it can be. After trouble it is tried."""
+        """Why the record can't be written; empty if it can. After an error it tries again."""
         if self._lock.acquire(timeout=_LOOK_SECONDS):
             try:
                 with suppress(OutputError), self._explained():
@@ -224,38 +223,40 @@ class Record:
         return self._trouble
 
     def _free(self) -> int:
-        there = next(one for one in self.file.absolute().parents if one.is_dir())
-        return shutil.disk_usage(there).free
+        existing = next(folder for folder in self.file.absolute().parents if folder.is_dir())
+        return shutil.disk_usage(existing).free
 
     def send_to(self, receiver: str, table: str = "parts") -> None:
-        """Remember which rows a receiver has: none of those that are there when it is new."""
+        """Register a receiver; a new one gets only rows from now on."""
         with self.changing() as db:
             db.execute(_RECEIVER.format(table), (receiver, self.last * (table == "parts")))
             self._receivers[receiver] = table
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
-        """Write answers down; they are kept when this returns.
+        """Record results; they are on disk when this returns.
 
         Returns:
             The number of each part.
 
         Raises:
-            OutputError: no room; none of them is written.
+            OutputError: the disk is full; nothing was written.
         """
         with self._lock:
             self._needed = sum(len(answer.file) + len(answer.heatmap) for answer in answers)
             with self.changing() as db:
-                held = db.execute(_HELD).fetchone()[0] if self._held is None else self._held
+                picture_bytes = self._held
+                if picture_bytes is None:
+                    picture_bytes = db.execute(_HELD).fetchone()[0]
                 self._held = None  # until it is known whether all of it was written
                 numbers = []
                 for answer in answers:
                     number, size = self._add(db, answer)
                     numbers.append(number)
-                    held += size
+                    picture_bytes += size
                 models = {answer.row.model_id for answer in answers} & self.promises.keys()
                 db.executemany(_PROMISE, [(model, self.promises[model]) for model in models])
-                held = self._make_room(db, held)
-            self._held, self.last = held, numbers[-1]
+                picture_bytes = self._make_room(db, picture_bytes)
+            self._held, self.last = picture_bytes, numbers[-1]
         return numbers
 
     def _add(self, db: sqlite3.Connection, answer: Answer) -> tuple[int, int]:
@@ -281,7 +282,7 @@ class Record:
         return number, size
 
     def _make_room(self, db: sqlite3.Connection, held: int) -> int:
-        """Delete pictures until those that are left fit; returns what they take."""
+        """Delete the oldest pictures until the others fit; returns the bytes of these."""
         while held > self._keeping.megabytes * 1_000_000:
             oldest = "SELECT part, bytes FROM pictures ORDER BY asked, part LIMIT 1"
             part, size = db.execute(oldest).fetchone()
@@ -300,23 +301,23 @@ class Record:
         note: str = "",
         mark: bytes = b"",
     ) -> int | None:
-        """Write down what a person says of a part.
+        """Record a person's judgement of a part.
 
         Args:
-            verdict: `good` or `defect`; empty to withdraw what was said before.
-            who: says so.
+            verdict: `good` or `defect`; empty to withdraw the last judgement.
+            who: name of the person.
             part: its number; None takes the newest one of this image, if there is any.
             sha256: of the image; taken from the part where there is one.
-            defect_type: what is wrong with it.
-            note: anything.
+            defect_type: kind of defect.
+            note: free text.
             mark: mask of the defect, a PNG file of the image's size; empty for none.
 
         Returns:
             The part's number; None for an image that was never scored here.
 
         Raises:
-            DataError: there is no such part, or it couldn't be read: nobody can have seen it.
-            OutputError: no room.
+            DataError: there is no such part, or its image couldn't be read.
+            OutputError: the disk is full.
         """
         with self.changing() as db:
             if part is not None:
@@ -334,11 +335,11 @@ class Record:
         return part
 
     def check_part(self, number: int) -> str:
-        """The sha256 of a part's image; a DataError where nobody can have seen it."""
+        """The sha256 of a part's image. Raises DataError without a readable image."""
         parts = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
         if not parts or parts[0][1] != "ok":
             what = "has no image that could be read" if parts else "doesn't exist"
-            raise DataError(f"part {number} {what}; nothing is noted")
+            raise DataError(f"part {number} {what}; nothing was recorded")
         return str(parts[0][0])
 
     def parts(
@@ -349,12 +350,12 @@ class Record:
         Args:
             before: only those with a lower number.
             verdict: only those with this verdict; empty for all.
-            limit: so many at most.
+            limit: largest number of parts.
             model: only those of this model; empty for all.
 
         Returns:
             Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
-            and what a person said last (`feedback`).
+            and the last judgement (`feedback`).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
         conditions = {condition: value for condition, value in wanted.items() if value}
@@ -365,22 +366,22 @@ class Record:
         return [_part(*row) for row in rows]
 
     def part(self, number: int) -> dict[str, Any] | None:
-        """One part, as `parts` gives it; None where there is none of this number."""
+        """One part, as in `parts`; None if there is none of this number."""
         rows = self.read(f"{_PARTS} WHERE parts.id = ?", (number,))
         return _part(*rows[0]) if rows else None
 
     def heatmap(self, number: int) -> bytes | None:
-        """A part's small heatmap; None where it wasn't kept."""
+        """A part's small heatmap; None if it isn't kept."""
         rows = self.read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
         return (rows[0][0] or None) if rows else None
 
     def picture_file(self, number: int) -> bytes | None:
-        """A part's image file; None where it wasn't kept."""
+        """A part's image file; None if it isn't kept."""
         rows = self.read("SELECT file FROM pictures WHERE part = ?", (number,))
         return rows[0][0] if rows else None
 
     def counts(self, since: str, model: str = "") -> dict[str, int]:
-        """How many parts there were since a time (ISO 8601, UTC), by verdict; else by status.
+        """Number of parts since a time (ISO 8601, UTC), by verdict, or by status without one.
 
         Args:
             since: the time.
@@ -394,13 +395,13 @@ class Record:
         return {outcome or "no verdict": count for outcome, count in rows}
 
     def feedback(self) -> Iterator[dict[str, Any]]:
-        """All that people have said, in order."""
+        """All judgements, the oldest first."""
         names = ("part", "sha256", "who", "verdict", "defect_type", "note", "time")
         for row in self.read(f"SELECT {', '.join(names)} FROM feedback ORDER BY id", ()):
             yield dict(zip(names, row, strict=True))
 
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The rows that a query finds."""
+        """The rows of a query."""
         with self._lock, self._explained():
             return self._at_hand().execute(query, values).fetchall()
 
@@ -425,7 +426,7 @@ class Record:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What is in the way, as an error for people, remembered until something is written."""
+        """The error of a failed write, remembered until a write succeeds."""
         try:
             try:
                 yield
@@ -433,19 +434,19 @@ class Record:
                 raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
         except OutputError as error:
             reason = visible(str(error))
-            if self._places and not self._trouble:  # at the start the caller says so
+            if self._places and not self._trouble:  # at the start the caller reports it
                 log.error("%s", reason)
             self._trouble = reason
             raise OutputError(reason) from None
 
 
 class Recorder:
-    """Writes answers down in a thread of its own, all that wait in one transaction.
+    """Records results in a thread, all waiting ones in one transaction.
 
-    Used in a `with` statement, which writes what is left.
+    Use it in a `with` statement, which writes the waiting ones at its end.
 
     Args:
-        record: where to.
+        record: the record.
         written: called with each part that was written, in order; an exception that it raises is
             logged.
     """
@@ -465,12 +466,11 @@ class Recorder:
         self._thread.join()
 
     def put(self, answer: Answer, then: _Then) -> None:
-        """Have an answer written down.
+        """Queue a result for the record.
 
         Args:
-            answer: what was said.
-            then: called with the part's number, or with what was in the way; an exception that it
-                raises is logged.
+            answer: the result.
+            then: called with the part's number or the error; an exception that it raises is logged.
         """
         self._waiting.put((answer, then))
 
@@ -494,11 +494,13 @@ class Recorder:
             numbers = self.record.add([answer for answer, _ in items])
         except Exception as error:
             reason = str(error)
-            if not isinstance(error, OutputError):  # a mistake of ours mustn't end this thread
-                log.exception("writing answers down failed")
-                reason = f"writing it down failed: {type(error).__name__}"
+            if not isinstance(
+                error, OutputError
+            ):  # an error in this program mustn't end this thread
+                log.exception("recording results failed")
+                reason = f"recording failed: {type(error).__name__}"
             failed = OutputError(
-                f"the part isn't on record, so no verdict is given ({reason}); send it again"
+                f"the part couldn't be recorded, so it has no verdict ({reason}); send it again"
             )
             numbers = [failed] * len(items)
         for (answer, then), number in zip(items, numbers, strict=True):
@@ -508,19 +510,19 @@ class Recorder:
 
 
 def _call(callback: Callable[..., object], *arguments: object) -> None:
-    """Call back; a mistake there mustn't keep the next parts from being written down."""
+    """Call a callback; its errors are logged, so that the next parts are still recorded."""
     try:
         callback(*arguments)
     except Exception:
-        log.exception("handing an answer on failed")
+        log.exception("passing a result on failed")
 
 
 @contextmanager
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
-    """A record that somebody else may be writing to.
+    """Open a record to read; another process may be writing to it.
 
     Raises:
-        DataError: it can't be read, or is something else.
+        DataError: the file can't be read, or isn't a record.
     """
     try:
         with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
@@ -530,7 +532,7 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _places(file: Path, head: int) -> tuple[object, ...]:
-    """Where the record's three files are on the disk, None for one that isn't there.
+    """Places of the record's three files on the disk; None for a missing one.
 
     The file's first bytes are read through a descriptor that stays open: to close one would drop
     SQLite's own locks of this process, and another that reads would take the logs away.
@@ -546,7 +548,7 @@ def _places(file: Path, head: int) -> tuple[object, ...]:
 
 
 def is_sqlite(file: Path) -> bool:
-    """Whether a file begins as those of SQLite do."""
+    """Whether a file is an SQLite file."""
     try:
         with file.open("rb") as stream:
             return stream.read(len(_SQLITE)) == _SQLITE
@@ -558,7 +560,7 @@ def _why(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or "it can't be reached"
     known: Mapping[str, str] = {
-        "SQLITE_FULL": "there is no room left on the disk",
+        "SQLITE_FULL": "the disk is full",
         "SQLITE_BUSY": "another process is writing to it",
         "SQLITE_READONLY": "it may not be written to",
         "SQLITE_CANTOPEN": "it can't be opened or made there",
@@ -566,7 +568,9 @@ def _why(error: Exception) -> str:
         "SQLITE_CORRUPT": "it is damaged",
     }
     code = str(getattr(error, "sqlite_errorname", ""))
-    return next((text for name, text in known.items() if code.startswith(name)), "SQLite fails")
+    return next(
+        (text for name, text in known.items() if code.startswith(name)), "SQLite reports an error"
+    )
 
 
 def _part(
@@ -582,15 +586,15 @@ def _part(
 
 
 def time_now() -> str:
-    """The time now, as the record has it."""
+    """The current time, in the record's format."""
     return _in_milliseconds(datetime.now(UTC))
 
 
 def in_utc(given: str) -> str:
-    """A time that somebody has given in ISO 8601; in UTC where it names no zone.
+    """Convert a time in ISO 8601 to UTC; without a zone it is UTC already.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it isn't a time.
     """
     moment = datetime.fromisoformat(given)
     try:

@@ -46,26 +46,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0  # between two looks at the models' folders
+_LOOK_SECONDS = 1.0  # between checks of the models' folders
 
 
 class ModelRegistry:
-    """All models of the service. Used in a `with` statement, which answers what was taken.
+    """All models of the service. Use it in a `with` statement, which finishes accepted parts.
 
-    Loading goes on in a thread of its own: the service is alive meanwhile, but not ready. Then the
-    thread looks whether a folder's files have changed, and loads those that have.
+    A thread loads the models; until then the service is alive, but not ready. Afterwards the
+    thread checks for folders whose files have changed, and loads these.
 
-    With a limit of memory every model is loaded once, too. When the next one needs the room, the
-    one that was asked for longest ago leaves, one without parts on their way first; what it took
-    is answered. Parts for a model that isn't in memory wait for it, and all that wait are taken
-    once it is: two models that take turns both get on.
+    With a memory limit, too, every model is loaded once. When another model needs the memory, the
+    least recently used one is unloaded, idle models first; its accepted parts are finished. Parts
+    for an unloaded model wait, and all of them are accepted once it is loaded, so that two models
+    can take turns.
 
     Args:
         folders: the models' folders by name.
-        recorder: writes answers down.
-        device: where the networks are.
+        recorder: records the results.
+        device: that the networks run on.
         workers: decoding processes of each model.
-        limits: of parts that wait, and of memory.
+        limits: of waiting parts and memory.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelRegistry:
             slot.let_go()
 
     def stop(self) -> None:
-        """Let no part wait for its model any more."""
+        """Refuse all parts that wait for a model."""
         for slot in self.models.values():
             slot.stop()
 
@@ -136,7 +136,7 @@ class ModelRegistry:
 
     def _load_asked(self) -> None:
         """Load the models that parts wait for; one whose files have changed is for `_look`."""
-        since = {name: one.waits_since for name, one in self.models.items()}
+        since = {name: slot.waits_since for name, slot in self.models.items()}
         for name in sorted((n for n, s in since.items() if s), key=lambda n: since[n] or 0.0):
             slot = self.models[name]
             if not self._closing.is_set() and stamp_of(slot.folder) == slot.tried:
@@ -148,28 +148,30 @@ class ModelRegistry:
             version, engine = self._version(slot, slot.now if again else None)
         except AnomalyError as error:
             reason = visible(str(error))
-        except Exception as error:  # one model mustn't take the others with it
+        except Exception as error:  # one model's error mustn't stop the others
             log.exception("%s can't be loaded", slot.name)
-            reason = f"loading it failed: {type(error).__name__}"
+            reason = f"loading failed: {type(error).__name__}"
         else:
             slot.passed = slot.tried
             if slot.now and slot.now.model_id != version.model_id:
-                log.info("%s is model %s from now on", slot.name, version.model_id)
+                log.info("%s now serves model %s", slot.name, version.model_id)
             self._recorder.record.promises[version.model_id] = version.promise
             slot.use(version, engine)
             return
         slot.refuse(reason, stays=not again)
         if slot.engine:
             log.error(
-                "the new version of %s is refused, the one before goes on: %s", slot.name, reason
+                "the new version of %s was refused; the previous version stays in use: %s",
+                slot.name,
+                reason,
             )
         else:
-            log.error("%s isn't served: %s", slot.name, reason)
+            log.error("%s can't be served: %s", slot.name, reason)
 
     def _version(self, slot: ModelSlot, passed: Version | None) -> tuple[Version, Engine]:
-        """What is in a model's folder, checked and measured unless it has passed before."""
+        """Load a model's folder; check and measure it unless it has passed before."""
         if not slot.folder.is_dir():
-            raise ModelError(f"its folder {slot.folder} isn't there any more")
+            raise ModelError(f"its folder {slot.folder} is missing")
         if not passed:
             size = sum(file.stat().st_size for file in slot.folder.iterdir() if file.is_file())
             self._refuse_above_limit(size, "its files have")
@@ -198,39 +200,39 @@ class ModelRegistry:
         return passed, engine
 
     def _make_room(self, slot: ModelSlot, needed: int) -> None:
-        """Have others leave until a model fits beside the rest, or nothing more can leave."""
+        """Unload other models until a model fits, or none can be unloaded."""
         while self._memory is not None:
-            inside = [one for one in self.models.values() if one.engine]
-            # Of a version that was refused since, nothing is left but what is in memory.
-            others = [one for one in inside if one is not slot and not one.refused]
-            if not others or sum(one.memory for one in inside) + needed <= self._memory:
+            loaded = [model for model in self.models.values() if model.engine]
+            # If a slot's new version was refused, its version in use exists only in memory.
+            others = [model for model in loaded if model is not slot and not model.refused]
+            if not others or sum(model.memory for model in loaded) + needed <= self._memory:
                 return
-            last = min(others, key=lambda one: (one.waiting > 0, one.asked))
-            log.info("%s leaves the memory, for %s", last.name, slot.name)
+            last = min(others, key=lambda model: (model.waiting > 0, model.asked))
+            log.info("%s was unloaded to make room for %s", last.name, slot.name)
             last.let_go()
 
     def _refuse_above_limit(self, size: int, what: str) -> None:
         if self._memory is not None and size > self._memory:
             raise ModelError(
-                f"{what} {size / 1e6:.0f} MB, more than all models together may take "
+                f"{what} {size / 1e6:.0f} MB, more than the memory limit for all models "
                 f"({self._memory / 1e6:.0f} MB); give a larger --memory"
             )
 
     def _warm_up(self) -> None:
-        """Have what comes with the first model in memory, libraries above all: it's no model's."""
-        with suppress(Exception):  # said when it is loaded to be used
+        """Load the libraries of the first model, so that their memory isn't counted as its own."""
+        with suppress(Exception):  # reported when the model is loaded for use
             folder = next(iter(self.models.values())).folder
             check(load_model(folder, self._device), folder, self._workers)
 
 
 def _resident() -> int:
-    """Bytes that this process holds, less what is free; 0 where the system doesn't say."""
+    """Bytes that this process uses, without freed ones; 0 if the system doesn't report it."""
     gc.collect()
     release_memory()
     return resident_bytes(os.getpid())
 
 
-_TOLERANCE = 0.01  # by which a golden part's score may have moved, as in `selfcheck`
+_TOLERANCE = 0.01  # largest change of a golden part's score, as in `selfcheck`
 _EARLIER, _WITHDRAWN = "earlier", "withdrawn"
 # In the order in which they move: nobody finds a new model without its golden parts.
 _BESIDE = ("train.json", "suspects", "golden")
@@ -238,7 +240,7 @@ _PARTS = (*_BESIDE, "model")
 
 
 def check(model: Model, folder: Path, workers: int) -> str:
-    """Score the golden parts beside a model, if there are any; `load` has compared its files.
+    """Check a model's golden parts, if there are any; `load` has checked its files.
 
     Args:
         model: the model.
@@ -246,10 +248,10 @@ def check(model: Model, folder: Path, workers: int) -> str:
         workers: decoding processes.
 
     Returns:
-        What was done.
+        What was checked, for people.
 
     Raises:
-        ModelError: a score or a verdict isn't as it was recorded.
+        ModelError: a score or a verdict differs from the record.
         DataError: the record of golden parts is damaged.
     """
     golden = golden_of(folder)
@@ -263,7 +265,7 @@ def check(model: Model, folder: Path, workers: int) -> str:
     moved = moved_since(recorded, scores, _TOLERANCE)
     if moved:
         changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")
-        raise ModelError(f"its golden parts aren't scored as recorded in {golden}: {changes}")
+        raise ModelError(f"its golden parts' scores or verdicts differ from {golden}: {changes}")
     missed, passing = sum(map(is_missed, scores)), not_caught(scores)
     known = f"; {missed - len(passing)} of {missed} known defects are caught" if missed else ""
     if passing:
@@ -278,7 +280,7 @@ def passing_defects(model: Model, new: Path, run: Path, workers: int) -> list[st
     Args:
         model: the new version.
         new: its model folder.
-        run: that is to hold it; missed defects of the version there count, too.
+        run: to deploy it to; missed defects of the version there count, too.
         workers: decoding processes.
     """
     own = golden_of(new)
@@ -291,9 +293,9 @@ def passing_defects(model: Model, new: Path, run: Path, workers: int) -> list[st
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
-    """Places, times and sizes of a model folder's files and of its golden parts.
+    """Places, times and sizes of a model's files and golden parts, to notice changes.
 
-    Two that differ say that something was written in between.
+    Two results differ if a file was written in between.
     """
     golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
     stamp: list[object] = []
@@ -308,20 +310,20 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
 
 
 def deploy(new: Path, run: Path) -> bool:
-    """Put a copy of a model in the place of a run's, which is kept.
+    """Copy a model into a run, which keeps its previous version.
 
-    With it go its golden parts, the missed defects of the version there, and what is known of its
-    training: on which data set, above all.
+    Its golden parts, the previous version's missed defects and the facts of its training, above
+    all the data set, are copied, too.
 
     Args:
         new: the model folder.
-        run: made if need be.
+        run: created if missing.
 
     Returns:
-        Whether there was a version before, which `back` can put in use again.
+        Whether there was a previous version, which `back` can restore.
 
     Raises:
-        OutputError: it is what is there already, or the folder can't be written, or holds runs.
+        OutputError: the run holds this model already, can't be written, or is a folder of runs.
     """
     if (run / MANIFEST).is_file():
         raise OutputError(
@@ -346,19 +348,21 @@ def deploy(new: Path, run: Path) -> bool:
 
 
 def back(run: Path) -> str:
-    """Bring the previous version back; the present one is kept among the withdrawn.
+    """Bring the previous version back; the current one is kept as withdrawn.
 
     Args:
-        run: as `deploy` has left it.
+        run: that a model was deployed to.
 
     Returns:
         The id of the model that is in use again.
 
     Raises:
-        OutputError: there is none before, or the folder can't be written.
+        OutputError: there is no previous version, or the folder can't be written.
     """
     with _changing(run):
-        before = [one for one in _kept(run, _EARLIER) if (one / "model" / MANIFEST).is_file()]
+        before = [
+            folder for folder in _kept(run, _EARLIER) if (folder / "model" / MANIFEST).is_file()
+        ]
         if not before:
             raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
         carry_missed(run / "golden", before[-1] / "golden", _id(before[-1]))
@@ -384,11 +388,15 @@ def _holds(old: Path, new: Path) -> bool:
 
 def _kept(run: Path, kind: str) -> list[Path]:
     folder = run / kind
-    return sorted(one for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else []
+    return (
+        sorted(version for version in folder.iterdir() if version.is_dir())
+        if folder.is_dir()
+        else []
+    )
 
 
 def _numbered(run: Path, kind: str) -> Path:
-    """A new folder for the version in use, behind all others of its kind."""
+    """A new folder for the version in use, numbered after all others of its kind."""
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"

@@ -32,11 +32,13 @@ _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a thr
 _PROMISED = ("model", "promised share", "of parts", "about", "at most", "seen", "compared")
 _SHARES = {"review": "parts flagged", "reject": "good parts rejected"}
 _PROMISES = (
-    "At most: of good parts like those behind the thresholds, with 95 % confidence. Good parts "
-    "rejected are those that people have called good; there may be more."
+    "At most: promised with 95 % confidence for good parts like the calibration images. Good "
+    "parts rejected are those that people have called good; there may be more."
 )
-_UNJUDGED = "Nobody has judged a verdict good or reject: false rejects and escapes aren't known."
-_VERSIONS = "False rejects, escapes and agreement (95 % confidence): as far as people have judged."
+_UNJUDGED = "No good or rejected part has been judged, so false rejects and escapes are unknown."
+_VERSIONS = (
+    "False rejects, escapes and agreement (95 % confidence) are estimated from judged parts."
+)
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
 _Promises: TypeAlias = Mapping[str, dict[str, Any]]  # by the version's id
@@ -109,7 +111,7 @@ def _promised(
         rate, is_known = Rate(**values), what == "review"
         count = flagged if is_known else rejects.get((model, version, what), 0)
         compared = compare_flagged(count, parts, rate)
-        if compared == "fewer" and not is_known:  # only false rejects that people have seen
+        if compared == "fewer" and not is_known:  # only false rejects that people have judged
             compared = "as promised"
         title = _SHARES.get(what, f"good parts rejected in {what}")
         yield [name, title, parts, rate.expected, rate.at_most, count / parts, compared]
@@ -151,14 +153,14 @@ def _page(
     lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
     content = {
         "Yield": _html(*tables["yield"]) + _chart(tables["times"][1]),
-        "What people say": _html(*tables["judgements"]),
+        "Judgements": _html(*tables["judgements"]),
         "What the models promised": _html(*tables["promises"], note=_PROMISES),
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
         "Kinds of defect": _html(*tables["kinds"]),
         "Zones and rules": _html(*tables["zones"]),
         "Cost": _html(*tables["cost"]),
-        "Pictures that matter": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
+        "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }
     sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
     answer = _answer(tables, period.before, any(drift.alarm for drift in drifts.values()))
@@ -167,7 +169,7 @@ def _page(
 
 
 def _answer(tables: Mapping[str, _Table], before: Period, drifted: bool) -> str:
-    """What a person in a hurry reads."""
+    """The first section: the main figures in words."""
     figures: dict[Any, Any] = {what: values for what, *values in tables["yield"][1]}
     (parts, _, earlier, *_), (_, share, _, was, _) = figures.pop("all parts"), figures.pop("good")
     rates = [row[-1] for row in tables["versions"][1] if isinstance(row[-1], Rate)]
@@ -178,21 +180,19 @@ def _answer(tables: Mapping[str, _Table], before: Period, drifted: bool) -> str:
         " · ".join(f"{what} {values[0]:,}" for what, values in figures.items() if values[0]),
         f"before ({before}): "
         + (f"{100 * was:.2f} % of {earlier:,}" if earlier else "no part on record"),
-        f"People agree with {right} of {judged} verdicts that they have judged."
-        if judged
-        else _UNJUDGED,
+        f"People agree with {right} of {judged} judged verdicts." if judged else _UNJUDGED,
         *more,
-        "The scores have drifted: look at lamp, lens and product." if drifted else "",
-        *(f"Cost, as far as it is known: {row[3]}" for row in tables["cost"][1][-1:]),
+        "The scores have drifted: check lamp, lens and product." if drifted else "",
+        *(f"Known cost: {row[3]}" for row in tables["cost"][1][-1:]),
     ]
     tone = "reject" if more or drifted or figures["escapes"][0] else "good"
-    said = "".join(f"<p>{escape(str(line))}</p>" for line in lines if line)
+    paragraphs = "".join(f"<p>{escape(str(line))}</p>" for line in lines if line)
     heading = f"{100 * share:.2f} % of {parts:,} parts are called good"
-    return f'<section class="answer {tone}"><h2>{heading}</h2>{said}</section>'
+    return f'<section class="answer {tone}"><h2>{heading}</h2>{paragraphs}</section>'
 
 
 def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = "") -> str:
-    """A table for people; nothing without rows."""
+    """An HTML table; empty without rows."""
     lines = [row_html(_shown(row[0]), map(_shown, row[1:])) for row in rows]
     table = table_html(map(escape, titles), lines) + f'<p class="soft">{note}</p>'
     return table * bool(lines)
@@ -234,10 +234,10 @@ def _picture(
     why: int, number: int, judged: str, model: str, time: str, line: str, heatmap: bytes
 ) -> str:
     row = from_json(line)
-    said = f"; people say {judged}" if judged else ""
+    judgement = f"; judged {judged}" if judged else ""
     caption = (
         f"<b>{_WHY[why]}</b><br>{escape(model)}, part {number}, {escape(visible(row['path']))}"
-        f"<br>{time}: {row['verdict']}{said}<br>score {row['image_score']:.4g}, review above "
+        f"<br>{time}: {row['verdict']}{judgement}<br>score {row['image_score']:.4g}, review above "
         f"{row['review_threshold']:.4g}, reject above {row['threshold']:.4g}"
     )
     data = base64.b64encode(heatmap or b"").decode()
@@ -261,7 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         dest="end",
         metavar="TIME",
-        help="likewise; a date's whole day belongs to it (default: now)",
+        help="the end: a date, whose whole day is included, or a time (default: now)",
     )
     parser.add_argument(
         "--prices",
@@ -269,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=PRICE",
-        help=f"what each costs: {', '.join(_PRICES)}; and currency=NAME, only shown",
+        help=f"price of each: {', '.join(_PRICES)}; currency=NAME is only displayed",
     )
     add_output(parser, "a folder for report.html and tables as CSV files", "an earlier report")
 
@@ -293,6 +293,7 @@ def _prices(words: Sequence[str]) -> dict[str, str]:
             if name == "currency" or (name in _PRICES and 0 <= float(price) < math.inf):
                 continue
         raise AnomalyError(
-            f"--prices {name}={price} can't be; write false-reject=4 escape=250 currency=EUR, say"
+            f"--prices {name}={price} isn't valid; write, for example, false-reject=4 escape=250 "
+            "currency=EUR"
         )
     return prices

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="SQLite file that takes every answer (line.sqlite in the folder of --models)",
+        help="SQLite file that records every result (line.sqlite in the folder of --models)",
     )
     parser.add_argument(
         "--token-file",
@@ -50,22 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--users",
         type=Path,
         metavar="FILE",
-        help="a file with a line `name: token` for each who may ask, instead of one token for all",
+        help="a file with a line `name: token` for each user, instead of one token for all",
     )
     webhook, mqtt = SINK_VARIABLES
     parser.add_argument(
         "--webhook",
         metavar="URL",
-        help=f"post every row there, too, until it is taken; else ${webhook}, if set",
+        help="also post every row to this address, until it is accepted (default: "
+        f"${webhook}, if set)",
     )
     parser.add_argument(
         "--mqtt",
         metavar="URL",
-        help=f"publish every row at mqtt://HOST:PORT/TOPIC, too; else ${mqtt}, if set",
+        help=f"also publish every row at mqtt://HOST:PORT/TOPIC (default: ${mqtt}, if set)",
     )
     more = parser.add_argument_group("limits")
     more.add_argument(
-        "--max-body", type=number, default=64, metavar="MB", help="longest image file (64)"
+        "--max-body", type=number, default=64, metavar="MB", help="largest image file (64)"
     )
     more.add_argument(
         "--queue",
@@ -108,12 +109,12 @@ def run(options: argparse.Namespace) -> int:
     folders = named(find_models(options.models))
     for name in product_folders(options.models):
         log.warning(
-            "%s holds runs itself, which are left out; to serve them, give --models %s",
+            "%s holds runs, which aren't served; to serve them, give --models %s",
             options.models / name,
             options.models / name,
         )
     with locked_file(record), Stopping() as stop:
-        # FastAPI and uvicorn are optional: `_check` has seen that they are there.
+        # FastAPI and uvicorn are optional: `_check` has checked that they are installed.
         from anomaly.line.server import listening, serve
         from anomaly.line.service import InspectionService
 
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def named(folders: Mapping[str, Path]) -> dict[str, Path]:
-    """Models by what routes, rows and pages call them: text, whatever their folders' names are."""
+    """Model folders by the names in routes, rows and pages, which are always valid text."""
     return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
 
 
@@ -168,7 +169,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tokens(options: argparse.Namespace) -> dict[str, str]:
-    """Tokens by user; one for all has no user."""
+    """Tokens by user; a token for all has an empty user."""
     token, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), f"${TOKEN_VARIABLE}"
     if options.token_file is not None:
         token, origin = _text("--token-file", options.token_file).strip(), str(options.token_file)
@@ -204,7 +205,7 @@ def read_users(file: Path) -> dict[str, str]:
             raise AnomalyError(f"{where} has the name or the token of an earlier line; change it")
         users[name] = token
     if not users:
-        raise AnomalyError(f"{file} names nobody; write a line `name: token` for each")
+        raise AnomalyError(f"{file} has no users; write a line `name: token` for each")
     return users
 
 
@@ -235,8 +236,8 @@ def _check_open(options: argparse.Namespace, tokens: Mapping[str, str]) -> None:
     if tokens and not is_loopback(options.host):
         log.log(
             NOTE,
-            "token and pictures travel unencrypted; put a proxy with TLS in front where others "
-            "share the network",
+            "token and pictures are sent unencrypted; on a shared network, put a proxy with TLS "
+            "in front",
         )
 
 
@@ -255,7 +256,7 @@ def _record(options: argparse.Namespace) -> Path:
         return Path(options.record)
     if (options.models / "manifest.json").is_file():
         raise OutputError(
-            f"{options.models} is a model folder, which holds nothing else: say where answers are "
-            "written with --record FILE"
+            f"{options.models} is a model folder, which can't hold the record; give another "
+            "place with --record FILE"
         )
     return Path(options.models) / "line.sqlite"

@@ -1,4 +1,4 @@
-"""The service behind an HTTP server, until it is to stop."""
+"""The HTTP server of the service."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from anomaly.line.guard import Guard
 from anomaly.line.places import Places, Turns
 from anomaly.line.service import InspectionService
 
-_IDLE_SECONDS = 15  # that a connection is kept without a request, or with the head of one
-_TAKE_SECONDS = 30  # that a client may take to receive what was written to it
-_LAST_SECONDS = 6  # that requests have to be finished once the service is to stop
+_IDLE_SECONDS = 15  # that a connection may stay without a complete head of a request
+_TAKE_SECONDS = 30  # that a client may take to receive written bytes
+_LAST_SECONDS = 6  # that requests have to finish after a stop
 _HEAD_BYTES = 8192
 _HEAD_LINES = 100
 # Chunks of a body: so many, and one more for each so many bytes.
 _CHUNKS, _CHUNK_BYTES = 64, 256
 _LINES_BYTES = 1024  # of heads, chunks and trailers, parsed at once
-_WAITING = 1024  # connections that the system keeps until they are taken
+_WAITING = 1024  # connections that the system queues
 # Taken at once: a new connection has sent its request before as many others have come as there
 # are places.
 _AT_ONCE = 32
@@ -39,7 +39,7 @@ _EVENTS = 32  # of a connection, before others have their turn
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that the service will listen at; port 0 takes any that is free.
+    """A listening socket for the service; port 0 takes any free port.
 
     Raises:
         AnomalyError: the address can't be listened at.
@@ -50,9 +50,9 @@ def listening(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(kind[4])
     except (OSError, UnicodeError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or "it makes no sense"
+        reason = getattr(error, "strerror", None) or "the address is invalid"
         raise AnomalyError(
-            f"nothing can listen at {host}, port {port} ({reason}); give another --host or --port"
+            f"can't listen at {host}, port {port} ({reason}); give another --host or --port"
         ) from None
     return listener
 
@@ -63,13 +63,13 @@ def serve(
     tokens: Mapping[str, str],
     stopped: Callable[[], bool],
 ) -> None:
-    """Answer requests until it is to stop; what was taken is answered.
+    """Answer requests until stopped; accepted parts are finished.
 
     Args:
         service: open.
         listener: as `listening` gives it.
-        tokens: by user, of which requests have to show one; see `Guard`.
-        stopped: asked ten times a second.
+        tokens: by user; each request has to send one. See `Guard`.
+        stopped: whether to stop; called ten times a second.
     """
     guard = Guard(
         make_app(service),
@@ -96,57 +96,57 @@ def serve(
 
 
 class _Paced(h11.Connection):
-    """Parses what a client has sent a few events at a time.
+    """Parses a client's bytes, a few events at a time.
 
-    A request's head ends a turn, so that nothing of its body is parsed before it was looked at.
+    A request's head ends a turn, so that its body isn't parsed before the head was checked.
 
     Attributes:
-        turn: events that are left of it.
-        refused: why no more is parsed; empty while it is, and where what was sent is no HTTP.
+        turn: events left in this turn.
+        refused: why parsing has stopped; empty otherwise, and for bytes that aren't HTTP.
     """
 
     turn = 0
     refused = ""
     _more_chunks = math.inf
-    _coming = 0  # bytes of the body, where the head says how many
+    _body_bytes_left = 0  # bytes of the body, where the head says how many
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, _HEAD_BYTES)
-        self._left = bytearray()  # has come, and h11 hasn't got it
+        self._unparsed = bytearray()  # received, but not passed to h11
 
     def receive_data(self, data: bytes) -> None:
-        """Take what has come."""
-        self._left += data
+        """Add received bytes."""
+        self._unparsed += data
 
     def next_event(self) -> Any:
-        """The next event; NEED_DATA, too, once the turn is over.
+        """The next event; NEED_DATA also when the turn is over.
 
         Raises:
-            h11.RemoteProtocolError: what was sent is no HTTP, or has a head or trailers that are
+            h11.RemoteProtocolError: the bytes aren't HTTP, or have a head or trailers that are
                 too long, or comes in chunks of a few bytes, each of which takes as long as one of
                 many.
         """
         if self.turn == 0:
             return h11.NEED_DATA
-        while (event := self._parsed()) is h11.NEED_DATA and self._left:
-            size = max(self._coming, _LINES_BYTES)
-            super().receive_data(bytes(self._left[:size]))
-            del self._left[:size]
+        while (event := self._parsed()) is h11.NEED_DATA and self._unparsed:
+            size = max(self._body_bytes_left, _LINES_BYTES)
+            super().receive_data(bytes(self._unparsed[:size]))
+            del self._unparsed[:size]
         self.turn -= 1
         if isinstance(event, h11.Request):
             self.turn = 0
             headers = dict(event.headers)
-            self._coming = int(headers.get(b"content-length", 0))
+            self._body_bytes_left = int(headers.get(b"content-length", 0))
             self._more_chunks = _CHUNKS if b"transfer-encoding" in headers else math.inf
         elif isinstance(event, h11.Data):
-            self._coming -= len(event.data)
+            self._body_bytes_left -= len(event.data)
             self._more_chunks += len(event.data) / _CHUNK_BYTES - event.chunk_start
             if self._more_chunks < 0:
                 raise self._refusal("the chunks of the body are too small; send larger ones")
         return event
 
     def _parsed(self) -> Any:
-        """What h11 makes of what it has got: lines are counted before, as each takes its time."""
+        """h11's next event; lines are counted before, since each takes time."""
         lines = self.trailing_data[0]
         if self.their_state is h11.IDLE:
             blank = _BLANK_LINE.search(lines)
@@ -169,13 +169,13 @@ class _Connection(H11Protocol):
 
     Attributes:
         address: of the client.
-        turns: that all connections take.
-        waiting: since when it is without a request that is under way; None where one is.
-        unread: since when something that was written isn't received; None where nothing is left.
+        turns: shared by all connections.
+        waiting: since when no request is in progress; None during a request.
+        unread: since when written bytes wait to be received; None if none do.
     """
 
-    def __init__(self, places: Places, turns: Turns, **told: Any) -> None:
-        super().__init__(**told)
+    def __init__(self, places: Places, turns: Turns, **options: Any) -> None:
+        super().__init__(**options)
         self.conn = self._paced = _Paced()
         self.app_state = {"connection": self}
         self.address = ""
@@ -184,48 +184,48 @@ class _Connection(H11Protocol):
         self._answered: object = None
         self.turns = turns
         self._places = places
-        self._due = False
+        self._turn_requested = False
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def let_in(self) -> bool:
-        """Give it a place for a request; False where there is none."""
+        """Take a place for a request; False if none is free."""
         return self._places.let_in(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It is there."""
+        """Start a new connection."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         self._places.come(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """Clean up after the connection has closed."""
         self._places.leave(self)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse bytes that aren't HTTP."""
         try:
             super().send_400_response(self._paced.refused or msg)
-        except h11.LocalProtocolError:  # an answer is under way
+        except h11.LocalProtocolError:  # an answer is in progress
             self.transport.abort()
 
     def handle_events(self) -> None:
-        """Handle what has come, for one turn; others have theirs before the next."""
-        if self._due:
+        """Handle received bytes for one turn; other connections have theirs before the next."""
+        if self._turn_requested:
             return
         self._paced.turn = _EVENTS
         super().handle_events()
         if self._paced.turn == 0:
-            self._due = True
+            self._turn_requested = True
             self.transport.pause_reading()
             self.turns.ask(self._go_on)
 
     def _go_on(self) -> None:
-        self._due = False
+        self._turn_requested = False
         if self.transport.is_closing():
             return
         if not self.flow.read_paused:
@@ -233,7 +233,7 @@ class _Connection(H11Protocol):
         self.handle_events()
 
     def end_if_late(self, now: float) -> None:
-        """End it where the client has let the time pass."""
+        """Close the connection if the client was too slow."""
         if self.transport.get_write_buffer_size() == 0:
             self.unread = None
         elif self.unread is None:
@@ -249,10 +249,10 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the command, and ends what follows along first.
+    """A uvicorn server that leaves signals to the command and disconnects followers first.
 
-    Connections are ended whose client doesn't come to the end of a request's head, or doesn't
-    receive what was answered: uvicorn waits for both forever.
+    It closes connections whose client doesn't complete a request's head or doesn't receive the
+    answer; uvicorn would wait for both forever.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Everything behind the HTTP routes: the models, the record, and who follows along."""
+"""Everything behind the HTTP routes: models, record, and clients that follow events."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     import torch
 
 
-_RECENT = 120  # parts whose small heatmap is at hand whether it is kept or not
-_RECENT_BYTES = 64_000_000  # of the newest good parts' files, as well
-_BEHIND = 200  # parts that a follower may be behind before it has to ask for them anew
+_RECENT = 120  # recent parts whose small heatmap is in memory
+_RECENT_BYTES = 64_000_000  # limit for files of the newest good parts in memory
+_BEHIND = 200  # events that a follower may be behind before it has to reload
 _SIGN_OF_LIFE_SECONDS = 10.0
 MOST_FOLLOWERS = 64
 
 
 class InspectionService:
-    """A line of parts. Used in a `with` statement, which answers and writes what was taken.
+    """The inspection service. Use it in a `with` statement, which finishes accepted parts.
 
     Args:
         folders: the models' folders by name.
-        record: where answers are written down; closed at the end.
-        device: where the networks are.
+        record: of all results; closed at the end.
+        device: that the networks run on.
         workers: decoding processes of each model.
-        limits: what requests and models may take.
-        sinks: where answers are sent on to.
+        limits: of requests and models.
+        sinks: receivers of all results.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class InspectionService:
         self.bodies = Bodies(self.limits)
         self.record = record
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
-        self._recorder = Recorder(self.record, self._told)
+        self._recorder = Recorder(self.record, self._publish)
         self.registry = ModelRegistry(
             folders, self._recorder, device=device, workers=workers, limits=self.limits
         )
@@ -90,15 +90,15 @@ class InspectionService:
         self._open.close()
 
     def heatmap(self, number: int) -> bytes | None:
-        """A part's small heatmap; None where it is neither recent nor kept."""
+        """A part's small heatmap; None if it is neither recent nor kept."""
         return self._recent.get(number) or self.record.heatmap(number)
 
     def picture_file(self, number: int) -> bytes | None:
-        """A part's image file; None where it is neither recent nor kept."""
+        """A part's image file; None if it is neither recent nor kept."""
         return self._files.get(number) or self.record.picture_file(number)
 
     def photograph(self, number: int) -> bytes | None:
-        """A part's image as a JPEG for a browser; None where it is neither recent nor kept.
+        """A part's image as a JPEG for a browser; None if it is neither recent nor kept.
 
         Raises:
             ImageError: decoding it took too long or too much.
@@ -115,17 +115,17 @@ class InspectionService:
 
     @locked_cached_property
     def _decoders(self) -> Decoders:
-        """A process for the pages' photographs, beside those that production needs."""
+        """A decoding process for the pages' photographs, apart from those for production."""
         return self._open.enter_context(Decoders(1))
 
     def parts(
         self, before: int | None, verdict: str, limit: int, model: str
     ) -> list[dict[str, Any]]:
         """The newest parts, as `Record.parts` gives them; `picture` says whether there is one."""
-        return [self._seen(one) for one in self.record.parts(before, verdict, limit, model)]
+        return [self._seen(part) for part in self.record.parts(before, verdict, limit, model)]
 
     def part(self, number: int) -> dict[str, Any] | None:
-        """One part; None where there is none of this number."""
+        """One part; None if there is none of this number."""
         part = self.record.part(number)
         return None if part is None else self._seen(part)
 
@@ -133,36 +133,36 @@ class InspectionService:
         return part | {"picture": part["picture"] or part["id"] in self._recent}
 
     def changed(self, number: int) -> None:
-        """Tell followers that something was said of a part."""
+        """Tell followers that a part was judged."""
         part = self.part(number)
         if part is not None:
-            self._tell({"kind": "feedback", "part": part})
+            self._send_event({"kind": "feedback", "part": part})
 
     def keep_missed(self, number: int, who: str) -> None:
-        """Make a part that was called good, and is a defect, a golden part of its model.
+        """Keep a missed defect as a golden part of its model.
 
         Raises:
-            DataError: it can't be one; the message says why.
-            OutputError: no room, or somebody else is changing the run.
+            DataError: it can't be kept; the message says why.
+            OutputError: the disk is full, or another process is changing the run.
         """
         part = self.record.part(number) or {}
-        said = part.get("feedback")
-        if part.get("verdict") != "good" or not said or said["verdict"] != "defect":
-            raise DataError(f"part {number} isn't a defect that was called good; nothing is kept")
+        judgement = part.get("feedback")
+        if part.get("verdict") != "good" or not judgement or judgement["verdict"] != "defect":
+            raise DataError(f"part {number} isn't a defect that was called good; nothing was kept")
         self._keep(
             part, who, "known missed defect", lambda slot, *file: keep_missed(slot.folder, *file)
         )
 
     def keep_golden(self, number: int, who: str) -> None:
-        """Make a part that its model judges rightly a golden part of that; as `keep_missed`."""
+        """Keep a part that its model judges correctly as a golden part; see `keep_missed`."""
         part = self.record.part(number) or {}
-        if not (said := part.get("feedback")):
-            raise DataError(f"nobody has judged part {number}; nothing is kept")
+        if not (judgement := part.get("feedback")):
+            raise DataError(f"part {number} hasn't been judged; judge it first")
 
         def keep(slot: ModelSlot, name: str, file: bytes) -> Path:
             if slot.engine is None:
-                raise DataError(f"{slot.name} isn't in memory; send it a part, and try again")
-            model, good = slot.engine.model, said["verdict"] == "good"
+                raise DataError(f"model {slot.name} isn't loaded; send it a part, then try again")
+            model, good = slot.engine.model, judgement["verdict"] == "good"
             return keep_golden(model, slot.folder, name, file, good=good)
 
         self._keep(part, who, "golden part", keep)
@@ -174,39 +174,43 @@ class InspectionService:
         what: str,
         keep: Callable[[ModelSlot, str, bytes], Path],
     ) -> None:
-        """Keep a judged part's picture beside its model, and note as `what` and where.
+        """Keep a judged part's picture beside its model, and note its kind and name.
 
-        `keep` takes the model, a name and the file, and returns where that is.
+        `keep` takes the model, a name and the file, and returns the new file's path.
         """
-        number, said = part["id"], part["feedback"]
+        number, judgement = part["id"], part["feedback"]
         file, slot = self.picture_file(number), self.registry.models.get(part["model"])
         if file is None or slot is None:
-            gone = "is no picture of it" if file is None else f"is no model {part['model']}"
+            gone = "its picture isn't kept" if file is None else f"model {part['model']} is gone"
             raise DataError(
-                f"part {number} can't be kept: there {gone} any more; give the file to anomaly "
-                "missed --keep, or put it into the run's golden/ and record it with anomaly "
-                "selfcheck --record. serve --keep-good 1 keeps the pictures of all good parts"
+                f"part {number} can't be kept: {gone}. Give the file to anomaly missed --keep, "
+                "or put it into the run's golden/ and record it with anomaly selfcheck "
+                "--record. serve --keep-good 1 keeps the pictures of all good parts"
             )
         kept = keep(slot, f"part-{number}", file)
-        note = "; ".join(filter(None, [said["note"], f"{what}: {kept.name}"]))
+        note = "; ".join(filter(None, [judgement["note"], f"{what}: {kept.name}"]))
         self.record.add_feedback(
-            said["verdict"], who=who, part=number, defect_type=said["defect_type"], note=note
+            judgement["verdict"],
+            who=who,
+            part=number,
+            defect_type=judgement["defect_type"],
+            note=note,
         )
         self.changed(number)
 
     async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
-        """What happens from now on; None at once, and now and then where nothing does.
+        """Events from now on; None at once and while nothing happens.
 
         Yields:
-            `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for one that
-            follows too slowly and has missed some.
+            `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for a follower
+            that was too slow and has missed some.
 
         Raises:
-            BusyError: as many as may follow already.
+            BusyError: too many clients follow already.
         """
         if len(self._followers) >= MOST_FOLLOWERS:
             raise BusyError(
-                f"{MOST_FOLLOWERS} pages follow already, which is the limit; close one of them", 10
+                f"{MOST_FOLLOWERS} pages are open, which is the limit; close one of them", 10
             )
         follower = _Follower(asyncio.get_running_loop())
         self._followers.add(follower)
@@ -225,35 +229,35 @@ class InspectionService:
             self._followers.discard(follower)
 
     def health(self) -> dict[str, Any]:
-        """Whether parts are taken and written down, for those who have no token, too.
+        """Whether parts are accepted and recorded; also for clients without a token.
 
         Returns:
-            `ready`; `reason`, why it isn't; `models`, the state of each; `record`, what has become
-            of the record's file, empty where nothing has; `scene`, what has changed of the scene,
-            by model, where something has.
+            `ready`; `reason`, why not; `models`, the state of each; `record`, the last removal or
+            replacement of the record's file, else empty; `scene`, by model, what has changed in
+            the scene.
         """
         models = self.registry.models.values()
         states = {slot.name: slot.state for slot in models}
-        said = {"failed": "has failed", "loading": "is still being loaded"}
-        reasons = [f"{name} {said[state]}" for name, state in states.items() if state in said]
+        texts = {"failed": "has failed", "loading": "is still being loaded"}
+        reasons = [f"{name} {texts[state]}" for name, state in states.items() if state in texts]
         reasons += ["the service is stopping"] * self.stopping
-        # Nobody without a token learns where the record lies.
+        # Clients without a token mustn't learn the record's path.
         place, name = visible(str(self.record.file)), visible(self.record.file.name)
         if trouble := self.record.trouble():
-            reasons.append(f"no answer can be given: {trouble.replace(place, name)}")
+            reasons.append(f"parts can't be recorded: {trouble.replace(place, name)}")
         health = {"models": states, "record": self.record.changed.replace(place, name)}
         health["scene"] = {slot.name: slot.scene for slot in models if slot.scene}
         return {"ready": not reasons, "reason": "; ".join(reasons), **health}
 
     def stop(self) -> None:
-        """Let nobody follow any more, and take no more parts."""
+        """Disconnect followers and accept no more parts."""
         self.stopping = True
         self.registry.stop()
         for follower in list(self._followers):
             follower.put(None)
 
-    def _told(self, number: int, answer: Answer) -> None:
-        """A part was written down; called in the record's thread."""
+    def _publish(self, number: int, answer: Answer) -> None:
+        """Publish a recorded part; called in the record's thread."""
         self.metrics.note(answer)
         for outbox in self._outboxes:
             outbox.wake()
@@ -266,15 +270,15 @@ class InspectionService:
             while sum(map(len, self._files.values())) > _RECENT_BYTES:
                 self._files.popitem(last=False)
         row = {**asdict(answer.row), "id": number, "model": answer.model, "feedback": None}
-        self._tell({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
+        self._send_event({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _send_event(self, event: dict[str, Any]) -> None:
         for follower in list(self._followers):
             follower.put(event)
 
 
 class _Follower:
-    """Somebody who follows along, on an event loop."""
+    """A client that follows events, on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_BEHIND)
@@ -296,9 +300,9 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _QUANTILES = (0.5, 0.9, 0.99)
 _LATEST = 1000  # scores of each model that the quantiles are of
 _OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
-    ("waiting_parts", "Parts that were taken and aren't answered", lambda slot: slot.waiting),
+    ("waiting_parts", "Accepted parts without an answer", lambda slot: slot.waiting),
     ("model_loaded", "1 while a model is in memory", lambda slot: slot.engine is not None),
-    ("model_bytes", "Memory that a model takes", lambda slot: slot.memory if slot.engine else 0),
+    ("model_bytes", "Memory of a model in bytes", lambda slot: slot.memory if slot.engine else 0),
     ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
     ("scene_changed", "1 while the scene is changed", lambda slot: bool(slot.scene)),
     ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
@@ -306,14 +310,18 @@ _OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
 _OF_THE_RECORD: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
     (
         "record_trouble",
-        "1 while nothing can be written down",
+        "1 while results can't be recorded",
         lambda record: bool(record.trouble()),
     ),
-    ("record_changes", "How often the record's file was gone", lambda record: record.changes),
+    (
+        "record_changes",
+        "How often the record's file was removed or replaced",
+        lambda record: record.changes,
+    ),
 )
 _OF_OUTBOXES: tuple[tuple[str, str, Callable[[Outbox], float]], ...] = (
     ("unsent_parts", "Parts that wait for a receiver", lambda outbox: outbox.state()[0]),
-    ("refused_parts", "Parts that a receiver won't take", lambda outbox: outbox.state()[1]),
+    ("refused_parts", "Parts that a receiver has refused", lambda outbox: outbox.state()[1]),
 )
 
 
@@ -324,7 +332,7 @@ class Metrics:
         models: by name.
         outboxes: of the receivers.
         bodies: of the images that wait.
-        record: that answers are written to.
+        record: of all results.
     """
 
     def __init__(
@@ -338,13 +346,13 @@ class Metrics:
         self._scores: dict[str, deque[float]] = {}
         self.parts = Counter(
             "anomaly_parts_total",
-            "Parts that were answered and written down",
+            "Parts answered and recorded",
             ("model", "status", "verdict"),
             registry=registry,
         )
         self.seconds = Histogram(
             "anomaly_part_seconds",
-            "From when a part was taken until its row was made",
+            "Seconds from accepting a part to its row",
             ("model",),
             buckets=_SECONDS,
             registry=registry,
@@ -363,7 +371,7 @@ class Metrics:
         )
         held = Gauge("anomaly_held_bytes", "Bytes of images that wait", registry=registry)
         held.set_function(lambda: bodies.held)
-        # These are looked up when they are asked for.
+        # These are read at each request.
         for name, text, of_model in _OF_MODELS:
             gauge = Gauge(f"anomaly_{name}", text, ("model",), registry=registry)
             for slot in models.values():

@@ -1,7 +1,7 @@
-"""Where answers are sent on to: a webhook, a topic of an MQTT broker, or a CSV file.
+"""Receivers of results: a webhook, a topic of an MQTT broker, or a CSV file.
 
-Only the address that was configured is asked; no redirect is followed, and no proxy of the
-environment is used. Messages and logs name scheme, host and port, no more: the rest of an address
+Only the configured address is contacted; redirects and the environment's proxies are ignored.
+Messages and logs name scheme, host and port, no more: the rest of an address
 may be secret.
 """
 
@@ -27,19 +27,19 @@ from anomaly.files.writing import GrowingFile
 from anomaly.line.record import Record
 from anomaly.version import __version__
 
-_SECONDS = 5.0  # that connecting may take, and each answer
+_SECONDS = 5.0  # limit for connecting and for each answer
 _SHORT_BYTES = 65_536  # of an answer's body, which nobody reads
-_ABOUT_THE_ROW = (400, 413, 422)  # what a webhook answers to a row that it won't ever take
+_ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
 _CSV_COLUMNS = ("id", "time", "state", "verdict", "sent", "score", "milliseconds", "reason")
 _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 
 
 class NotTakenError(AnomalyError):
-    """A receiver hasn't taken a row.
+    """A receiver hasn't accepted a row.
 
     Args:
         message: why.
-        for_good: it won't take this one; otherwise it may take it later.
+        for_good: whether it will never accept this row.
     """
 
     def __init__(self, message: str, *, for_good: bool = False) -> None:
@@ -48,11 +48,11 @@ class NotTakenError(AnomalyError):
 
 
 class Sink(Protocol):
-    """Takes rows; used by one thread.
+    """A receiver of rows; used by one thread.
 
     Attributes:
-        shown: what messages call it.
-        name: tells it from others, from one start of the service to the next; no password is in it.
+        shown: its name in messages.
+        name: identifies it from one start of the service to the next; holds no password.
     """
 
     shown: str
@@ -63,14 +63,14 @@ class Sink(Protocol):
 
         Args:
             message: as JSON.
-            key: the same one each time that this row is sent.
+            key: identifies this row whenever it is sent.
 
         Raises:
-            NotTakenError: it hasn't confirmed it.
+            NotTakenError: the receiver hasn't confirmed the row.
         """
 
     def close(self) -> None:
-        """Leave the receiver; `send` may be called again."""
+        """Disconnect; `send` may be called again."""
 
 
 class Webhook:
@@ -80,7 +80,7 @@ class Webhook:
         url: `http://` or `https://`; a user and a password in it are sent as basic authentication.
 
     Raises:
-        AnomalyError: it makes no sense.
+        AnomalyError: the address is invalid.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +111,7 @@ class Webhook:
         raise NotTakenError(f"it answers {status}{hint}", for_good=status in _ABOUT_THE_ROW)
 
     def close(self) -> None:
-        """Leave the receiver."""
+        """Disconnect."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -142,13 +142,13 @@ class Webhook:
 
 
 class Mqtt:
-    """A message with QoS 1 for each row, which the broker confirms (MQTT 3.1.1).
+    """MQTT 3.1.1: a message with QoS 1 for each row, which the broker confirms.
 
     Args:
         url: `mqtt://` or, with TLS, `mqtts://`, host, port and topic, perhaps user and password.
 
     Raises:
-        AnomalyError: it makes no sense, or paho-mqtt isn't installed.
+        AnomalyError: the address is invalid, or paho-mqtt isn't installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -156,7 +156,7 @@ class Mqtt:
         self._topic = unquote(parts.path.lstrip("/"))
         if not self._topic or parts.query or set("+#\0") & set(self._topic):
             raise AnomalyError(
-                "--mqtt needs a topic without + and # behind the host: mqtt://HOST/factory/line-1"
+                "--mqtt needs a topic without + and # after the host: mqtt://HOST/factory/line-1"
             )
         if importlib.util.find_spec("paho") is None:
             raise AnomalyError(
@@ -182,7 +182,7 @@ class Mqtt:
             raise
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Disconnect from the broker."""
         if self._client is not None:
             with suppress(OSError):
                 self._client.disconnect()
@@ -213,15 +213,15 @@ class Mqtt:
         if not answered.wait(_SECONDS) or answers[0].is_failure:
             client.loop_stop()
             refused = answered.is_set()
-            raise NotTakenError("it refuses this user" if refused else "it says nothing")
+            raise NotTakenError("it refuses this user" if refused else "it doesn't answer")
         return client
 
 
 class CsvFile:
-    """A file that each part of a station is a line of.
+    """A CSV file with a line for each part of a station.
 
     Args:
-        file: made if need be, and added to.
+        file: created if missing; lines are appended.
 
     Raises:
         OutputError: it can't be written.
@@ -263,7 +263,7 @@ def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult
 
 
 def _names(parts: SplitResult, port: int) -> tuple[str, str]:
-    """What messages call a receiver, and what tells it from others."""
+    """A receiver's name in messages, and its identifying name."""
     host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
     shown = f"{parts.scheme}://{host}:{port}"
     where = parts.path or "/"  # a query may hold a key, which may change
@@ -274,7 +274,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return "its certificate isn't valid here"
     if isinstance(error, TimeoutError):
-        return f"there is no answer within {_SECONDS:g} s"
+        return f"no answer within {_SECONDS:g} s"
     if isinstance(error, ssl.SSLError):
         return "an encrypted connection to it fails"
     if isinstance(error, http.client.HTTPException):
@@ -288,35 +288,34 @@ _UNSENT = """
 SELECT id, model, line FROM {}
 WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) AND line != '' ORDER BY id LIMIT ?
 """
-_AT_ONCE = 100  # rows that are looked up together
-_TRIES = 5  # for a row that the receiver won't take
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 60.0  # between tries; each pause is twice the one before
-_LOOK_SECONDS = 5.0  # between two looks for rows that nobody has announced
-_LAST_SECONDS = 1.0  # for what is left when the service ends
+_AT_ONCE = 100  # rows read at a time
+_TRIES = 5  # for a row that the receiver refuses
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 60.0  # between tries; each pause is twice the last
+_LOOK_SECONDS = 5.0  # between checks for unannounced rows
+_LAST_SECONDS = 1.0  # for the last rows when the service ends
 
 
 class Outbox:
-    """Sends rows on, in a thread of its own. Used in a `with` statement.
+    """Sends rows to a receiver in a thread. Use it in a `with` statement.
 
     Args:
-        record: where the rows are; those from now on are sent, or from where the last process of
-            this record has stopped.
+        record: of the rows; sends those from now on, or from where the last process has stopped.
         sink: the receiver.
         table: of the rows, `parts` or `triggers`.
     """
 
     def __init__(self, record: Record, sink: Sink, table: str = "parts") -> None:
         self._record, self._sink, self._table = record, sink, table
-        self._due: deque[tuple[int, str, str]] = deque()
+        self._queued: deque[tuple[int, str, str]] = deque()
         self._state = (0, 0)
-        self._failed = 0  # tries since the receiver has last taken a row
-        self._refused = 0  # of them those at which it has refused the row itself
+        self._failed = 0  # tries since the receiver last accepted a row
+        self._refused = 0  # tries at which it refused the row itself
         self._news, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"send {sink.shown}", daemon=True)
 
     @property
     def name(self) -> str:
-        """What messages call the receiver."""
+        """The receiver's name in messages."""
         return self._sink.shown
 
     def __enter__(self) -> Outbox:
@@ -330,14 +329,14 @@ class Outbox:
         self._thread.join(_LAST_SECONDS)
 
     def wake(self) -> None:
-        """There are new rows."""
+        """Announce new rows."""
         self._news.set()
 
     def state(self) -> tuple[int, int]:
-        """Rows that wait to be sent, and those that the receiver has refused for good."""
+        """Number of rows waiting to be sent, and of rows refused for good."""
         waiting = "MAX (0, (SELECT COALESCE (MAX (id), 0) FROM parts) - sent)"
         query = f"SELECT {waiting}, refused FROM outboxes WHERE sink = ?"
-        with suppress(OutputError):  # health speaks of the record; the figures stay as they were
+        with suppress(OutputError):  # health reports the record's error; the figures stay unchanged
             (self._state,) = self._record.read(query, (self._sink.name,))
         return self._state
 
@@ -347,15 +346,15 @@ class Outbox:
                 pause = self._send_next()
             except OutputError as error:  # the record is in trouble, or closed
                 if not self._closing.is_set():
-                    log.error("nothing is sent to %s: %s", self._sink.shown, error)
+                    log.error("can't send to %s: %s", self._sink.shown, error)
                 pause = _LOOK_SECONDS
-            except Exception as error:  # a mistake of ours; its text may hold what is secret
+            except Exception as error:  # an error in this program; its text may hold secrets
                 log.error("sending to %s failed: %s", self._sink.shown, type(error).__name__)
                 pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
                 self._sink.close()
                 return
-            if not self._due:
+            if not self._queued:
                 self._news.wait(pause)
             elif pause:
                 self._closing.wait(pause)
@@ -367,13 +366,13 @@ class Outbox:
         Returns:
             Seconds to wait before the next one.
         """
-        if not self._due:
-            self._due.extend(
+        if not self._queued:
+            self._queued.extend(
                 self._record.read(_UNSENT.format(self._table), (self._sink.name, _AT_ONCE))
             )
-        if not self._due:
+        if not self._queued:
             return _LOOK_SECONDS
-        number, model, line = self._due[0]
+        number, model, line = self._queued[0]
         row = json.loads(line)
         message = json.dumps({**row, "id": number, "model": model})
         try:
@@ -383,16 +382,20 @@ class Outbox:
             self._refused += error.for_good
             if self._refused < _TRIES:
                 if self._failed == 1:
-                    log.warning("%s takes no part: %s; trying again", self._sink.shown, error)
+                    log.warning(
+                        "%s doesn't accept parts: %s; trying again", self._sink.shown, error
+                    )
                 return min(_FIRST_SECONDS * 2.0 ** min(self._failed - 1, 20), _LONGEST_SECONDS)
-            log.error("%s won't take part %d: %s; it is left out", self._sink.shown, number, error)
+            log.error(
+                "%s refused part %d: %s; the part is skipped", self._sink.shown, number, error
+            )
             self._done(number, refused=True)
         else:
             if self._failed:
-                log.warning("%s takes parts again", self._sink.shown)
+                log.warning("%s accepts parts again", self._sink.shown)
             self._done(number)
         self._failed = self._refused = 0
-        self._due.popleft()
+        self._queued.popleft()
         return 0.0
 
     def _done(self, number: int, *, refused: bool = False) -> None:

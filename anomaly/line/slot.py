@@ -1,4 +1,4 @@
-"""One model of the service: the version that was let in, in memory or not, and who asks for it."""
+"""One model of the service: its checked version, loaded or not, and the parts that wait for it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.thresholds import thresholds_alone_differ
 
-_AGAIN_SECONDS = 5  # after which to ask for a model that can't be used
+_AGAIN_SECONDS = 5  # after which a client should ask again for an unusable model
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests and models may take.
+    """Limits of requests and models.
 
     Attributes:
         body_bytes: of one image file.
         short_bytes: of any other body.
-        held_bytes: of all that are received, or wait to be scored.
-        receive_seconds: until a body is there.
+        held_bytes: of all images being received or waiting to be scored.
+        receive_seconds: until a body is complete.
         begin_seconds: after which a body has to come at `bytes_a_second` at least.
         answer_seconds: until a part is answered.
-        waiting_parts: of each model, that may be on their way at once.
+        waiting_parts: parts in progress of each model.
         memory: bytes that the models in memory may take together; None for no limit.
     """
 
@@ -49,20 +49,20 @@ class Limits:
 
     @classmethod
     def of(cls, body_bytes: int) -> Limits:
-        """Limits with which an image file of so many bytes is taken, and another may wait."""
+        """Limits that let one image file of `body_bytes` be scored while another waits."""
         return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
 
 
 @dataclass(frozen=True)
 class Version:
-    """What was let in, and is known of it even while it isn't in memory.
+    """A version that has passed its checks, and its facts while it isn't loaded.
 
     Attributes:
         model_id: of its folder.
-        checked: what was looked at before it was let in.
+        checked: what was checked.
         marks: whether it has thresholds, so that masks and regions can be asked for.
-        short: what a list of models says of it.
-        long: what else can be asked of it.
+        short: its entry in the list of models.
+        long: its further facts.
         drift: watches its scores; None without thresholds.
         review: the review threshold; None without thresholds.
         promise: what the thresholds promise, as JSON for the record; empty without thresholds.
@@ -79,7 +79,7 @@ class Version:
 
     @classmethod
     def of(cls, model: Model, folder: Path, checked: str) -> Version:
-        """The version that a folder's model is."""
+        """The facts of a loaded model."""
         limits = model.thresholds
         short = {"model_id": model.model_id, "model_name": model.config.name}
         short |= {"method": model.method, "unit": model.unit}
@@ -106,7 +106,7 @@ class Version:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A part that waits until its model is in memory."""
+    """A part that waits until its model is loaded."""
 
     since: float
     done: Future[Scored]
@@ -120,18 +120,18 @@ class ModelSlot:
     Attributes:
         name: in the service.
         folder: the model folder.
-        record: where its answers are.
-        now: the version in use; None until one was let in.
-        engine: scores its parts; None while it isn't in memory.
-        trouble: why what is in the folder can't be used; empty while that isn't so.
-        seen: what the folder's files were like at the last look.
-        tried: what they were like when they were loaded last, with or without success.
-        passed: what they were like when they were let in.
-        grown: bytes by which loading it has made this process grow, or its files' when it is new.
-        beside: bytes that its decoding processes hold at least.
-        asked: when somebody has asked for it last, or when it was loaded.
-        most_waiting: parts that may wait until it is in memory.
-        wake: called when it isn't, and is asked for.
+        record: of its results.
+        now: the version in use; None until one has passed its checks.
+        engine: scores its parts; None while the model isn't loaded.
+        trouble: why the folder's version can't be used; empty if it can.
+        seen: state of the folder's files at the last check.
+        tried: their state when they were last loaded, with or without success.
+        passed: their state when they passed the checks.
+        grown: bytes that loading it has added to this process; of its files while it is new.
+        beside: least memory of its decoding processes in bytes.
+        asked: when it was last asked for or loaded.
+        most_waiting: most parts that may wait until it is loaded.
+        wake: called when a part needs the model while it isn't loaded.
     """
 
     name: str
@@ -154,14 +154,14 @@ class ModelSlot:
 
     @property
     def state(self) -> str:
-        """`loading`, `ready`, `unloaded` or `failed`; ready, too, where a new one was refused."""
+        """`loading`, `ready`, `unloaded` or `failed`; also `ready` if a new version was refused."""
         if self.engine is not None:
             return "ready"
         return "failed" if self.trouble else "unloaded" if self.now else "loading"
 
     @property
     def unusable(self) -> str:
-        """Why no parts are taken; empty where they are, at once or once it is in memory."""
+        """Why parts aren't accepted; empty if they are."""
         reason = {"failed": self.trouble, "loading": "it is still being loaded"}.get(self.state)
         return f"{self.name} can't be used: {reason}" if reason else ""
 
@@ -172,33 +172,33 @@ class ModelSlot:
 
     @property
     def waiting(self) -> int:
-        """Parts that were taken and aren't answered yet."""
+        """Number of accepted parts without an answer."""
         engine = self.engine
         return len(self._waiting) + (engine.waiting if engine else 0)
 
     @property
     def waits_since(self) -> float | None:
-        """Since when parts wait until it is in memory; None while there are none."""
+        """Since when parts wait until the model is loaded; None if none wait."""
         with self._changing:
             return self._waiting[0].since if self._waiting else None
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes in memory, or, while it isn't there, that it has taken or will."""
+        """Bytes that it takes in memory; while it isn't loaded, the last or expected value."""
         engine = self.engine
         return self.grown + max(self.beside, engine.resident if engine else 0)
 
     @property
     def scene(self) -> str:
-        """What has changed of the scene, not the parts; empty where nothing has."""
+        """What has changed in the scene rather than the parts; empty if nothing has."""
         engine = self.engine
         return "; ".join(engine.scene.changed.values()) if engine else ""
 
     def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
-        """Have the version in use take one part, once it is in memory; see `Engine.submit`.
+        """Submit one part to the version in use, once it is loaded; see `Engine.submit`.
 
         Raises:
-            BusyError: too many wait already, or the model can't be used.
+            BusyError: too many parts are waiting, or the model can't be used.
         """
         done: Future[Scored] = Future()
         with self._changing:
@@ -218,9 +218,7 @@ class ModelSlot:
         return done
 
     def use(self, version: Version, engine: Engine) -> None:
-        """Let an engine take all further parts, and those that wait; what the last one took is
-        answered.
-        """
+        """Switch to an engine for waiting and further parts; the last engine finishes its own."""
         with self._changing:
             last, self.engine = self.engine, engine
             self.now, self.trouble, self.asked = version, "", time.monotonic()
@@ -231,18 +229,18 @@ class ModelSlot:
             last.__exit__()
 
     def let_go(self) -> None:
-        """Have it leave the memory; what it took is answered, further parts wait."""
+        """Unload the model; accepted parts are finished, further parts wait."""
         with self._changing:
             last, self.engine = self.engine, None
         if last is not None:
             last.__exit__()
 
     def refuse(self, reason: str, *, stays: bool) -> None:
-        """It can't be loaded: answer the parts that wait for it.
+        """Refuse the waiting parts, since the model can't be loaded.
 
         Args:
             reason: why.
-            stays: until its files change; else the next one who asks has it tried again.
+            stays: whether to refuse until its files change; otherwise the next part tries again.
         """
         with self._changing:
             self.trouble = reason if stays else self.trouble
@@ -253,33 +251,33 @@ class ModelSlot:
             )
 
     def stop(self) -> None:
-        """Let no part wait any more."""
+        """Refuse all waiting parts."""
         self._stopping = True
         self.refuse("the service is stopping", stays=False)
 
     def short(self) -> dict[str, Any]:
-        """What a list of models says of it."""
+        """Its entry in the list of models."""
         with self._changing:
             short: dict[str, Any] = {"name": self.name, "state": self.state}
             short |= {"refused": self.refused, "reason": self.trouble}
             return short | (self.now.short if self.now else {})
 
     def long(self) -> dict[str, Any]:
-        """All that can be asked of it: settings, thresholds, and what they were found with."""
+        """All its facts: settings, thresholds, and how these were found."""
         now = self.now
         state = {"checked": now.checked if now else "", "drift": self.drifted()}
         return {**self.short(), **state, **(now.long if now else {})}
 
     def drifted(self) -> dict[str, Any]:
-        """Whether its newest parts have drifted, as `anomaly drift` says, and what was seen.
+        """The drift of its newest parts, as in `anomaly drift`.
 
         Returns:
-            `alarm`; `lines`, what was seen of each level; `compared`, whether `more` or `fewer`
-            parts are flagged than promised, and `flagged`, where that is so, a line for people.
+            `alarm`; `lines`, a readable line for each level; `compared`, whether `more` or `fewer`
+            parts are flagged than promised; `flagged`, a readable line if so.
         """
         if not (self.now and self.now.drift and self.now.review):
             return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
         drift = self.now.drift.look(self.record)
         compared, flagged = drift.flagged(self.now.review, str(self.folder))
-        said = {"alarm": drift.alarm is not None, "lines": drift.lines()}
-        return said | {"compared": compared, "flagged": flagged}
+        levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}
+        return levels | {"compared": compared, "flagged": flagged}

@@ -1,1 +1,1 @@
-"""One line: takes pictures when parts come, and says the verdicts to the machine in time."""
+"""A station: takes pictures when parts come, and sends verdicts to the PLC in time."""

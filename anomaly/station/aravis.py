@@ -47,7 +47,7 @@ def _call(name: str, result: Any, *arguments: Any) -> Any:
 
 
 def genicam_cameras() -> dict[str, str]:
-    """What each camera is that answers, by its source; empty without the library."""
+    """Descriptions of answering cameras, by source; empty without the library."""
     if _library() is None:
         return {}
     _call("arv_update_device_list", None)  # takes a second
@@ -64,18 +64,18 @@ class Genicam(Camera):
     """A camera that is triggered by software for each picture.
 
     Args:
-        name: its id, or its address.
-        features: values that it is given first.
+        name: the camera's id or address.
+        features: values to set first.
     """
 
     def __init__(self, name: str, features: Mapping[str, Any]) -> None:
         self._name, self._stream = f"genicam:{name}", c_void_p()
         if _library() is None:
             raise CameraError(f"{self._name} needs Aravis: apt-get install libaravis-0.8-0")
-        there = genicam_cameras()  # the library only opens what it has listed
+        there = genicam_cameras()  # the library opens only cameras that it has listed
         if self._name not in there and not name.replace(".", "").isdecimal():
             raise CameraError(
-                f"{self._name} doesn't answer; there are {', '.join(there) or 'none'}"
+                f"{self._name} doesn't answer; cameras that answer: {', '.join(there) or 'none'}"
             )
         self._camera = c_void_p(self._try("arv_camera_new", c_void_p, name.encode()))
         self._device = c_void_p(_call("arv_camera_get_device", c_void_p, self._camera))
@@ -99,7 +99,7 @@ class Genicam(Camera):
         self._try("arv_camera_start_acquisition", None, self._camera)
 
     def grab(self) -> Picture:
-        """A picture that is taken now."""
+        """Take a picture now."""
         while late := _call("arv_stream_try_pop_buffer", c_void_p, self._stream):
             self._give_back(late)
         self._try("arv_camera_software_trigger", None, self._camera)
@@ -113,12 +113,12 @@ class Genicam(Camera):
             self._give_back(buffer)
 
     def check(self) -> None:
-        """A CameraError where it doesn't answer: it is asked for the first register of all."""
+        """Raises CameraError if the camera doesn't answer; reads its first register."""
         value = byref(c_uint())
         self._try("arv_device_read_register", c_int, self._device, c_uint64(0), value)
 
     def close(self) -> None:
-        """Let others use it."""
+        """Close the camera for other programs."""
         for thing in filter(None, (self._stream, self._camera)):
             _call("g_object_unref", None, thing)
 
@@ -126,7 +126,7 @@ class Genicam(Camera):
         _call("arv_stream_push_buffer", None, self._stream, c_void_p(buffer))
 
     def _try(self, name: str, result: Any, *arguments: Any) -> Any:
-        """Call a function that takes a place for an error last."""
+        """Call a function whose last argument receives an error."""
         error = ctypes.POINTER(_GError)()
         value = _call(name, result, *arguments, byref(error))
         if error:

@@ -1,4 +1,4 @@
-"""Cameras: what is there, one picture at a time, and again after they were unplugged."""
+"""Cameras: list them, take single pictures, and reopen them after they were unplugged."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from anomaly.station.pictures import PICTURE_SECONDS, Camera, CameraError, Pictu
 log = logging.getLogger(__name__)
 
 _LIMITS = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, 5000, cv2.CAP_PROP_READ_TIMEOUT_MSEC, 5000]
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 10.0  # between tries to open it; each twice the last one
-_CHECK_SECONDS = 0.5  # between two looks at a camera that nobody wants a picture of
-_BUSY_SECONDS = 4.0  # for which a camera may be taken whose last user was killed
+_FIRST_SECONDS, _LONGEST_SECONDS = (
+    0.5,
+    10.0,
+)  # between tries to open it; each pause is twice the last
+_CHECK_SECONDS = 0.5  # between checks of an idle camera
+_BUSY_SECONDS = 4.0  # that a camera may stay busy after its last user was killed
 _KINDS = "give usb:0, genicam:ID, rtsp://HOST/PATH, a video file or a folder of images"
 
 
@@ -33,12 +36,12 @@ Then = Callable[[Picture | CameraError], object]
 
 
 def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camera:
-    """The camera that is meant by `usb:0`, `genicam:ID`, `rtsp://…`, a video file or a folder.
+    """Open the camera `usb:0`, `genicam:ID` or `rtsp://…`, a video file or a folder.
 
     Raises:
-        CameraError: it isn't there; says what is.
+        CameraError: there is no such camera; names those that there are.
     """
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # errors are reported here
     cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     kind, _, name = source.partition(":")
     if kind == "genicam":
@@ -48,7 +51,7 @@ def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camer
     if kind == "usb" and name.isdecimal():
         return Stream(cv2.VideoCapture(int(name)), source)
     if kind in ("rtsp", "rtsps", "http", "https"):
-        # The user and the password of an address are in no message.
+        # Messages mustn't hold the user and password of an address.
         shown = f"{kind}://{urlsplit(source).netloc.rpartition('@')[2]}"
         return Stream(cv2.VideoCapture(source, cv2.CAP_FFMPEG, _LIMITS), shown)
     if Path(source).exists():
@@ -57,19 +60,19 @@ def open_camera(source: str, features: Mapping[str, Any] | None = None) -> Camer
 
 
 def present() -> dict[str, str]:
-    """What each camera is that this machine has or sees on its network, by its source."""
+    """Descriptions of cameras of this machine and its network, by source."""
     names = sorted(Path("/sys/class/video4linux").glob("video*/name"))
     usb = {f"usb:{file.parent.name[5:]}": file.read_text("utf-8").strip() for file in names}
     return usb | genicam_cameras()
 
 
 class Stream(Camera):
-    """A USB or network camera, which sends pictures all the time, wanted or not."""
+    """A USB or network camera, which sends pictures all the time."""
 
     def __init__(self, capture: cv2.VideoCapture, name: str) -> None:
         if not capture.isOpened():
             there = ", ".join(f"{source} ({text})" for source, text in present().items())
-            raise CameraError(f"{name} can't be opened; there are {there or 'no other cameras'}")
+            raise CameraError(f"{name} can't be opened; other cameras: {there or 'none'}")
         self._name, self._capture = name, capture
         self._frames, self._ended = 0, False
         self._pixels: Any = None
@@ -78,7 +81,7 @@ class Stream(Camera):
         self._thread.start()
 
     def grab(self) -> Picture:
-        """The second picture to come: the first one may have been begun too early."""
+        """The second next picture, since the next may have begun too early."""
         with self._changed:
             wanted = self._frames + 2
             self._changed.wait_for(lambda: self._ended or self._frames >= wanted, PICTURE_SECONDS)
@@ -87,12 +90,12 @@ class Stream(Camera):
             return as_file(self._pixels), ""
 
     def check(self) -> None:
-        """A CameraError where it sends none any more."""
+        """Raises CameraError if the camera has stopped sending pictures."""
         if self._ended:
-            raise CameraError(f"{self._name} sends no pictures any more")
+            raise CameraError(f"{self._name} has stopped sending pictures")
 
     def close(self) -> None:
-        """Let others use it."""
+        """Close the camera for other programs."""
         self._ended = True
         self._thread.join(PICTURE_SECONDS)
 
@@ -107,7 +110,7 @@ class Stream(Camera):
 
 
 class Recorded(Camera):
-    """A folder's images, or a video's frames, in turn, and again from the first one."""
+    """A folder's images or a video's frames in order, repeated from the first."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._pictures = path, self._read()
@@ -124,9 +127,9 @@ class Recorded(Camera):
         raise CameraError(f"{self._path} has no pictures that can be read; {_KINDS}")
 
     def check(self) -> None:
-        """A CameraError where it is gone."""
+        """Raises CameraError if the file or folder is gone."""
         if not self._path.exists():
-            raise CameraError(f"there is no {self._path} any more")
+            raise CameraError(f"{self._path} is gone")
 
     def _read(self) -> Iterator[Picture]:
         if self._path.is_dir():
@@ -138,17 +141,17 @@ class Recorded(Camera):
 
 
 class CameraThread:
-    """A camera in a thread of its own, which opens it again when it was gone.
+    """A camera in a thread, which opens it again after it was gone.
 
     Args:
         name: of the camera in the station.
         reopen: opens it.
 
     Attributes:
-        wanted: the pictures to take: until when, by `time.perf_counter`, as a later one would show
-            the next part, and what is called with the picture or with why there is none. None ends
-            the thread.
-        trouble: why it takes no pictures; empty while it does.
+        wanted: the pictures to take: the deadline by `time.perf_counter`, after which a picture
+            would show the next part, and the function to call with the picture or the error. None
+            ends the thread.
+        trouble: why the camera takes no pictures; empty if it does.
     """
 
     def __init__(self, name: str, reopen: Callable[[], Camera]) -> None:
@@ -158,7 +161,7 @@ class CameraThread:
         self._pause, self._next_try = _FIRST_SECONDS, 0.0
 
     def first(self) -> Picture:
-        """A picture at the start; a CameraError where none comes."""
+        """Take a picture at the start. Raises CameraError if none comes."""
         end = time.perf_counter() + _BUSY_SECONDS
         while True:
             camera = self._open()
@@ -171,7 +174,7 @@ class CameraThread:
                 time.sleep(_BUSY_SECONDS / 2)
 
     def work(self) -> None:
-        """Take pictures, and look now and then whether the camera is there."""
+        """Take the wanted pictures, and check the camera between them."""
         while True:
             try:
                 wanted = self.wanted.get(timeout=_CHECK_SECONDS)
@@ -202,13 +205,13 @@ class CameraThread:
                 raise CameraError(self.trouble)
             self._camera = self._reopen()
             if self.trouble:
-                log.warning("camera %s is there again", self.name)
+                log.warning("camera %s is connected again", self.name)
             self.trouble, self._pause = "", _FIRST_SECONDS
         return self._camera
 
     def _fail(self, error: CameraError) -> None:
         if not self.trouble:
-            log.error("camera %s: %s; it is opened again as soon as it is there", self.name, error)
+            log.error("camera %s: %s; trying to open it again", self.name, error)
         self.trouble = str(error)
         if self._camera is not None:
             self._camera.close()

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOSSLESS = (".png", ".tif", ".tiff", ".bmp")
-_NO_CAMERAS = "no USB camera is there, and no GenICam camera answers (these need libaravis-0.8-0)"
-_NO_THRESHOLDS = "it has no thresholds, so no verdicts; find some with anomaly calibrate"
+_NO_CAMERAS = (
+    "no USB camera is connected, and no GenICam camera answers (these need libaravis-0.8-0)"
+)
+_NO_THRESHOLDS = "it has no thresholds, so no verdicts; set them with anomaly calibrate"
 
 
 def _add_station(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,7 @@ def _station(options: argparse.Namespace) -> int:
         )
     settings = load_settings(options.config)
     with Stopping() as stop, running(settings, options) as station:
-        print(f"ready: every part is written to {settings.record}; Ctrl-C ends it", flush=True)
+        print(f"ready: every part is recorded in {settings.record}; stop with Ctrl-C", flush=True)
         while stop.signal is None and not station.closing.wait(0.1):
             pass
     counts = [f"{count} {state}" for state, count in station.parts.items()]
@@ -64,19 +66,21 @@ def _station(options: argparse.Namespace) -> int:
 
 @contextmanager
 def running(settings: StationSettings, options: argparse.Namespace) -> Iterator[Station]:
-    """A station that takes parts, and has finished them when the block is left.
+    """A running station, which finishes its parts at the end of the `with` block.
 
     Args:
         settings: of the station.
         options: `device` and `threads`.
     """
-    # pymodbus is optional: `_station` has seen that it is there.
+    # pymodbus is optional: `_station` has checked that it is installed.
     from anomaly.line.registry import ModelRegistry
     from anomaly.station.station import Station
     from anomaly.station.triggers import triggers
 
-    given = {name: str(camera.model or settings.model) for name, camera in settings.cameras.items()}
-    folders = {name: find_model(name) for name in given.values()}
+    models = {
+        name: str(camera.model or settings.model) for name, camera in settings.cameras.items()
+    }
+    folders = {name: find_model(name) for name in models.values()}
     sinks = _sinks(settings)
     device, threads = device_and_threads(options, list(folders.values()))
     with locked_file(settings.record), ExitStack() as opened:
@@ -84,7 +88,7 @@ def running(settings: StationSettings, options: argparse.Namespace) -> Iterator[
         opened.callback(record.close)
         recorder = Recorder(record, lambda number, answer: None)
         registry = ModelRegistry(folders, recorder, device=device, workers=threads)
-        slots = {camera: registry.models[name] for camera, name in given.items()}
+        slots = {camera: registry.models[name] for camera, name in models.items()}
         outboxes = [Outbox(record, sink, "triggers") for sink in sinks]
         station = Station(settings, record, slots, outboxes)
         work = triggers(station)
@@ -104,34 +108,41 @@ def running(settings: StationSettings, options: argparse.Namespace) -> Iterator[
 
 
 def _sinks(settings: StationSettings) -> list[Any]:
-    given: tuple[tuple[Any, Any], ...] = (
+    targets: tuple[tuple[Any, Any], ...] = (
         (Webhook, settings.webhook),
         (Mqtt, settings.mqtt),
         (CsvFile, settings.csv),
     )
     try:
-        return [kind(value) for kind, value in given if value is not None]
+        return [sink(target) for sink, target in targets if target is not None]
     except AnomalyError as error:
         raise ConfigError(str(error).removeprefix("--")) from None
 
 
 def _add_camera(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("source", nargs="?", metavar="CAMERA", help="take a picture with this one")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"write it there ({', '.join(_LOSSLESS)})"
+        "source", nargs="?", metavar="CAMERA", help="take a picture with this camera"
     )
     parser.add_argument(
-        "--model", type=Path, help="compare it with the images that this model has learned"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"write the picture to this file ({', '.join(_LOSSLESS)})",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="compare the picture with this model's training images"
     )
     add_device(parser)
 
 
 def _camera(options: argparse.Namespace) -> int:
-    """List cameras, or take a picture and say how it is exposed and focused."""
+    """List cameras, or take a picture and print its exposure and sharpness."""
     output: Path | None = options.output
     if output is not None and output.suffix.lower() not in _LOSSLESS:
-        raise AnomalyError(f"--output {output} must end in {', '.join(_LOSSLESS)}: without loss")
+        raise AnomalyError(
+            f"--output {output} must end in {', '.join(_LOSSLESS)}, which are lossless"
+        )
     if options.source is None:
         lines = [f"{source}  {text}" for source, text in present().items()]
         print("\n".join(lines or [_NO_CAMERAS]))

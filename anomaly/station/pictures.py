@@ -1,4 +1,4 @@
-"""What a camera gives, and how."""
+"""What a camera does: takes pictures, or raises CameraError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import AnomalyError
 
-PICTURE_SECONDS = 2.0  # that a picture may take
+PICTURE_SECONDS = 2.0  # longest wait for a picture
 
 
 class CameraError(AnomalyError):
@@ -24,14 +24,14 @@ class Camera:
     """Takes pictures; used by one thread."""
 
     def grab(self) -> Picture:
-        """The next picture, begun after this was called; a CameraError where none comes."""
+        """Take a picture that begins after this call. Raises CameraError if none comes."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """A CameraError where it is gone."""
+        """Raises CameraError if the camera is gone."""
 
     def close(self) -> None:
-        """Let others use it."""
+        """Close the camera for other programs."""
 
 
 def as_file(pixels: NDArray[Any]) -> bytes:

@@ -18,35 +18,40 @@ from anomaly.station.settings import PlcSettings, host_and_port
 log = logging.getLogger(__name__)
 
 CODES = {"good": 1, "review": 2, "reject": 3}
-_SECONDS = 0.5  # for an answer, and from one heartbeat to the next
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 5.0  # between tries to connect; each twice the last one
+_SECONDS = 0.5  # longest wait for an answer; time between heartbeats
+_FIRST_SECONDS, _LONGEST_SECONDS = (
+    0.1,
+    5.0,
+)  # between tries to connect; each pause is twice the last
 
 
 class PlcError(AnomalyError):
-    """The PLC doesn't answer, or refuses."""
+    """The PLC doesn't answer, or refuses a request."""
 
 
 class Plc:
-    """The connection, which all threads share, and which is made anew when it was lost.
+    """The connection to the PLC, shared by all threads and reopened after it was lost.
 
     Args:
         settings: address and registers.
-        ready: says whether parts are taken.
-        alive: says whether the station works; otherwise its heartbeat stops.
+        ready: whether the station accepts parts.
+        alive: whether the station works; otherwise its heartbeat stops.
     """
 
     def __init__(
         self, settings: PlcSettings, ready: Callable[[], bool], alive: Callable[[], bool]
     ) -> None:
         host, port = host_and_port(settings.address, "plc.address")
-        logging.getLogger("pymodbus").setLevel(logging.CRITICAL)  # what it says is said here
+        logging.getLogger("pymodbus").setLevel(
+            logging.CRITICAL
+        )  # its messages are replaced by these
         self._client: Any = ModbusTcpClient(host, port=port, timeout=_SECONDS, retries=0)
         self._settings, self._ready, self._alive = settings, ready, alive
         self._lock = threading.Lock()
         self._connected, self._beat = False, 0
 
     def connect(self) -> None:
-        """Connect; a PlcError where nobody answers."""
+        """Connect. Raises PlcError if no PLC answers."""
         with self._lock:
             self._connected = self._client.connect()
         if not self._connected:
@@ -56,13 +61,13 @@ class Plc:
             )
 
     def work(self, closing: threading.Event) -> None:
-        """Keep connection and heartbeat up; at the end say that no parts are taken any more."""
+        """Keep connection and heartbeat up; at the end report that the station isn't ready."""
         pause = _FIRST_SECONDS
         while not closing.is_set():
             try:
                 if not self._connected:
                     self.connect()
-                    log.warning("the PLC at %s is there again", self._settings.address)
+                    log.warning("the PLC at %s answers again", self._settings.address)
                 self._beat = (self._beat + self._alive()) % 65536
                 self._write(self._settings.status_register, self._beat, int(self._ready()))
                 pause, wait = _FIRST_SECONDS, _SECONDS
@@ -71,33 +76,33 @@ class Plc:
             closing.wait(wait)
 
     def close(self) -> None:
-        """Say that no parts are taken any more, and leave."""
+        """Report that the station isn't ready, and disconnect."""
         with suppress(PlcError):
             self._write(self._settings.status_register, self._beat, 0)
         self._client.close()
 
     def counter(self, register: int) -> int:
-        """What a register holds."""
+        """The value of a register."""
         return int(self._ask("read_holding_registers", register).registers[0])
 
     def take(self, coil: int) -> bool:
-        """Whether a coil was set; it is cleared then."""
+        """Whether a coil was set; clears it."""
         is_set = bool(self._ask("read_coils", coil).bits[0])
         if is_set:
             self._ask("write_coil", coil, False)
         return is_set
 
     def last(self) -> tuple[int, int]:
-        """Verdict code and number of the part that was said last."""
+        """Verdict code and number of the part that was written last."""
         place = self._settings.verdict_register
         code, high, low = self._ask("read_holding_registers", place, count=3).registers
         return code, (high << 16) + low
 
     def say(self, code: int, number: int, until: float) -> str:
-        """Write a part's verdict code in one request, again until it is confirmed or too late.
+        """Write a part's verdict code; repeats until it is confirmed or too late.
 
         Returns:
-            Empty once the PLC has confirmed it, otherwise why it hasn't.
+            Empty if the PLC has confirmed it, otherwise the reason.
         """
         tried = False
         while True:
@@ -116,7 +121,7 @@ class Plc:
         self._ask("write_registers", register, list(values))
 
     def _ask(self, name: str, address: int, *values: Any, **more: Any) -> Any:
-        """One request; a PlcError where it isn't answered, or is refused."""
+        """Send one request. Raises PlcError if it isn't answered or is refused."""
         with self._lock:
             if not self._connected:
                 raise PlcError(f"the PLC at {self._settings.address} isn't connected")

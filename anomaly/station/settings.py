@@ -29,7 +29,7 @@ class CameraSettings(_Section):
 
 
 class TriggerSettings(_Section):
-    """What says that a part is there; one or several."""
+    """What triggers a part; one or several."""
 
     counter: Register | None = None  # holding register in which the PLC counts parts
     coil: Register | None = None  # that the PLC sets for each part, and the station clears
@@ -55,7 +55,9 @@ class StationSettings(_Section):
     cameras: Annotated[dict[Name, CameraSettings], Field(min_length=1)]  # of one part, all of them
     trigger: TriggerSettings
     part_seconds: Annotated[float, Field(gt=0, le=3600)]  # a verdict that takes longer is late
-    without_verdict: Literal["reject", "nothing"] = "reject"  # what the PLC is sent, late or lost
+    without_verdict: Literal["reject", "nothing"] = (
+        "reject"  # sent to the PLC for parts without a verdict in time
+    )
     plc: PlcSettings | None = None
     record: Path
     keep_good: Annotated[float, Field(ge=0, le=1)] = 0.02  # share of good parts' pictures
@@ -69,10 +71,13 @@ class StationSettings(_Section):
         trigger, plc = self.trigger, self.plc
         if not trigger.model_dump(exclude_defaults=True):
             names = ", ".join(TriggerSettings.model_fields)
-            raise ValueError(f"nothing in trigger says when a part is there; give one of {names}")
+            raise ValueError(f"trigger is empty, so no part would be noticed; give one of {names}")
         by_plc = [trigger.counter, trigger.coil].count(None) < 2
         if by_plc and (plc is None or None not in (trigger.counter, trigger.coil)):
-            raise ValueError("trigger.counter or trigger.coil, not both, goes with plc.address")
+            raise ValueError(
+                "plc.address needs trigger.counter or trigger.coil, not both, and these need "
+                "plc.address"
+            )
         if self.model is None and not all(camera.model for camera in self.cameras.values()):
             raise ValueError("a camera has no model to judge its pictures; give model")
         if plc is not None:
@@ -92,14 +97,14 @@ class StationSettings(_Section):
 
 
 def host_and_port(address: str, key: str) -> tuple[str, int]:
-    """The two in an address such as `192.168.0.10:502`; a ValueError where it isn't one."""
+    """Host and port of an address such as `192.168.0.10:502`. Raises ValueError."""
     try:
         parts = urlsplit(f"//{address}")
         if parts.hostname and parts.port is not None and parts.netloc == address:
             return parts.hostname, parts.port
     except ValueError:  # the port is no number
         pass
-    raise ValueError(f"{key} is {address!r}: must be HOST:PORT, 192.168.0.10:502 say")
+    raise ValueError(f"{key} is {address!r}: must be HOST:PORT, for example 192.168.0.10:502")
 
 
 def load_settings(file: Path) -> StationSettings:

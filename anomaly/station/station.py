@@ -29,10 +29,8 @@ from anomaly.station.settings import StationSettings
 log = logging.getLogger(__name__)
 
 _FINAL = ("sent", "late", "lost")
-_GRACE = (
-    0.2  # of the time for a part: so long after its deadline a verdict is still written to the PLC
-)
-_STUCK_SECONDS = 5.0  # beyond the time for two parts, after which the heartbeat stops
+_GRACE = 0.2  # share of the time for a part in which a late verdict is still written to the PLC
+_STUCK_SECONDS = 5.0  # beyond the time for two parts; then the heartbeat stops
 _COUNTER = "SELECT counter FROM triggers WHERE counter NOT NULL ORDER BY id DESC LIMIT 1"
 _LAST = f"SELECT COALESCE (MAX (id), 0), ({_COUNTER}) FROM triggers"
 _UNFINISHED = "SELECT id, time, counter, verdict FROM triggers WHERE line = '' ORDER BY id"
@@ -54,12 +52,14 @@ class Part:
     reason: str = ""
     score: float | None = None
     milliseconds: float = 0.0
-    views: dict[str, Row | str] = field(default_factory=dict)  # by camera; or why there is none
+    views: dict[str, Row | str] = field(
+        default_factory=dict
+    )  # by camera: the row, or why there is none
     complete: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
     def summary(self) -> dict[str, Any]:
-        """What receivers are sent."""
+        """The row for receivers."""
         names = ("counter", "state", "verdict", "sent", "reason", "score", "milliseconds")
         rows = [(camera, row) for camera, row in self.views.items() if isinstance(row, Row)]
         views = [
@@ -103,10 +103,10 @@ class Station:
         self._threads: list[threading.Thread] = []
 
     def check(self) -> None:
-        """Connect the PLC, take a picture with each camera, and have a look at the record.
+        """Connect the PLC, take a picture with each camera, and read the record.
 
         Raises:
-            AnomalyError: one of them isn't there.
+            AnomalyError: one of them doesn't work.
         """
         if self.plc is not None:
             self.plc.connect()
@@ -114,10 +114,10 @@ class Station:
         self._number, self.counter = self._record.read(_LAST, ())[0]
 
     def start(self, triggers: Sequence[Callable[[], None]]) -> None:
-        """Begin; a part on its way when the last process ended is finished first.
+        """Start; first finishes a part that was in progress when the last process ended.
 
         Args:
-            triggers: what threads that trigger parts do.
+            triggers: work of the threads that trigger parts.
         """
         for name, (data, _) in self._first.items():  # so that the first part isn't late
             self._slots[name].submit(data, f"start/{name}", PictureRequest(recorded=False)).result()
@@ -133,23 +133,23 @@ class Station:
         code, number = self.plc.last() if self.plc else (0, 0)
         for last, when, counter, verdict in self._record.read(_UNFINISHED, ()):
             part = Part(last, counter=counter, when=when, verdict=verdict)
-            said = self.plc is not None and number == last
-            part.sent = code if said else None
+            confirmed = self.plc is not None and number == last
+            part.sent = code if confirmed else None
             part.reason = "the station ended before its verdict was confirmed"
-            self._write(part, "sent" if said and CODES.get(verdict) == code else "lost")
+            self._write(part, "sent" if confirmed and CODES.get(verdict) == code else "lost")
         self._number = max(self._number, number)
 
     def _guard(self, call: Callable[[], None]) -> None:
-        """A mistake in one thread ends the station; who supervises it starts it again."""
+        """Stop the station on an error in a thread; a supervisor restarts it."""
         try:
             call()
         except Exception:
-            log.exception("the station stops, as one of its threads has failed")
+            log.exception("the station stops because one of its threads has failed")
             self.failed = True
             self.closing.set()
 
     def close(self) -> None:
-        """Take no more parts, and finish those on their way."""
+        """Accept no more parts, and finish those in progress."""
         self.closing.set()
         self._line.put(None)
         for camera in self.cameras.values():
@@ -160,10 +160,10 @@ class Station:
             self.plc.close()
 
     def trigger(self, begun: float | None = None, counter: int | None = None) -> Part:
-        """Take a part: it is in the record before its picture is taken.
+        """Accept a part: it is recorded before its picture is taken.
 
         Args:
-            begun: when it came at the earliest, by `time.perf_counter`; now by default.
+            begun: earliest time of its arrival, by `time.perf_counter`; default: now.
             counter: the PLC's count.
         """
         now = time.perf_counter()
@@ -173,7 +173,7 @@ class Station:
             part = Part(self._number, deadline, counter)
             trouble = self._write(part, "triggered")
             self._line.put(part)
-        trouble = "it came while nobody looked" if now > deadline else trouble
+        trouble = "it came while the trigger wasn't read" if now > deadline else trouble
         for name, camera in self.cameras.items():
             if trouble:
                 self._view(part, name, trouble)
@@ -210,19 +210,21 @@ class Station:
         while (part := self._line.get()) is not None:
             self._turn = time.monotonic()
             part.complete.wait(max(0.0, part.deadline - time.perf_counter()))
-            state = self._said(part)
+            state = self._delivered(part)
             part.milliseconds = round(1000 * (time.perf_counter() - part.begun), 1)
             self._write(part, state)
             self.parts[state] += 1
-            if state != "sent" and part.reason != reason:  # of many for one reason, the first
+            if (
+                state != "sent" and part.reason != reason
+            ):  # only the first of many with the same reason
                 log.warning("part %d is %s: %s", part.number, state, part.reason)
             reason = "" if state == "sent" else part.reason
             for outbox in self._outboxes:
                 outbox.wake()
             part.done.set()
 
-    def _said(self, part: Part) -> str:
-        """Judge a part and tell the PLC; returns its state."""
+    def _delivered(self, part: Part) -> str:
+        """Judge a part and write its verdict to the PLC; returns its state."""
         state = "lost" if part.complete.is_set() else "late"
         self._judge(part)
         verdict = part.verdict or self.settings.without_verdict
@@ -240,7 +242,7 @@ class Station:
         return state if in_time else "late"
 
     def _judge(self, part: Part) -> None:
-        """The verdict of all pictures; one that is rejected is enough for that."""
+        """Set the verdict from all pictures; one rejected picture rejects the part."""
         with self._lock:
             views = {name: part.views[name] for name in self.cameras if name in part.views}
         rows = [view for view in views.values() if isinstance(view, Row)]
@@ -253,7 +255,7 @@ class Station:
             part.reason = "; ".join(reasons) or "no verdict in time"
 
     def _write(self, part: Part, state: str) -> str:
-        """Move a part on, in the record too; returns why that can't be written, else nothing."""
+        """Set and record a part's state; returns why it can't be recorded, else ""."""
         with self._lock:
             if part.state in _FINAL:  # a picture that came too late
                 return ""
@@ -274,8 +276,11 @@ class Station:
         return self._line.empty() or not waits
 
     def trouble(self) -> str:
-        """Why parts have no verdicts now; empty while they have."""
+        """Why parts have no verdicts now; empty if they have."""
         reasons = [slot.unusable for slot in self._slots.values()]
         reasons += [f"camera {c.name}: {c.trouble}" for c in self.cameras.values() if c.trouble]
-        reasons += [self._record.trouble(), "it is stopping" if self.closing.is_set() else ""]
+        reasons += [
+            self._record.trouble(),
+            "the station is stopping" if self.closing.is_set() else "",
+        ]
         return "; ".join(filter(None, dict.fromkeys(reasons)))

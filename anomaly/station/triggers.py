@@ -1,4 +1,4 @@
-"""What says that a part is there: the PLC, a clock, a camera, a line of text, or a request."""
+"""Triggers of parts: the PLC, a clock, a camera, a line of text, or a request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from anomaly.station.plc import PlcError
 from anomaly.station.settings import host_and_port
 from anomaly.station.station import Station
 
-_LOOK_SECONDS = 0.003  # between two looks at the PLC
-_MOTION_SECONDS = 0.03  # between two looks at the camera
+_LOOK_SECONDS = 0.003  # between reads of the PLC
+_MOTION_SECONDS = 0.03  # between pictures of the camera
 _SHADES = 25  # of 255, by which a pixel has changed
 
 
 def triggers(station: Station) -> list[Callable[[], None]]:
-    """What each thread that triggers parts does; an AnomalyError where an address is taken."""
+    """Work of each thread that triggers parts. Raises AnomalyError if an address is taken."""
     settings = station.settings.trigger.model_dump(exclude_defaults=True)
     kinds: dict[str, Callable[[Station, Any], None]] = {
         "counter": by_plc,
@@ -41,7 +41,7 @@ def triggers(station: Station) -> list[Callable[[], None]]:
 
 
 def by_plc(station: Station, address: int) -> None:
-    """Parts that the PLC's counter or coil tells; those that came while nobody looked are lost."""
+    """Trigger parts by the PLC's counter or coil; parts that came between reads are lost."""
     plc = station.plc
     assert plc is not None
     before, looked, count, parts = station.counter, float("-inf"), None, 0
@@ -55,20 +55,22 @@ def by_plc(station: Station, address: int) -> None:
                 parts = steps(before, count)
         except PlcError:
             continue
-        for left in reversed(range(parts)):  # of several, the last one alone is still there
-            counter = None if count is None else (count - left) % 65536
-            station.trigger(looked if left == 0 else float("-inf"), counter)
+        for ago in reversed(
+            range(parts)
+        ):  # of several, only the last is still in front of the camera
+            counter = None if count is None else (count - ago) % 65536
+            station.trigger(looked if ago == 0 else float("-inf"), counter)
         before, looked = count, now
 
 
 def steps(before: int | None, now: int) -> int:
-    """Parts from one state of a 16-bit counter to another; one that fell began anew from 0."""
+    """Parts between two values of a 16-bit counter; a lower value means a restart from 0."""
     ahead = 0 if before is None else (now - before) % 65536
     return ahead if ahead < 32768 else now
 
 
 def by_clock(station: Station, seconds: float) -> None:
-    """A part in equal intervals."""
+    """Trigger parts in equal intervals."""
     due = time.perf_counter()
     while not station.closing.wait(max(due - time.perf_counter(), 0)):
         station.trigger()
@@ -76,7 +78,7 @@ def by_clock(station: Station, seconds: float) -> None:
 
 
 def by_motion(station: Station, share: float) -> None:
-    """A part when enough of the first camera's picture differs from the empty place."""
+    """Trigger a part when enough of the first camera's picture differs from the empty place."""
     camera, empty, there = next(iter(station.cameras.values())), None, False
     while not station.closing.wait(_MOTION_SECONDS):
         picture: Future[Picture | CameraError] = Future()
@@ -100,7 +102,7 @@ def small(data: bytes) -> Any:
 
 
 def by_lines(station: Station, wanted: bool) -> None:
-    """A part for each line of the standard input, answered in a line of JSON; its end is ours."""
+    """Trigger a part for each line of standard input; prints a line of JSON; ends with it."""
     for _ in sys.stdin:
         part = station.trigger()
         part.done.wait()
@@ -109,11 +111,11 @@ def by_lines(station: Station, wanted: bool) -> None:
 
 
 def listening(station: Station, address: str) -> ThreadingHTTPServer:
-    """The server that takes each POST for a part, and answers when it is done."""
+    """The server that triggers a part for each POST, and answers when it is done."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            if self.headers.get("Origin"):  # of a page in a browser
+            if self.headers.get("Origin"):  # sent by a page in a browser
                 self.send_error(403)
                 return
             part = station.trigger()
@@ -129,6 +131,4 @@ def listening(station: Station, address: str) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer(host_and_port(address, "trigger.http"), Handler)
     except OSError as error:
-        raise AnomalyError(
-            f"nobody can listen at trigger.http {address}: {error.strerror}"
-        ) from None
+        raise AnomalyError(f"can't listen at trigger.http {address}: {error.strerror}") from None

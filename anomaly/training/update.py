@@ -1,4 +1,4 @@
-"""A model that learns further good images, which people have confirmed, and its thresholds anew."""
+"""Update a model and its thresholds with further good images that people have confirmed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import StageProgress
 
-# A suspect scores so many times the threshold that the other images would give.
+# A suspect scores this multiple of the threshold that the other images would give.
 _SUSPECT_FACTOR = 1.1
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What came of learning further images.
+    """The result of learning further images.
 
     Attributes:
-        detector: knows them; not saved yet.
-        good: their scores, each by a detector that has learned the others.
-        before: their image scores by the detector that was to learn, in the same order.
+        detector: the updated detector, not saved yet.
+        good: their scores, each by a detector that hasn't learned it.
+        before: their image scores by the original detector, in the same order.
         hashes: sha256 of each image learned, by name.
-        suspects: scores of the images that it hasn't learned from, by name, the worst first.
-        refused: why an image couldn't be used, by name.
+        suspects: scores of the suspects, which weren't learned, by name, the highest first.
+        refused: reasons of unusable images, by name.
     """
 
     detector: Model
@@ -60,26 +60,26 @@ def learn(
     include_suspects: bool = False,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Learned:
-    """Learn further good images, as far as they aren't suspects.
+    """Learn further good images, except suspects.
 
-    Each is scored by a detector that has learned all but it and a few others. One that would still
-    be rejected is a suspect: a defect that somebody took for good, or the only one of its kind.
+    Each is scored by a detector that has learned most others, but not it. One that would still be
+    rejected is a suspect: a defect that was called good, or the only one of its kind.
 
-    The thresholds come from these scores and those of before, whose detectors knew less: what a
-    detector knows better, it scores lower. The reject threshold keeps its rate among the new
-    images alone, too, as parts to come may all be like them.
+    The thresholds come from these scores and the earlier ones, whose detectors had learned less
+    and so score higher. The reject threshold also keeps its rate among the new images alone, since
+    future parts may all be like them.
 
     Args:
-        detector: trained; it stays as it is.
-        samples: good images that it hasn't learned from, each once.
+        detector: trained; it isn't changed.
+        samples: good images that it hasn't learned, each once.
         scratch: an existing folder for temporary files.
         workers: decoding processes.
-        include_suspects: learn from suspects, too.
+        include_suspects: learn suspects, too.
         progress: called with (stage, done, total).
 
     Raises:
         ModelError: an exported model, or a method that can't learn more.
-        DataError: no image can be used, all are suspects, or the detector has no thresholds.
+        DataError: no image is usable, all are suspects, or the detector has no thresholds.
     """
     if isinstance(detector.extractor, ExportedNetwork):
         raise ModelError("an exported model can't learn; update the one it was exported from")
@@ -89,18 +89,18 @@ def learn(
         )
     if detector.thresholds is None:
         raise DataError(
-            "the model has no thresholds, so suspects can't be recognised; find thresholds with "
+            "the model has no thresholds, so suspects can't be recognised; set thresholds with "
             "`anomaly calibrate` first"
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
     with _reading(detector, samples, scratch, workers, progress) as (patches, names):
-        # A first trial with all shows the suspects; without them, what is learned changes.
+        # The first trial, with all images, finds the suspects; a second one learns without them.
         trial = _trial(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
         if len(suspects) == len(trial.good.names):
             raise DataError(
-                f"{', '.join(suspects)}: it looks so unlike all learned images that it may be a "
-                "defect; look again, and if it is good, include suspects (--include-suspects)"
+                f"all new images look unlike the learned ones and may be defects: "
+                f"{', '.join(suspects)}. If they are good, add --include-suspects"
             )
         if suspects:
             kept = {i for i in patches.hashes if names[i] not in suspects}
@@ -142,7 +142,7 @@ def _reading(
     workers: int,
     progress: StageProgress,
 ) -> Iterator[tuple[CachedFeatures, dict[int, str]]]:
-    """The images' patches, and their names by number: those after the known images' numbers."""
+    """The images' patches, and their names by number; numbers follow those of the known images."""
     known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
     with Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders:
@@ -153,7 +153,7 @@ def _reading(
 
 
 class _Trial(NamedTuple):
-    """A detector that has learned some of the images, and scores by detectors without each."""
+    """A detector that has learned some images, and each one's score by a detector without it."""
 
     detector: Model
     good: GoodScores
@@ -184,18 +184,18 @@ def _trial(
             groups={},
             progress=partial(progress, "calibration"),
         )
-    else:  # without it, the detector knows what it knew before
+    else:  # otherwise the detector stays unchanged
         scored = scores_of(detector, patches.only(learned_names), patches.views)
         good = good_scores(new, list(learned_names.values()), list(scored.values()), "")
-    hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been calibrated with
+    hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been used for calibration
     return _Trial(new, replace(good, hashes=hashes), numbers)
 
 
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
-    """The images that stand out from all the others, the worst first, and their scores.
+    """Scores of the images that stand out from all others, the highest first.
 
-    Each scores a tenth above the reject threshold that those with lower scores would give, or
-    higher than such an image. At most half of the images: what most of them have isn't suspicious.
+    Each scores 10 % above the reject threshold that images with lower scores would give, or higher
+    than such an image. At most half of the images: what most of them share isn't suspicious.
     """
     order = np.argsort(-np.array(new.image), kind="stable").tolist()
     scores = [new.image[i] for i in order]
@@ -219,16 +219,18 @@ def _thresholds(detector: Model, new: GoodScores) -> Thresholds:
 
 
 def lineage(detector: Model) -> frozenset[str]:
-    """The ids of the models that a detector comes from, its own included."""
+    """The ids of a detector and of the models it was updated from."""
     ids: list[str] = []
     for line in detector.history.splitlines():
-        with suppress(ValueError, AttributeError):  # the history isn't sealed: somebody's own line
+        with suppress(
+            ValueError, AttributeError
+        ):  # the history isn't protected: a line may be edited
             ids += str(from_json(line).get("model_before", "")).split()
     return frozenset({detector.model_id, *detector.manifest.get("parents", ()), *ids} - {""})
 
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:
-    """Names that differ from each other and from those taken: `3/x.png` is the third x.png."""
+    """Names that differ from each other and from used ones: `3/x.png` is the third x.png."""
     used, unique_ones = set(taken), []
     for name in names:
         unique, number = name, 1

@@ -70,7 +70,7 @@ def test_stopped_again_and_again(
             patched.setattr(infer, "Stopping", lambda stop=after: stop)
             patched.setattr(infer, "ProgressLine", lambda stop=after: stop)
             code, out, _ = command("infer", _arguments(run_folder, inputs, output, "--resume"))
-        assert (code, "go on with --resume" in out) == (130, True)
+        assert (code, "continue with --resume" in out) == (130, True)
         rows = (output / "results.csv").read_text().splitlines()[1:]
         assert len(rows) > step
         assert len(rows) < 22

@@ -141,7 +141,7 @@ def test_features_of_a_model_keep_whole_maps_when_told(
         "features", [*arguments, "--layers", "layer4", "--output", tmp_path / "late"]
     )
     assert code == 2
-    assert "keeps its network up to layer3 only" in err
+    assert "keeps its network only up to layer3" in err
     assert "--backbone tiny" in err
     code, _, err = command("features", [*arguments, "--layers", "", "--output", tmp_path / "late"])
     assert (code, "--layers has an empty name" in err) == (2, True)
@@ -171,7 +171,7 @@ def test_bad_files_are_listed_and_the_rest_goes_on(tmp_path: Path, command: Comm
     write_part(images / "broken.png", seed=9)
     code, out, _ = command("features", arguments_of(images, tmp_path / "out"))
     assert code == 0
-    assert "1 image saved, 3 were there already" in out
+    assert "1 image saved, 3 were saved already" in out
     assert index_of(tmp_path / "out", "skipped.csv") == []
     assert len(read_features(tmp_path / "out").paths) == 4
     # One that has changed is noticed.
@@ -210,7 +210,7 @@ def test_an_interrupted_run_goes_on(
     monkeypatch.setattr(FeatureWriter, "add", add)
     code, out, _ = command("features", arguments_of(images, tmp_path / "out", *more))
     assert code == 0
-    assert "2 images saved, 5 were there already" in out
+    assert "2 images saved, 5 were saved already" in out
     command("features", arguments_of(images, tmp_path / "once", *more))
     once, twice = read_features(tmp_path / "once"), read_features(tmp_path / "out")
     assert once.paths == twice.paths

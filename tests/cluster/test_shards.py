@@ -560,7 +560,7 @@ def test_a_model_without_thresholds_draws_nothing(
     assert command("manifest", ["--input", archive / "0/00*.png", "--output", manifest])[0] == 0
     code, out, err = command("infer", _infer(manifest, run, tmp_path / "out"))
     assert (code, err.count("error")) == (0, 0), err
-    assert "images scored: no verdicts, for the model has no thresholds; parts in" in out
+    assert "images scored: no verdicts, because the model has no thresholds; parts in" in out
     assert not (tmp_path / "out" / "heatmaps").exists()
 
 

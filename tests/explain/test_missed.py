@@ -188,9 +188,12 @@ def test_a_kept_one_binds_later_versions(
         write_part(tmp_path / "good" / f"{i}.png", seed=900 + i)
     arguments: list[object] = ["--model", run, "--good", tmp_path / "good", "--device", "cpu"]
     code, out, _ = command("update", [*arguments, "--output", tmp_path / "new"])
-    assert (code, "1 known defect that was missed before would pass again" in out) == (1, True)
+    assert (code, "1 known defect that was missed before would again be called good" in out) == (
+        1,
+        True,
+    )
     assert not (tmp_path / "new").exists()
-    with pytest.raises(DataError, match="would pass again"):
+    with pytest.raises(DataError, match="would again be called good"):
         anomaly.load(run, "cpu").update(tmp_path / "good")
     code, _, err = command("update", [*arguments, "--good", faint, "--output", tmp_path / "new"])
     assert (code, "as good and as a defect" in err) == (2, True)

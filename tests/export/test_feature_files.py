@@ -160,13 +160,13 @@ def test_folders_without_features_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no features"):
         read_features(tmp_path)
     (tmp_path / "features.json").write_text("[]")
-    with pytest.raises(DataError, match="isn't what `anomaly features` writes"):
+    with pytest.raises(DataError, match="isn't a file that `anomaly features` wrote"):
         read_features(tmp_path)
     (tmp_path / "features.json").write_text(json.dumps(SETTINGS))
     with pytest.raises(DataError, match="no features yet"):
         read_features(tmp_path)
     (tmp_path / "index.csv").write_text("shard,row,path\nbroken\n")
-    with pytest.raises(DataError, match="is no index"):
+    with pytest.raises(DataError, match="isn't an index"):
         read_features(tmp_path)
 
 

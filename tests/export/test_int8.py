@@ -225,7 +225,7 @@ def test_training_images_that_are_gone_or_changed(
     shutil.copy(good / "000.png", good / "001.png")
     code, _, err = command("export", arguments(run, "onnx", tmp_path / "e"))
     assert code == 2
-    assert "2 of 12 training images aren't as they were: 1 changed, 1 not found" in err
+    assert "2 of 12 training images have changed (1) or weren't found (1)" in err
     assert "train/good/003.png" in err
     assert "--training-images" in err
     assert not (tmp_path / "e").exists()
@@ -265,7 +265,7 @@ def test_what_int8_needs_and_lacks(
 ) -> None:
     output = tmp_path / "o"
     for more, said in ((["--whole"], "fp32 only"), (["--precision", "fp32", "--data-root", "."],
-                                                    "exports that learn again")):  # fmt: skip
+                                                    "exports that are trained again")):  # fmt: skip
         code, _, err = command("export", arguments(run_folder, "onnx", output, *more))
         assert code == 2
         assert said in err

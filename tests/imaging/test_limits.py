@@ -381,7 +381,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, run_folder: Pa
 
 
 def test_a_second_signal_says_how_to_go_on(capfd: pytest.CaptureFixture[str]) -> None:
-    resume = pytest.raises(stopping.Interrupted, match="go on with --resume")
+    resume = pytest.raises(stopping.Interrupted, match="continue with --resume")
     with resume as raised, stopping.Stopping() as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
@@ -404,5 +404,5 @@ def test_a_command_that_never_returns_ends_all_the_same() -> None:
     )
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert (done.returncode, "go on with --resume" in done.stderr) == (143, True)
+    assert (done.returncode, "continue with --resume" in done.stderr) == (143, True)
     assert time.monotonic() - began < 30

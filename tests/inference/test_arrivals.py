@@ -78,7 +78,7 @@ def test_a_drive_that_was_gone_for_a_moment_brings_nothing_new(tmp_path: Path) -
     assert list(arrivals.poll()) == [line / "d.png"]
     (line / "a.png").unlink()
     arrivals.poll()
-    assert set(arrivals._given) == {line / f"{name}.png" for name in "bcd"}
+    assert set(arrivals._returned) == {line / f"{name}.png" for name in "bcd"}
 
 
 def test_what_has_left_is_forgotten(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_has_left_is_forgotten(tmp_path: Path) -> None:
         assert len(arrivals.poll()) == 1
         file.unlink()
     arrivals.poll()
-    assert len(arrivals._given) + len(arrivals._written) <= 1  # the last one may come back
+    assert len(arrivals._returned) + len(arrivals._written) <= 1  # the last one may come back
     file = tmp_path / "0.png"  # the name is used again
     file.write_bytes(b"1")
     arrivals.poll()

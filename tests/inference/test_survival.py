@@ -141,7 +141,7 @@ def test_a_full_disk(run_folder: Path, tmp_path: Path, small_disk: Path, command
     assert code == 4
     # A picture, or the journal's line of a batch: whichever comes first.
     assert "can't be written: No space left on device (0.0 MB are free in" in err
-    assert "go on with --resume" in err
+    assert "continue with --resume" in err
     done = _rows(output)
     assert 0 < done < 40
     assert f"{done} of 40 images are done" in err

@@ -180,8 +180,8 @@ def test_the_command_takes_whatever_has_rows(
     record.close()
     code, out, err = command("drift", ["--model", run_folder, "--rows", tmp_path / "calm.csv"])
     assert (code, "no drift" in out) == (0, True), (out, err)
-    assert "rows of other models, left out: 3" in err
-    assert "rows without a score, or of what isn't our part, left out: 2" in err
+    assert "rows of other models left out: 3" in err
+    assert "rows left out, without a score or with a reason for review: 2" in err
     for name in ("wild.jsonl", "wild.sqlite"):
         page = tmp_path / "drift.html"
         option = "--record" if name.endswith("sqlite") else "--rows"

@@ -41,7 +41,7 @@ class Gate(Record):
     def add(self, answers: Sequence[Answer]) -> list[int]:
         self.may.wait(20)
         if self.trouble:
-            raise OutputError("there is no room left on the disk")
+            raise OutputError("the disk is full")
         return super().add(answers)
 
 
@@ -90,7 +90,7 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
     with Recorder(gate, lambda number, _: told.append(number)) as recorder:
         with Engine("disc", model, recorder, workers=1, most_waiting=4) as engine:
             futures = [engine.submit(file.read_bytes(), file.name) for file in files[:4]]
-            with pytest.raises(BusyError, match="4 parts wait") as busy:
+            with pytest.raises(BusyError, match="4 parts are waiting") as busy:
                 engine.submit(b"one more")
             assert busy.value.seconds >= 1
             time.sleep(0.5)
@@ -151,7 +151,7 @@ def test_what_cannot_be_written_down_is_not_answered(
     with (
         Recorder(gate, lambda number, _: told.append(number)) as recorder,
         Engine("disc", load_model(run_folder, "cpu"), recorder, workers=1) as engine,
-        pytest.raises(OutputError, match="no room"),
+        pytest.raises(OutputError, match="the disk is full"),
     ):
         engine.submit(data).result(20)
     assert told == []
@@ -189,7 +189,7 @@ def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
         drawn.set()
         rows = [future.result(20).answer.row for future in both]
         assert sorted(row.status for row in rows) == ["failed", "ok"]
-        assert [row.reason for row in rows if row.reason] == ["scoring it failed: RuntimeError"]
+        assert [row.reason for row in rows if row.reason] == ["scoring failed: RuntimeError"]
         assert engine.submit(data, "c").result(20).answer.row.status == "ok"
     assert len(gate.parts()) == 3
 

@@ -95,7 +95,7 @@ def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path)
     assert [sample.name for sample in found.defects] == ["part 2 (scratch)"]
     assert [sample.name for sample in found.past] == ["part 6", "part 5", "part 4", "part 3"]
     assert found.good[0].path.read_bytes() == bytes(1000)
-    with pytest.raises(Exception, match="holds no part that this model has scored"):
+    with pytest.raises(Exception, match="holds no part scored by this model"):
         confirmed_parts(tmp_path / "line.sqlite", {"1" * 16}, tmp_path / "pictures")
     (tmp_path / "other.sqlite").write_bytes(b"no record")
     with pytest.raises(Exception, match="can't be read as a record"):
@@ -138,4 +138,4 @@ def test_pictures_of_judged_parts_are_written_as_a_data_set(
     assert (code, "--verdict records a judgement" in err) == (2, True)
     Record(tmp_path / "empty.sqlite").close()
     code, _, err = command("feedback", ["--record", tmp_path / "empty.sqlite", "--pictures", to])
-    assert (code, "holds no part that anybody has judged" in err) == (2, True)
+    assert (code, "holds no judged part" in err) == (2, True)

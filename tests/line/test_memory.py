@@ -138,7 +138,7 @@ def test_a_model_that_fits_nowhere_is_refused(line: Path, tmp_path: Path, memory
         (one,) = registry.models.values()
         _until(lambda: one.state != "loading")
         assert (one.state, one.engine) == ("failed", None)
-        assert "more than all models together may take" in one.trouble
+        assert "more than the memory limit for all models" in one.trouble
         assert "--memory" in one.trouble
         assert ("its files have" in one.trouble) == (memory < files)
         with pytest.raises(BusyError, match=r"can't be used: (its files|in memory)"):

@@ -75,7 +75,7 @@ def test_a_version_that_lets_it_pass_isnt_deployed(
     assert command("calibrate", ["--model", new, "--threshold", 9.0, "--device", "cpu"])[0] == 0
     arguments = ["--model", new, "--to", run, "--device", "cpu"]
     code, _, err = command("deploy", arguments)
-    assert (code, f"it would let known defects pass (missed/{kept} (" in err) == (2, True)
+    assert (code, f"this version calls known defects good (missed/{kept} (" in err) == (2, True)
     assert not (run / "earlier").exists()
     assert command("deploy", [*arguments, "--force"])[0] == 0
     assert (run / "golden" / "missed" / kept).read_bytes() == faint.read_bytes()

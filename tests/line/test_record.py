@@ -123,7 +123,7 @@ def test_feedback_from_the_command_line_is_noted_whole_or_not_at_all(
     (number,) = record.add([answer("reject", 7)])
     base = ["--record", file, "--verdict", "good", "--parts"]
     code, _, err = command("feedback", [*base, number, number + 1])
-    assert (code, f"part {number + 1} doesn't exist; nothing is noted" in err) == (2, True)
+    assert (code, f"part {number + 1} doesn't exist; nothing was recorded" in err) == (2, True)
     assert not list(record.feedback())
     code, _, err = command("feedback", [*base, 2**63])
     assert (code, "can't be the number of a part" in err) == (2, True)
@@ -221,9 +221,9 @@ def test_after_a_full_disk_pictures_within_the_budget_are_all_there(
     monkeypatch.setattr(record, "_db", Full())
     monkeypatch.setattr(record, "_free", lambda: 4096)
     for i in range(12):
-        with pytest.raises(OutputError, match="no room left on the disk"):
+        with pytest.raises(OutputError, match="the disk is full"):
             record.add([answer("reject", i, size=300_000)])
-    assert "no room left on the disk" in record.trouble()
+    assert "the disk is full" in record.trouble()
     monkeypatch.undo()
     record.add([answer("reject", 3, size=300_000)])
     assert (record.trouble(), kept(record)) == ("", [3, 2, 1])
@@ -235,7 +235,7 @@ def test_trouble_ends_by_itself_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Record(tmp_path / "line.sqlite")
-    record._trouble, record._needed = "there is no room left on the disk", 300_000
+    record._trouble, record._needed = "the disk is full", 300_000
     monkeypatch.setattr(record, "_free", lambda: 200_000)
     assert record.trouble()
     monkeypatch.setattr(record, "_free", lambda: 400_000)
@@ -268,7 +268,7 @@ def test_a_record_that_is_gone_begins_anew_and_says_so(
     record.add([answer("reject", i, size=300_000) for i in range(3)])
     harm(file)
     assert (record.trouble(), record.changes) == ("", 1)
-    assert f"{file} was removed; it is begun anew in the same place" in record.changed
+    assert f"{file} was removed; a new record was created in its place" in record.changed
     # Numbers go on, so that nothing that knows them takes one part for another.
     assert record.add([answer("reject", 4, size=300_000)]) == [4]
     with closing(Record(file)) as other:
@@ -300,7 +300,7 @@ def test_another_record_in_its_place_is_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "other.sqlite").rename(record.file)
     assert record.add([answer("reject", 7)]) == [6]
     assert [part["id"] for part in record.parts()] == [6, 1]
-    assert "was replaced; it goes on in the file that is there" in record.changed
+    assert "was replaced; recording continues in the new file" in record.changed
 
 
 def _words(file: Path) -> None:
@@ -359,4 +359,4 @@ def test_a_part_that_is_not_on_record_says_so_and_the_next_ones_are_taken(tmp_pa
         until_told = threading.Event()
         recorder.put(good, lambda number: (told.append(number), until_told.set()))
         assert until_told.wait(10)
-    assert "isn't on record, so no verdict is given" in str(told[0])
+    assert "couldn't be recorded, so it has no verdict" in str(told[0])

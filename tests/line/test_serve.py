@@ -252,7 +252,7 @@ def test_products_in_a_folder_of_their_own_are_said_to_be_left_out(
     # An address that isn't this machine's: it ends before it serves.
     assert command("serve", [*arguments, "--host", "203.0.113.1"])[0] == 2
     boards = tmp_path / "runs" / "boards"
-    assert f"{boards} holds runs itself, which are left out; to serve them" in caplog.text
+    assert f"{boards} holds runs, which aren't served; to serve them" in caplog.text
     caplog.clear()
     assert command("serve", ["--models", boards, *arguments[2:], "--host", "203.0.113.1"])[0] == 2
     assert "left out" not in caplog.text

@@ -90,13 +90,15 @@ def test_health_and_figures_say_what_became_of_the_record(line: InspectionServic
     assert line.health() == fine
     file.unlink()
     told = line.health()
-    assert told.pop("record").startswith("l.sqlite was removed; it is begun anew")  # no folder
+    assert told.pop("record").startswith(
+        "l.sqlite was removed; a new record was created"
+    )  # no folder
     assert told | {"record": ""} == fine
     assert figures() == {"trouble": 0, "changes": 1}
     file.write_bytes(b"words, and enough of them to be more than nothing")
     told = line.health()
     assert (told["ready"], str(file.parent) in told["reason"]) == (False, False)
-    assert told["reason"].startswith("no answer can be given: l.sqlite was written over")
+    assert told["reason"].startswith("parts can't be recorded: l.sqlite was overwritten")
     assert figures() == {"trouble": 1, "changes": 1}
     file.unlink()
     assert line.health()["ready"]
@@ -124,7 +126,9 @@ def test_no_attack_on_any_route_lasts_or_delays_health(
                 for attack in attacks[start : start + at_once]
                 for route in routes
             ]
-            line._tell({"kind": "part", "part": "x" * 100_000})  # for readers of the event stream
+            line._send_event(
+                {"kind": "part", "part": "x" * 100_000}
+            )  # for readers of the event stream
             for one in press(clients, time.monotonic() + 10):
                 check(one)
     assert len(seconds) > 20

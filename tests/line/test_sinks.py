@@ -125,8 +125,8 @@ def test_what_a_webhook_answers_decides(tmp_path: Path, caplog: pytest.LogCaptur
     keys = [one["idempotency-key"] for one in receiver.headers]
     assert set(keys[:-1]) == {f"1@{ROW.time}"}
     assert keys[-1] == f"2@{ROW.time}"
-    assert f"127.0.0.1:{receiver.port} takes no part: it answers 503" in caplog.text
-    assert "won't take part 1: it answers 422" in caplog.text
+    assert f"127.0.0.1:{receiver.port} doesn't accept parts: it answers 503" in caplog.text
+    assert "refused part 1: it answers 422" in caplog.text
     assert "secret" not in caplog.text
     assert "word" not in caplog.text
 

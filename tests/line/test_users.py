@@ -27,7 +27,7 @@ def test_a_file_of_users_is_yaml_and_plain_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("# nobody\n", "names nobody"),
+        ("# nobody\n", "has no users"),
         (f"Ada: {ADA}\n{BOB}\n", "line 2 must be `name: token`"),
         (f": {ADA}\n", "line 1 must be"),
         (f"Ada: {ADA[:15]}\n", "line 1 must have 16 characters"),

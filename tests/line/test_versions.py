@@ -135,7 +135,7 @@ def test_a_bad_version_is_refused_and_the_old_one_goes_on(
     data = (product / "test" / "spot" / "000.png").read_bytes()
     arguments = ["--model", other, "--to", line / "disc"]
     code, _, err = command("deploy", arguments)
-    assert (code, "golden parts aren't scored as recorded" in err) == (2, True)
+    assert (code, "golden parts' scores or verdicts differ" in err) == (2, True)
     assert model_id(line / "disc" / "model") == old
     with serving(line) as served:
         # Put there by hand, past the command.
@@ -235,4 +235,6 @@ def test_a_version_of_another_name_is_told(line: Path, other: Path, command: Com
     arguments = ["--model", first, "--to", line / "disc"]
     code, _, err = command("deploy", [*arguments, "--device", "cpu"])
     assert code == 0
-    assert f"was called {summary['name']}, the version before lid: is it of the same product" in err
+    assert (
+        f"is named {summary['name']}, the previous one lid; check that both are for the same" in err
+    )

@@ -227,7 +227,7 @@ def test_a_part_that_cant_be_recorded_has_no_picture_and_is_rejected(
     with running(tmp_path, lambda name: judged.append(name) or "good", plc := Plc()) as station:
 
         def full() -> None:
-            raise OutputError("there is no room left on the disk")
+            raise OutputError("the disk is full")
 
         with monkeypatch.context() as patch:
             patch.setattr(station._record, "changing", full)
@@ -342,7 +342,7 @@ def test_a_stream_gives_the_second_picture_to_come_until_it_ends() -> None:
     come.put(0)
     while not stream._ended:
         time.sleep(0.01)
-    with pytest.raises(CameraError, match="usb:0 sends no pictures any more"):
+    with pytest.raises(CameraError, match="usb:0 has stopped sending pictures"):
         stream.check()
     with pytest.raises(CameraError, match="usb:0 has sent no picture within 2 s"):
         stream.grab()
