@@ -207,7 +207,7 @@ def test_verdicts_that_differ_from_the_parents_are_told(
     more = ["--golden", spots]
     code, out, err = command("export", arguments(tmp_path / "lax", "onnx", tmp_path / "e", *more))
     assert code == 0, err
-    assert "on 3 golden images 3 verdicts differ" in out
+    assert "On 3 golden images, 3 verdicts differ" in out
     assert "000.png: good -> reject" in out
 
 
