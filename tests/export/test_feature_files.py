@@ -100,7 +100,7 @@ def test_other_settings_are_refused_and_overwriting_begins_anew(tmp_path: Path) 
     with FeatureWriter(tmp_path, SETTINGS, 2, overwrite=False) as writer:
         add(writer, range(3))
     other = {**SETTINGS, "x": 3}
-    with pytest.raises(OutputError, match=r"settings \(x is \[1, 2\] there and 3 here.*--overwrite"):
+    with pytest.raises(OutputError, match=r"settings \(x is \[1, 2\] there and 3 here.*overwrite"):
         FeatureWriter(tmp_path, other, 2, overwrite=False)
     check(tmp_path, range(3))
     with FeatureWriter(tmp_path, other, 2, overwrite=True) as writer:
