@@ -169,12 +169,16 @@ def _show(options: argparse.Namespace, config: Path, scored: Path | None, code: 
         )
         command = ["infer", *model, "--input", str(scored)]
     code = max(code, execute([*command, "--output", str(page.parent), *overwrite, *computes]))
+    figures = page.with_name("metrics.json")
+    reports = list(page.parent.glob("*/report.html"))
+    if len(reports) == 1:  # the page above it would have a single row
+        page = reports[0]
     if page.is_file():
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
         if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
-    return max(code, _offer_tuning(options, config, page.with_name("metrics.json")))
+    return max(code, _offer_tuning(options, config, figures))
 
 
 def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> int:

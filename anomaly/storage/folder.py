@@ -260,9 +260,7 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
             f"{folder} holds several models ({', '.join(inside)}); give one of them, {first} say"
         )
     if not folder.exists():
-        raise ModelError(
-            f"no model at {folder}: there is nothing of that name{like(folder)}; train one first"
-        )
+        raise ModelError(f"no model at {folder}{like(folder) or '; train one first'}")
     if folder.is_file():
         raise ModelError(f"{folder} is a file; give the model's folder, or the run that it is in")
     raise ModelError(

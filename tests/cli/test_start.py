@@ -29,7 +29,7 @@ def test_a_data_set_ends_in_a_report(product: Path, command: Command, tmp_path: 
     for name in ("check", "train", "evaluate"):
         assert f"\n$ anomaly {name} " in out
     assert (output / "evaluation" / "index.html").is_file()
-    assert str(output / "evaluation" / "index.html") in out
+    assert f"Look at {output / 'evaluation' / 'disc' / 'report.html'}" in out
     config = load_config(output / "disc.yaml")
     assert (config.name, config.data.root) == ("disc", product)
 
