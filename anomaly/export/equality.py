@@ -164,8 +164,8 @@ def differences(
         workers: decoding processes.
 
     Returns:
-        As in export.json: `verdicts_changed`; `correlation` of the scores, None if either model's
-        are all the same; and `shift`, the median share by which they are higher.
+        As in export.json: `verdicts_changed`; `correlation` of the scores, None if one model
+        gives all images one score; and `shift`, the median share by which they are higher.
     """
     before, after = (_scored(model, paths, workers) for model in (parent, detector))
     pairs = [

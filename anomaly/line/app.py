@@ -42,6 +42,7 @@ _PAGE = {
     "/label": ("label.html", "text/html"),
     "/label.css": ("label.css", "text/css"),
     "/label.js": ("label.js", "text/javascript"),
+    "/parts.js": ("parts.js", "text/javascript"),
     "/zoom.js": ("zoom.js", "text/javascript"),
     "/words.js": ("words.js", "text/javascript"),
     "/words.json": ("words.json", "application/json"),

@@ -121,7 +121,7 @@ def test_parts_are_judged_and_marked(
         page.until(f"document.getElementById('says').textContent.includes('{order[3]}')", True)
         page.open(address, width=size[0], height=size[1])  # goes on with what is left
         page.until(VISIBLE, "visible")
-        assert order[2] in text(page, "says")
+        assert order[2] in text(page, "description")
         page.press("1")
         page.press("d")
         page.until("document.getElementById('left').textContent", to_judge.format(1))

@@ -53,7 +53,7 @@ def test_a_part_is_shown_as_it_comes(served: Served, page: Browser, product: Pat
     hostile = "%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E"
     number = arrive(served, page, product / "test" / "spot" / "000.png", hostile)
     assert text(page, "word") == "REJECT"
-    assert "<img src=x" in text(page, "said")
+    assert "<img src=x" in text(page, "description")
     page.until("document.getElementById('picture').naturalWidth > 0", True)
     page.until("document.querySelector('#counts div:nth-child(3) dd').textContent != '0'", True)
     assert page.evaluate("document.querySelectorAll('#chart circle').length") >= 1

@@ -1,13 +1,12 @@
 // The page for judging kept parts one by one: the photograph, keys, and marks on the defect.
 // What clients and people have written is only ever put in place as text.
 
+import { at, digits, json, person, pictureAddress, showPerson, svgElement, VERDICTS } from "./parts.js";
 import { language, number, offerLanguages, word } from "./words.js";
 import { zoomable } from "./zoom.js";
 
 const WHY = { review: "why_review", near: "why_near", unlike: "why_unlike", check: "why_check", reject: "why_reject" };
-const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
 const CAUGHT = { good: ["good"], defect: ["review", "reject"] }; // the model's verdicts that are right
-const at = (id) => document.getElementById(id);
 const marks = at("marks"), picture = at("picture");
 const zoom = zoomable(at("frame"), at("layers"), () => {}); // by wheel: dragging draws
 
@@ -23,16 +22,6 @@ let last = null; // the part that was judged last, as the service gives it
 let busy = false; // a judgement is on its way
 
 const shown = () => parts[place];
-const address = (part, what) => `/v1/parts/${part.id}/${what}?of=${part.image_sha256.slice(0, 16)}`;
-const digits = (value) => value.toLocaleString(language, { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
-
-async function json(path, body) {
-  const sent = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-  const answer = await fetch(path, sent);
-  const found = await answer.json();
-  if (!answer.ok) throw new Error(found.detail || answer.statusText);
-  return found;
-}
 
 async function load() {
   const model = new URL(location).searchParams.get("model") || "";
@@ -50,7 +39,7 @@ function show(marked = [], kind = "") {
   at("left").textContent = word("left_to_judge", { count: number(left) });
   at("why").textContent = part ? word(WHY[part.why]) : "";
   at("why").className = part ? part.verdict : "";
-  at("says").textContent = part ? description(part) : "";
+  at("description").textContent = part ? description(part) : "";
   at("blank").hidden = Boolean(part);
   at("blank").textContent = word("all_judged");
   for (const id of ["good", "defect", "skip", "heatmap"]) at(id).disabled = !part;
@@ -58,20 +47,20 @@ function show(marked = [], kind = "") {
   marks.setAttribute("visibility", "hidden");
   picture.hidden = !part;
   if (part) {
-    picture.src = address(part, "photograph");
+    picture.src = pictureAddress(part, "photograph");
     picture.alt = word("picture_of", { picture: word("photograph"), part: part.id });
   } else picture.removeAttribute("src");
   const next = parts[place + 1];
-  if (next) new Image().src = address(next, "photograph");
+  if (next) new Image().src = pictureAddress(next, "photograph");
   offerKinds();
 }
 
 function description(part) {
-  const said = [part.model, `#${part.id}`, part.path, new Date(part.time).toLocaleString(language, { dateStyle: "short", timeStyle: "short" })];
-  if (part.verdict) said.push(word(VERDICTS[part.verdict]));
+  const texts = [part.model, `#${part.id}`, part.path, new Date(part.time).toLocaleString(language, { dateStyle: "short", timeStyle: "short" })];
+  if (part.verdict) texts.push(word(VERDICTS[part.verdict]));
   const times = part.threshold ? ` = ${number(part.image_score / part.threshold, 2)} ${word("of_reject")}` : "";
-  said.push(word("score", { score: digits(part.image_score) }) + times);
-  return [...said, part.reason].filter(Boolean).join(" · ");
+  texts.push(word("score", { score: digits(part.image_score) }) + times);
+  return [...texts, part.reason].filter(Boolean).join(" · ");
 }
 
 function offerKinds() {
@@ -94,12 +83,6 @@ function point(event) {
 const size = () => marks.viewBox.baseVal; // the photograph's, also while its heatmap is shown
 const radius = () => (at("size").value / 200) * Math.max(size().width, size().height);
 
-function shape(tag, attributes) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
-
 // Whole pixels, as the mask will have them.
 function edges([[x0, y0], [x1, y1]]) {
   return [Math.floor(Math.min(x0, x1)), Math.floor(Math.min(y0, y1)), Math.ceil(Math.max(x0, x1)), Math.ceil(Math.max(y0, y1))];
@@ -108,10 +91,10 @@ function edges([[x0, y0], [x1, y1]]) {
 function draw() {
   at("drawn").replaceChildren(...[...drawn, begun].filter(Boolean).map((mark) => {
     if (mark.points) {
-      return shape("polyline", { points: [mark.points[0], ...mark.points].join(" "), "stroke-width": 2 * mark.radius });
+      return svgElement("polyline", { points: [mark.points[0], ...mark.points].join(" "), "stroke-width": 2 * mark.radius });
     }
     const [x, y, right, bottom] = edges(mark.corners);
-    return shape("rect", { x, y, width: right - x, height: bottom - y });
+    return svgElement("rect", { x, y, width: right - x, height: bottom - y });
   }));
 }
 
@@ -177,7 +160,7 @@ async function judge(verdict) {
   if (verdict === "good" && drawn.length) return answer(word("mark_on_good"));
   await once(async () => {
     const kind = verdict === "defect" ? at("type").value.trim() : "";
-    const body = { verdict, defect_type: kind, who: at("who").value.trim() };
+    const body = { verdict, defect_type: kind, who: person() };
     last = await json(`/v1/parts/${part.id}/feedback`, drawn.length ? { ...body, mark: mark() } : body);
     localStorage.setItem("who", body.who);
     if (kind && !kinds.includes(kind)) kinds.push(kind);
@@ -191,13 +174,13 @@ async function judge(verdict) {
 }
 
 function offerToKeep() {
-  const said = last && last.feedback;
-  at("missed").hidden = !said || said.verdict !== "defect" || last.verdict !== "good";
-  at("golden").hidden = !said || !CAUGHT[said.verdict].includes(last.verdict);
+  const judgement = last && last.feedback;
+  at("missed").hidden = !judgement || judgement.verdict !== "defect" || last.verdict !== "good";
+  at("golden").hidden = !judgement || !CAUGHT[judgement.verdict].includes(last.verdict);
 }
 
 const keep = (what) => at(what).hidden || once(async () => {
-  last = await json(`/v1/parts/${last.id}/${what}?who=${encodeURIComponent(at("who").value.trim())}`, {});
+  last = await json(`/v1/parts/${last.id}/${what}?who=${encodeURIComponent(person())}`, {});
   answer(`#${last.id}: ${word(what === "missed" ? "kept_missed" : "kept_golden")}`);
   at(what).hidden = true;
 }, "not_kept");
@@ -208,7 +191,7 @@ function undo() {
     draw();
   } else if (judged.length) once(async () => {
     const { part, drawn: marked, kind } = judged.at(-1);
-    await json(`/v1/parts/${part.id}/feedback`, { verdict: "", who: at("who").value.trim() });
+    await json(`/v1/parts/${part.id}/feedback`, { verdict: "", who: person() });
     judged.pop();
     last = null;
     parts.splice(place, 0, part);
@@ -230,7 +213,7 @@ const heated = () => at("heatmap").getAttribute("aria-pressed") === "true";
 function toggleHeatmap() {
   const on = !heated();
   at("heatmap").setAttribute("aria-pressed", String(on));
-  picture.src = address(shown(), on ? "heatmap" : "photograph");
+  picture.src = pictureAddress(shown(), on ? "heatmap" : "photograph");
 }
 
 const ACTIONS = {
@@ -276,11 +259,7 @@ picture.addEventListener("error", () => {
   if (parts[place]) show();
   else load().catch((error) => answer(error.message));
 });
-at("who").value = localStorage.getItem("who") || "";
-json("/v1/user").then(({ user }) => {
-  if (user) at("who").value = user;
-  at("who").readOnly = Boolean(user); // the record takes it from the token
-}).catch(() => {});
+showPerson().catch(() => {});
 offerLanguages(at("language"), () => show(drawn, at("type").value));
 choose("rectangle");
 load().catch((error) => answer(error.message));

@@ -1,6 +1,7 @@
 // The page for the line: newest part, counts, strip and chart, live by server-sent events.
 // What clients and people have written is only ever put in place as text.
 
+import { at, digits, json, person, pictureAddress, showPerson, svgElement, VERDICTS } from "./parts.js";
 import { language, number, offerLanguages, word } from "./words.js";
 import { zoomable } from "./zoom.js";
 
@@ -8,8 +9,6 @@ const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
 const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
 const KEPT_AS = "known missed defect"; // in a note that the service adds
-const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
-const at = (id) => document.getElementById(id);
 
 let parts = []; // the newest first
 let chosen = null; // number of the part that is shown
@@ -26,12 +25,8 @@ let drafted = false; // something is typed that wasn't sent
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
 const verdictText = (part) => word(part.status === "ok" ? VERDICTS[part.verdict] || "no_verdict" : "not_read");
 const shown = () => parts.find((part) => part.id === chosen);
-const digits = (value) => value.toLocaleString(language, { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
-// The hash keeps another record's part of this number out of the browser's memory.
-const image = (part, kind) => `/v1/parts/${part.id}/${kind}?of=${part.image_sha256.slice(0, 16)}`;
 const minute = (event) => new Date(event.time).toLocaleTimeString(language, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 const clock = (part) => new Date(part.time).toLocaleTimeString(language, { hourCycle: "h23" });
-const post = (body) => ({ method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 const zoom = zoomable(at("frame"), at("picture"), (larger) => { close = larger; });
 
 // The part that isn't left for newer ones: somebody has chosen it, writes about it or looks closely.
@@ -45,19 +40,12 @@ function keep(part) {
   parts.sort((a, b) => b.id - a.id);
 }
 
-async function json(path, options) {
-  const answer = await fetch(path, options);
-  const body = await answer.json();
-  if (!answer.ok) throw new Error(body.detail || answer.statusText);
-  return body;
-}
-
 async function refresh() {
   const wanted = new URLSearchParams({ limit: KEPT, verdict: only, model });
-  const found = (await json(`/v1/parts?${wanted}`)).parts;
+  const newest = (await json(`/v1/parts?${wanted}`)).parts;
   if (wanted.get("verdict") !== only || wanted.get("model") !== model) return;
   const before = held();
-  parts = found;
+  parts = newest;
   if (before) keep(before);
   else chosen = parts.length ? parts[0].id : null;
   show();
@@ -69,10 +57,10 @@ async function refresh() {
 async function counts() {
   const midnight = new Date();
   midnight.setHours(0, 0, 0, 0);
-  const found = await json(`/v1/counts?${new URLSearchParams({ since: midnight.toISOString(), model })}`);
-  const rows = Object.entries(VERDICTS).map(([name, key]) => [word(key), found[name] || 0]);
-  const unread = Object.entries(found).filter(([name]) => !(name in VERDICTS) && name !== "no verdict");
-  if (found["no verdict"]) rows.push([word("no_verdict"), found["no verdict"]]);
+  const verdicts = await json(`/v1/counts?${new URLSearchParams({ since: midnight.toISOString(), model })}`);
+  const rows = Object.entries(VERDICTS).map(([name, key]) => [word(key), verdicts[name] || 0]);
+  const unread = Object.entries(verdicts).filter(([name]) => !(name in VERDICTS) && name !== "no verdict");
+  if (verdicts["no verdict"]) rows.push([word("no_verdict"), verdicts["no verdict"]]);
   if (unread.length) rows.push([word("not_read"), unread.reduce((sum, [, count]) => sum + count, 0)]);
   at("counts").replaceChildren(...rows.map(([name, count]) => {
     const row = document.createElement("div");
@@ -86,12 +74,12 @@ async function alarms() {
   showAlarms((await json("/v1/alarms")).alarms);
 }
 
-function showAlarms(found) {
-  const ready = !found.some(({ severity }) => severity === "error");
+function showAlarms(alarms) {
+  const ready = !alarms.some(({ severity }) => severity === "error");
   if (connected) state(ready ? "live" : "not_ready", ready);
-  if (listed === JSON.stringify(found)) return; // else it would be read out again
-  listed = JSON.stringify(found);
-  at("alarms").replaceChildren(...found.map((alarm) => {
+  if (listed === JSON.stringify(alarms)) return; // else it would be read out again
+  listed = JSON.stringify(alarms);
+  at("alarms").replaceChildren(...alarms.map((alarm) => {
     const item = element("li", "", `${alarm.severity}${alarm.seen ? " seen" : ""}`);
     const button = element("button", word("acknowledge"));
     button.addEventListener("click", () => acknowledge(alarm.key));
@@ -102,7 +90,7 @@ function showAlarms(found) {
 }
 
 async function acknowledge(key) {
-  const who = at("who").value.trim();
+  const who = person();
   if (!who) {
     at("answer").textContent = word("name_first");
     at("who").focus();
@@ -110,7 +98,7 @@ async function acknowledge(key) {
   }
   localStorage.setItem("who", who);
   try {
-    showAlarms((await json("/v1/alarms/acknowledge", post({ key, who }))).alarms);
+    showAlarms((await json("/v1/alarms/acknowledge", { key, who })).alarms);
   } catch (error) {
     at("answer").textContent = word("not_noted", { reason: error.message });
   }
@@ -138,7 +126,7 @@ function show() {
   const times = part && part.threshold && part.image_score !== null;
   at("times").className = times ? kind(part) : "none";
   at("ratio").textContent = times ? number(part.image_score / part.threshold, 2) : "–";
-  at("said").textContent = part ? description(part) : "";
+  at("description").textContent = part ? description(part) : "";
   at("model").textContent = part ? part.model : word("line");
   document.title = part ? `${text} · ${part.model}` : word("line");
   picture(part);
@@ -146,10 +134,10 @@ function show() {
 }
 
 function description(part) {
-  const said = [part.path];
-  if (part.image_score !== null) said.push(word("score", { score: digits(part.image_score) }));
-  if (part.decided_by) said.push(word("decided_by", { rule: part.decided_by }));
-  return said.filter(Boolean).join(" · ");
+  const texts = [part.path];
+  if (part.image_score !== null) texts.push(word("score", { score: digits(part.image_score) }));
+  if (part.decided_by) texts.push(word("decided_by", { rule: part.decided_by }));
+  return texts.filter(Boolean).join(" · ");
 }
 
 function picture(part) {
@@ -160,7 +148,7 @@ function picture(part) {
   blank.textContent = word(part ? "no_picture" : "first_part");
   at("other").textContent = word(photo ? "heatmap" : "photograph");
   if (!node.hidden) {
-    const address = image(part, now);
+    const address = pictureAddress(part, now);
     if (node.getAttribute("src") !== address) node.src = address;
     node.alt = word("picture_of", { picture: word(now), part: part.id });
   } else {
@@ -174,18 +162,18 @@ function switchPicture() {
 }
 
 function feedback(part) {
-  const said = part && part.feedback;
-  const defect = said && said.verdict === "defect" && part.verdict === "good";
-  at("missed").hidden = !defect || said.note.includes(KEPT_AS);
+  const judgement = part && part.feedback;
+  const defect = judgement && judgement.verdict === "defect" && part.verdict === "good";
+  at("missed").hidden = !defect || judgement.note.includes(KEPT_AS);
   for (const verdict of ["good", "defect"]) {
     at(verdict).disabled = !part || part.status !== "ok";
-    at(verdict).classList.toggle("chosen", Boolean(said) && said.verdict === verdict);
+    at(verdict).classList.toggle("chosen", Boolean(judgement) && judgement.verdict === verdict);
   }
-  if (said) {
-    const who = said.who ? ` ${word("by", { who: said.who })}` : "";
-    const type = said.defect_type ? ` (${said.defect_type})` : "";
-    const note = said.note ? `: ${said.note}` : "";
-    at("answer").textContent = `${word(said.verdict === "good" ? "called_good" : "called_defect")}${type}${who}${note}`;
+  if (judgement) {
+    const who = judgement.who ? ` ${word("by", { who: judgement.who })}` : "";
+    const type = judgement.defect_type ? ` (${judgement.defect_type})` : "";
+    const note = judgement.note ? `: ${judgement.note}` : "";
+    at("answer").textContent = `${word(judgement.verdict === "good" ? "called_good" : "called_defect")}${type}${who}${note}`;
   } else {
     at("answer").textContent = "";
   }
@@ -200,7 +188,7 @@ function strip() {
     button.ariaLabel = word("part_label", { part: part.id, verdict: verdictText(part) });
     if (part.picture) {
       const small = document.createElement("img");
-      small.src = image(part, "heatmap");
+      small.src = pictureAddress(part, "heatmap");
       small.alt = "";
       small.addEventListener("error", () => { part.picture = false; small.replaceWith(element("div", "", "gap")); });
       button.append(small);
@@ -230,9 +218,9 @@ function chart() {
   const y = (value) => height - 10 - (Math.min(value, high) / high) * (height - 20);
   let left = 12;
   const line = (value, name, below) => {
-    const text = shape("text", { x: 0, y: y(value) + below });
+    const text = svgElement("text", { x: 0, y: y(value) + below });
     text.textContent = word(VERDICTS[name]);
-    svg.append(shape("line", { x1: 0, x2: width, y1: y(value), y2: y(value), class: `limit ${name}` }), text);
+    svg.append(svgElement("line", { x1: 0, x2: width, y1: y(value), y2: y(value), class: `limit ${name}` }), text);
     left = Math.max(left, text.getComputedTextLength() + 12);
   };
   if (limits.threshold) {
@@ -241,19 +229,13 @@ function chart() {
     if (limits.review_threshold < 0.97 * limits.threshold) line(limits.review_threshold / limits.threshold, "review", 18);
   }
   const x = (index) => left + (KEPT - scored.length + index) * ((width - left - 12) / (KEPT - 1));
-  svg.append(shape("polyline", { points: scored.map((part, index) => `${x(index)},${y(level(part))}`).join(" ") }));
+  svg.append(svgElement("polyline", { points: scored.map((part, index) => `${x(index)},${y(level(part))}`).join(" ") }));
   scored.forEach((part, index) => {
-    const dot = shape("circle", { cx: x(index), cy: y(level(part)), r: part.id === chosen ? 9 : 4.5, class: kind(part) });
+    const dot = svgElement("circle", { cx: x(index), cy: y(level(part)), r: part.id === chosen ? 9 : 4.5, class: kind(part) });
     dot.classList.toggle("chosen", part.id === chosen);
     dot.addEventListener("click", () => choose(part.id, false));
     svg.append(dot);
   });
-}
-
-function shape(tag, attributes) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
 }
 
 function choose(number, newest) {
@@ -303,10 +285,10 @@ async function say(verdict) {
     verdict,
     defect_type: verdict === "defect" ? at("type").value.trim() : "",
     note: at("note").value.trim(),
-    who: at("who").value.trim(),
+    who: person(),
   };
   try {
-    const changed = await json(`/v1/parts/${part.id}/feedback`, post(body));
+    const changed = await json(`/v1/parts/${part.id}/feedback`, body);
     remember(body);
     take(changed);
     at("note").value = at("type").value = "";
@@ -320,8 +302,8 @@ async function keepMissed() {
   const part = shown();
   if (!part || at("missed").hidden) return;
   try {
-    const who = encodeURIComponent(at("who").value.trim());
-    take(await json(`/v1/parts/${part.id}/missed?who=${who}`, { method: "POST" }));
+    const who = encodeURIComponent(person());
+    take(await json(`/v1/parts/${part.id}/missed?who=${who}`, {}));
   } catch (error) {
     at("answer").textContent = word("not_kept", { reason: error.message });
   }
@@ -449,11 +431,7 @@ at("models").addEventListener("change", () => {
 });
 addEventListener("resize", chart);
 setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
-at("who").value = localStorage.getItem("who") || "";
-json("/v1/user").then(({ user }) => {
-  if (user) at("who").value = user;
-  at("who").readOnly = Boolean(user); // the record takes it from the token
-});
+showPerson().catch(() => {});
 offerLanguages(at("language"), () => {
   listed = "";
   refresh().catch(lost);
