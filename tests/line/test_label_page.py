@@ -118,7 +118,9 @@ def test_parts_are_judged_and_marked(
         page.until(VISIBLE, "visible")
         page.press("1")  # the kind that was just named
         page.press("ArrowRight")
-        page.until(f"document.getElementById('description').textContent.includes('{order[3]}')", True)
+        page.until(
+            f"document.getElementById('description').textContent.includes('{order[3]}')", True
+        )
         page.open(address, width=size[0], height=size[1])  # goes on with what is left
         page.until(VISIBLE, "visible")
         assert order[2] in text(page, "description")
