@@ -10,15 +10,19 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anomaly.calibration import (
+    Choice,
     Costs,
+    GoodScores,
     ThresholdChange,
+    Thresholds,
     recall_at,
     thresholds_by_cost,
     thresholds_from,
 )
+from anomaly.calibration.production import ProductionChoice
 from anomaly.calibration.rates import percent
 from anomaly.cli import calibrate_production
 from anomaly.cli.common_options import (
@@ -32,18 +36,18 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.recalibrate import by_hand, evaluated_on, known_scores, score_held_out
+from anomaly.evaluation.recalibrate import (
+    HeldOutScores,
+    by_hand,
+    evaluated_on,
+    known_scores,
+    score_held_out,
+)
 from anomaly.files.outputs import locked
+from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import HISTORY, find_model
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import change, replace_thresholds
-
-if TYPE_CHECKING:
-    from anomaly.calibration import Choice, GoodScores, Thresholds
-    from anomaly.calibration.production import ProductionChoice
-    from anomaly.evaluation.recalibrate import HeldOutScores
-    from anomaly.scoring.pipeline import Model
-
 
 log = logging.getLogger(__name__)
 

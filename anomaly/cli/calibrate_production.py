@@ -7,23 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from anomaly.calibration.production import thresholds_from_production
+from anomaly.calibration import GoodScores, ThresholdChange
+from anomaly.calibration.production import ProductionChoice, thresholds_from_production
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import add_paths, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.errors import AnomalyError, DataError, some
-from anomaly.evaluation.recalibrate import known_scores, score_held_out
+from anomaly.evaluation.recalibrate import HeldOutScores, known_scores, score_held_out
 from anomaly.evaluation.splits import dataset_of
+from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, read_record
-
-if TYPE_CHECKING:
-    from anomaly.calibration import GoodScores, ThresholdChange
-    from anomaly.calibration.production import ProductionChoice
-    from anomaly.evaluation.recalibrate import HeldOutScores
-    from anomaly.scoring.pipeline import Model
 
 _MOST_DEFECTIVE = 0.2
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
-from anomaly.config.schema import by_product
-from anomaly.datasets import open_dataset
+from anomaly.config.schema import Config, by_product
+from anomaly.datasets import Dataset, open_dataset
 from anomaly.errors import AnomalyError, OutputError, WriteError, first_of, some
 from anomaly.evaluation.weaknesses import Run, lines, of_training
 from anomaly.files.outputs import locked
@@ -22,8 +22,6 @@ from anomaly.training.runs import check_same, train_run
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.config.schema import Config
-    from anomaly.datasets import Dataset
     from anomaly.scoring.pipeline import Model
     from anomaly.training.fit import SharedFeaturesOf
 
