@@ -23,7 +23,7 @@ from anomaly.cli.common_options import (
     joined_cluster,
 )
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train_report import TrainOptions, trained_run
+from anomaly.cli.train import TrainOptions, trained_run
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
-from anomaly.methods.padim.covariance import (
+from anomaly.methods.padim.accumulator import (
     GaussianStatistics,
     centre,
     cholesky_whitening,
