@@ -371,8 +371,9 @@ def back(run: Path) -> str:
         return _id(run)
 
 
-def _id(run: Path, name: str = "model") -> str:
-    return model_id(run / name) if (run / name / MANIFEST).is_file() else ""
+def _id(run: Path) -> str:
+    model = run / "model"
+    return model_id(model) if (model / MANIFEST).is_file() else ""
 
 
 def _holds(old: Path, new: Path) -> bool:

@@ -283,11 +283,6 @@ class GaussianStatistics:
         scatter = tuple(panel[positions].to(device) for panel in self.scatter)
         return GaussianStatistics(self.count, self.mean[positions], scatter)
 
-    def covariance(self) -> Tensor:
-        """(P, d, d) float32, unbiased: divided by N − 1."""
-        lower = unpack_triangle(self.scatter)
-        return (lower + lower.tril(-1).mT) / (self.count - 1)
-
 
 def centre(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Means (P, d) float64 and centred samples (P, N, d) of samples (P, N, d).
