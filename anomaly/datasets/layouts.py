@@ -19,7 +19,6 @@ from anomaly.datasets.by_names import (
     plain,
     undecided,
 )
-from anomaly.datasets.exports import annotations_in, coco_samples
 from anomaly.datasets.labels import (
     Label,
     by_file_names,
@@ -27,13 +26,12 @@ from anomaly.datasets.labels import (
     only_places,
     says_masks,
 )
-from anomaly.datasets.lists import open_list, open_visa
+from anomaly.datasets.lists import annotations_in, open_coco, open_list, open_visa
 from anomaly.datasets.masks import Masks, entries_of, strays
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
     Sample,
-    in_splits,
     listed,
     no_training_images,
     set_apart,
@@ -201,11 +199,6 @@ def say_named(good: int, defective: int) -> str:
     return f"{good} images are good by the names of their files, {defective} defective"
 
 
-def _annotated(folder: Path) -> Dataset:
-    """Images with annotations in COCO's form, as Roboflow exports them."""
-    return in_splits(folder, coco_samples(folder), "Images without annotations are the good ones.")
-
-
 def open_test_images(
     good: Sequence[Path],
     defects: Sequence[Path],
@@ -330,7 +323,7 @@ FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "mvtec_3d": _FolderLayout("MVTec 3D AD", images="rgb"),
     "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
     "folder": _good_only,
-    "coco": _annotated,
+    "coco": open_coco,
     "good_defect": open_by_names,
     "visa": open_visa,
     "csv": open_list,

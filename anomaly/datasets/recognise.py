@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anomaly.datasets.by_names import labels_in, say_folder, sorted_by_names
-from anomaly.datasets.exports import annotations_in
 from anomaly.datasets.labels import Label, by_file_names, label_of, split_of
 from anomaly.datasets.layouts import KNOWN_LAYOUTS, folders_in, say_named
+from anomaly.datasets.lists import annotations_in
 from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system

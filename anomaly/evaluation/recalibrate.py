@@ -22,7 +22,7 @@ from anomaly.calibration.scores import ZoneScores
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, some
-from anomaly.evaluation.splits import tested_hashes
+from anomaly.evaluation.splits import content_hash, dataset_of
 from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image, described
@@ -376,7 +376,9 @@ def evaluated_on(
     if detector.folder is None:
         return frozenset()
     try:
-        return tested_hashes(detector, detector.folder, data_root)
+        test = dataset_of(detector, detector.folder, data_root).test
+        # What can't be read is left out: it can't be evaluated on either.
+        return frozenset(map(content_hash, test)) - {""}
     except AnomalyError as error:
         if data_root is not None:
             raise

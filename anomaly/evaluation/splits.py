@@ -67,18 +67,6 @@ def content_hash(sample: Sample) -> str:
     return ""
 
 
-def tested_hashes(model: Model, folder: Path, data_root: Path | None) -> frozenset[str]:
-    """sha256 of the test images of the data set that a model was trained on.
-
-    What can't be read is left out: it can't be evaluated on either.
-
-    Raises:
-        DataError: the data set isn't there, or nothing says where it is.
-    """
-    test = dataset_of(model, folder, data_root).test
-    return frozenset(map(content_hash, test)) - {""}
-
-
 def threshold_images(model: Model) -> frozenset[str]:
     """sha256 of the images that a model's thresholds were chosen with; figures on them flatter.
 
