@@ -25,9 +25,8 @@ from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
 from anomaly.line.feedback import mask_of, queue
 from anomaly.line.guard import author
-from anomaly.line.period import Period
 from anomaly.line.record import in_utc
-from anomaly.line.report import PAGE, report
+from anomaly.line.report import PAGE, Period, report
 from anomaly.line.service import InspectionService
 from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__

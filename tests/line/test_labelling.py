@@ -22,8 +22,8 @@ from anomaly.datasets import ground_truth, open_dataset
 from anomaly.errors import DataError
 from anomaly.line.engine import photograph
 from anomaly.line.feedback import confirmed_parts, mask_of, queue
-from anomaly.line.period import Period, parts_of
 from anomaly.line.record import Answer, Keeping, Record
+from anomaly.line.report import Period, parts_of
 from anomaly.training.tuning import search
 
 

@@ -22,8 +22,8 @@ from running import Served
 
 from anomaly.calibration.rates import rate_of
 from anomaly.inference.rows import Row
-from anomaly.line.period import Period
 from anomaly.line.record import Answer, Keeping, Record
+from anomaly.line.report import Period
 from anomaly.line.slot import Version
 from anomaly.storage.load import load_model
 
