@@ -74,8 +74,7 @@ def running(settings: StationSettings, options: argparse.Namespace) -> Iterator[
     """
     # pymodbus is optional: `_station` has checked that it is installed.
     from anomaly.line.registry import ModelRegistry
-    from anomaly.station.station import Station
-    from anomaly.station.triggers import triggers
+    from anomaly.station.station import Station, triggers
 
     models = {
         name: str(camera.model or settings.model) for name, camera in settings.cameras.items()

@@ -31,8 +31,7 @@ from anomaly.line.record import Record
 from anomaly.line.sinks import CsvFile, Outbox
 from anomaly.station.cameras import CameraError, CameraThread, Stream, as_file, open_camera
 from anomaly.station.settings import StationSettings
-from anomaly.station.station import Part, Station
-from anomaly.station.triggers import by_motion, listening, steps
+from anomaly.station.station import Part, Station, by_motion, listening, steps
 
 PATIENT, SHORT = 60.0, 3.0  # seconds for a part
 
