@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from anomaly.calibration.production import thresholds_from_production
 from anomaly.calibration.rates import percent
-from anomaly.cli.common_options import add_paths, number
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.errors import AnomalyError, DataError, some
 from anomaly.evaluation.recalibrate import known_scores, score_held_out
@@ -26,24 +25,6 @@ if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
 
 _MOST_DEFECTIVE = 0.2
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    production = "production images that nobody has sorted"
-    add_paths(parser, "--production", production)
-    parser.add_argument(
-        "--at-most-defective",
-        type=_share,
-        metavar="SHARE",
-        help="with --production: the largest share of these images that may be defective, e.g. 5%%",
-    )
-
-
-def _share(text: str) -> float:
-    """A share of an option, as a number or in percent."""
-    plain = text.strip()
-    return number(plain[:-1]) / 100 if plain.endswith("%") else number(plain)
 
 
 def check(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:

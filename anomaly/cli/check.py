@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli.common_options import add_config
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
@@ -31,13 +30,6 @@ _HEADINGS = {
     "unusable": "can't be used as it is",
     "note": "worth knowing",
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_config(parser)
-    parser.add_argument("--json", action="store_true", help="print all results as JSON")
-    parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 
 
 def run(options: argparse.Namespace) -> int:

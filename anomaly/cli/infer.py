@@ -12,16 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_watch
-from anomaly.cli.common_options import (
-    add_cluster,
-    add_device,
-    add_paths,
-    annex,
-    device_and_threads,
-    number,
-    wanted_threads,
-)
+from anomaly.cli import annex, infer_watch
+from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
@@ -46,106 +38,6 @@ if TYPE_CHECKING:
     from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        help="the run's folder, or its model/ folder, or a folder of runs, one for each product",
-    )
-    parser.add_argument(
-        "--product",
-        metavar="NAME",
-        help="with a folder of runs: the product that all images show (default: recognised in "
-        "each image)",
-    )
-    add_paths(parser, "--input", "image files and folders of them")
-    parser.add_argument(
-        "--list",
-        metavar="FILE",
-        help="a text file that names an image on each line, or a CSV file with the columns path "
-        "and group (the part that it shows), or a results.csv; - reads it from standard input",
-    )
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="follow the folders given with --input and score what arrives, until Ctrl-C",
-    )
-    parser.add_argument(
-        "--settle",
-        type=number,
-        default=0.5,
-        metavar="SECONDS",
-        help="with --watch: a file counts as complete after so many seconds without a change "
-        "(default: 0.5)",
-    )
-    parser.add_argument("--output", required=True, help="where results go")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
-    start.add_argument("--resume", action="store_true", help="continue an interrupted run there")
-    shards = parser.add_argument_group("one of many processes or machines (docs/scale.md)")
-    shards.add_argument(
-        "--manifest",
-        metavar="FILE",
-        help="score images of this list, made by: anomaly manifest; --output may be a URL",
-    )
-    shards.add_argument(
-        "--shard",
-        metavar="i/n",
-        help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
-    )
-    add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
-    _add_outputs(parser)
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        help="compute in this number format instead of the model's own",
-    )
-    add_device(parser)
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--heatmap",
-        dest="heatmaps",
-        choices=("none", "reject", "all"),
-        help="which images get one: none, those not called good (reject and review; default "
-        "with --manifest), or all (default otherwise)",
-    )
-    parser.add_argument(
-        "--side-by-side",
-        action="store_true",
-        help="heatmaps of image, heatmap and colour bar, with verdict and score",
-    )
-    parser.add_argument(
-        "--full-size",
-        action="store_true",
-        help="heatmaps of the image's own size (default: shrunk to twice what the network sees)",
-    )
-    parser.add_argument(
-        "--no-page",
-        dest="page",
-        action="store_false",
-        help="leave out results.html, the page over all images",
-    )
-    more = parser.add_argument_group("more to write")
-    more.add_argument("--masks", action="store_true", help="masks/: what is marked, as PNG")
-    more.add_argument(
-        "--regions",
-        action="store_true",
-        help="regions.csv: bounding box, area and peak score of each marked region",
-    )
-    more.add_argument(
-        "--maps",
-        choices=("float32", "uint16"),
-        help="maps/: anomaly maps, as float TIFF or as 16-bit PNG with a scale",
-    )
-    more.add_argument(
-        "--parquet", action="store_true", help="results.parquet (needs the extra: parquet)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import execute
 from anomaly.cli.check import reading_of
-from anomaly.cli.common_options import add_device, add_settings, passed_on
+from anomaly.cli.common_options import passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
@@ -35,20 +35,6 @@ if TYPE_CHECKING:
     from anomaly.datasets.recognise import Recognised
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("folder", type=Path, help="your images, or a CSV list of them")
-    parser.add_argument(
-        "--format", help="layout of the folder, if it isn't recognised: mvtec, folder, …"
-    )
-    parser.add_argument("--name", help="name of the product (default: the folder's name)")
-    parser.add_argument("--output", type=Path, help="output folder (default: runs/<name>)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier start there")
-    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
-    add_settings(parser, "a setting of your own, e.g. --set image.area=512; may be repeated")
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

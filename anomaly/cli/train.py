@@ -6,33 +6,13 @@ import argparse
 from pathlib import Path
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import (
-    add_cluster,
-    add_config,
-    add_device,
-    annex,
-    device_and_threads,
-    joined_cluster,
-)
+from anomaly.cli import annex
+from anomaly.cli.common_options import device_and_threads, joined_cluster
 from anomaly.cli.train_report import TrainOptions, train_and_report, train_products
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_dataset
 from anomaly.files.outputs import locked
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_config(parser)
-    parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
-    parser.add_argument(
-        "--no-calibrate", action="store_true", help="skip thresholds; results will have no verdicts"
-    )
-    add_cluster(
-        parser, "compute features and scores on the workers of this Ray cluster (docs/scale.md)"
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
