@@ -16,7 +16,7 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.detector import AnomalyDetector
-from anomaly.errors import ConfigError, DataError, ImageError
+from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one
 from anomaly.imaging.read import described
 from anomaly.runtime.devices import device_of
@@ -115,20 +115,12 @@ def _samples(images: TrainingImages, given: ArrayFormat) -> list[Sample]:
         elif isinstance(image, str | os.PathLike):
             files.append(Path(image))
         else:
-            samples.append(_in_memory(index, image, given))
+            name, source = described(index), given.source(image, index)
+            assert not isinstance(source, Path)
+            samples.append(Sample(Path(name), name, image=source))
     if not files and not samples:
         raise DataError("no images to learn from; give good images, or the folder they are in")
     return samples + (_files(files) if files else [])
-
-
-def _in_memory(index: int, image: ImageLike, given: ArrayFormat) -> Sample:
-    name = described(index)
-    try:
-        source = given.source(image)
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}", error.status) from None
-    assert not isinstance(source, Path)
-    return Sample(Path(name), name, image=source)
 
 
 def _files(inputs: list[Path]) -> list[Sample]:

@@ -115,17 +115,18 @@ def _texts(node: ast.expr, values: Mapping[str, ast.expr]) -> list[str]:
             return [*_texts(first, values), *_texts(second, values)]
         case ast.Name(id=name) if name in values:
             return _texts(values[name], {k: v for k, v in values.items() if k != name})
-    return [re.sub(r"(… ?)+…|…+", "…", " ".join(_words(node).split()))]
+    return [re.sub(r"(… ?)+…|…+", "…", " ".join(words(node).split()))]
 
 
-def _words(node: ast.expr) -> str:
+def words(node: ast.expr) -> str:
+    """The text of a string in the source, `…` for what varies."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(map(_words, parts))
+            return "".join(map(words, parts))
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _words(left) + _words(right)
+            return words(left) + words(right)
     return "…"
 
 

@@ -15,6 +15,7 @@ from conftest import REPOSITORY
 
 from anomaly import cli
 from anomaly.cli.help import COMMANDS
+from docs.messages import words
 
 DOCS = REPOSITORY / "docs"
 GENERATED = {"settings.md", "troubleshooting.md", "licences.md", "api.md"}
@@ -46,19 +47,10 @@ def messages() -> Iterator[tuple[str, str]]:
             if id(node) in silent or not isinstance(node, ast.Constant | ast.JoinedStr):
                 continue
             if (
-                not re.search(r"[<|]", text := _text(node))
+                not re.search(r"[<|]", text := words(node))
                 and len(re.findall(r"[a-z]{2,} ", text)) > 3
             ):
                 yield f"{file.relative_to(REPOSITORY)}:{node.lineno}", text
-
-
-def _text(node: ast.expr) -> str:
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(_text, parts))
-    return "…"
 
 
 def first_lines() -> Iterator[tuple[str, str]]:

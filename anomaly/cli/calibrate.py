@@ -7,20 +7,25 @@ import logging
 import math
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anomaly.calibration import (
+    Choice,
     Costs,
+    GoodScores,
     ThresholdChange,
+    Thresholds,
     recall_at,
     thresholds_by_cost,
     thresholds_from,
 )
+from anomaly.calibration.production import ProductionChoice, thresholds_from_production
 from anomaly.calibration.rates import percent
-from anomaly.cli import calibrate_production
 from anomaly.cli.common_options import (
     check_images,
     device_and_threads,
@@ -28,19 +33,21 @@ from anomaly.cli.common_options import (
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.recalibrate import by_hand, evaluated_on, known_scores, score_held_out
+from anomaly.errors import AnomalyError, DataError, first_of, some
+from anomaly.evaluation.recalibrate import (
+    HeldOutScores,
+    by_hand,
+    evaluated_on,
+    known_scores,
+    score_held_out,
+)
+from anomaly.evaluation.splits import dataset_of
 from anomaly.files.outputs import locked
+from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import HISTORY, find_model
+from anomaly.storage.golden import golden_of, read_record
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import change, replace_thresholds
-
-if TYPE_CHECKING:
-    from anomaly.calibration import Choice, GoodScores, Thresholds
-    from anomaly.calibration.production import ProductionChoice
-    from anomaly.evaluation.recalibrate import HeldOutScores
-    from anomaly.scoring.pipeline import Model
-
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +64,7 @@ _CRITERIA = (
     *_AMOUNTS,
 )  # that the history records
 _MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
+_MOST_DEFECTIVE = 0.2  # share of production images
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 
 
@@ -87,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
     before = model.thresholds
     unlabelled: ProductionChoice | None = None
     if options.at_most_defective:
-        unlabelled = calibrate_production.choose(options, model, good)
+        unlabelled = _choose_from_production(options, model, good)
         new, choice, good = unlabelled.thresholds, None, unlabelled.thresholds.good
     else:
         new, choice = _choose(options, model, good, defects)
@@ -109,7 +117,7 @@ def _run(options: argparse.Namespace) -> int:
         if unlabelled is not None:
             print("\n".join(unlabelled.lines()))
         if "production" in scored:
-            calibrate_production.print_effects(options, model, scored, moved, threads)
+            _print_effects(options, model, scored, moved, threads)
         if not _agreed(moved, options):
             return 1
     if new == before:
@@ -253,7 +261,7 @@ def _check(options: argparse.Namespace) -> None:
         raise AnomalyError(
             "costs need all of --cost-false-reject, --cost-escape, --cost-review and --defects"
         )
-    calibrate_production.check(options, by_hand=by_hand, by_cost=by_cost)
+    _check_production(options, by_hand=by_hand, by_cost=by_cost)
     for name in ("defect_share", "currency"):
         if getattr(options, name) is not None and not by_cost:
             raise AnomalyError(f"--{name.replace('_', '-')} needs --cost-escape; give both")
@@ -326,3 +334,95 @@ def _print_recall(
         )
         recalls[what] = asdict(rate)
     return recalls
+
+
+def _check_production(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
+    """Refuse options that don't go with unsorted production images."""
+    share = options.at_most_defective
+    if bool(options.production) != (share is not None):
+        raise AnomalyError(
+            "--production and --at-most-defective need each other: give both, with the share of "
+            "production images that may be defective (e.g. 5%, or 0% if all are good)"
+        )
+    if share is None:
+        return
+    if options.good:
+        raise AnomalyError(
+            "thresholds come either from --good or from --production images; give one of these"
+        )
+    if not 0 <= share <= _MOST_DEFECTIVE:
+        raise AnomalyError(
+            f"--at-most-defective is {percent(share)}; it must be from 0 % to "
+            f"{percent(_MOST_DEFECTIVE)}. Beyond that, sort the images: give --good and --defects"
+        )
+    if share and (by_hand or by_cost):
+        raise AnomalyError(
+            "thresholds by hand or by cost need images that are known to be good; give --good"
+        )
+
+
+def _choose_from_production(
+    options: argparse.Namespace, model: Model, production: GoodScores
+) -> ProductionChoice:
+    """Thresholds from production images if some of them may be defective."""
+    if model.thresholds is None:
+        raise DataError(
+            f"{options.model} was trained with --no-calibrate, so it has no scores of good images; "
+            "give --at-most-defective 0% if all production images are good, or give --good"
+        )
+    rates = model.rates(options.review_rate, options.false_reject_rate)
+    known = known_scores(model)
+    return thresholds_from_production(known, production, options.at_most_defective, *rates)
+
+
+def _print_effects(
+    options: argparse.Namespace,
+    model: Model,
+    scored: Mapping[str, HeldOutScores],
+    moved: ThresholdChange,
+    threads: int,
+) -> None:
+    """Print what becomes of the production images, of known defects and of golden parts."""
+    given = scored.get("defects")
+    defects = given.scores if given else _test_split_defects(options, model, threads)
+    for images, done, scores in (
+        ("production images", "flagged", scored["production"].scores),
+        ("known defects", "caught", defects),
+    ):
+        if scores:
+            before, after = (
+                sum(score > limits.review for score in scores)
+                for limits in (moved.before, moved.after)
+            )
+            print(f"of {len(scores)} {images} {before} were {done} before, {after} are now")
+    if not defects and moved.after.review > moved.before.review:
+        print(
+            "no known defects were given, so it isn't known whether they are still flagged; give "
+            "--defects FOLDER"
+        )
+    if golden := golden_of(find_model(options.model).resolve()):
+        parts = read_record(golden)["images"]
+        passing = [
+            name
+            for name, part in parts.items()
+            if (score := part["image_score"]) is not None
+            and moved.after.review >= score > moved.before.review
+        ]
+        listed = f": {some(passing)}" if passing else ""
+        print(f"{len(parts)} golden parts: {len(passing)} were flagged before and pass now{listed}")
+
+
+def _test_split_defects(options: argparse.Namespace, model: Model, threads: int) -> Sequence[float]:
+    """The scores of the defects of the test split that a model is evaluated on, if there are any.
+
+    What hinders is said where good images are kept apart from the test split.
+    """
+    what = "defects of the test split"
+    with suppress(AnomalyError), ProgressLine() as shown:
+        test = dataset_of(model, options.model, options.data_root).test
+        if defects := [sample.path for sample in test if sample.is_defect]:
+            progress = partial(shown, what)
+            return score_held_out(
+                model, defects, what=what, tested=(), workers=threads, progress=progress
+            ).scores
+    return ()

@@ -8,20 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
-from anomaly.config.schema import by_product
+from anomaly.config.schema import Config, by_product
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import Reading, Severity, check
+from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
 from anomaly.runtime.parallel import cores
 from anomaly.scoring.build import judge_of, region_of
-
-if TYPE_CHECKING:
-    from anomaly.config.schema import Config
-    from anomaly.datasets.check import DataReport, Fault, SplitSummary
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from anomaly.cli import annex
 from anomaly.cli.common_options import device_and_threads, joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train_report import TrainOptions, trained_run
+from anomaly.cli.train import TrainOptions, trained_run
 from anomaly.config.load import load_config
 from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
@@ -22,7 +23,7 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, fi
 from anomaly.evaluation.splits import images_to_test
 from anomaly.evaluation.weaknesses import lines
 from anomaly.files.outputs import locked
-from anomaly.report.category import evaluated
+from anomaly.report.category import Category, evaluated
 from anomaly.report.comparison import summary
 from anomaly.report.comparison_page import write_comparison
 from anomaly.report.index import EvaluationFolder, Failure
@@ -32,11 +33,7 @@ from anomaly.storage.folder import find_products
 from anomaly.storage.load import load_model, training_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     import torch
-
-    from anomaly.report.category import Category
 
 log = logging.getLogger(__name__)
 

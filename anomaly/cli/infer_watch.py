@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE
@@ -22,6 +21,8 @@ from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
+from anomaly.inference.journal import Finished
+from anomaly.inference.outputs import Outputs
 from anomaly.inference.rows import (
     Row,
     count_flagged,
@@ -35,13 +36,9 @@ from anomaly.inference.run import resumable
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
 from anomaly.report.gallery import write_gallery
+from anomaly.scoring.predictor import AnyModel
 from anomaly.storage.folder import MANIFEST, model_id
 from anomaly.storage.load import load
-
-if TYPE_CHECKING:
-    from anomaly.inference.journal import Finished
-    from anomaly.inference.outputs import Outputs
-    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 

@@ -198,7 +198,13 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         "good images that the model hasn't learned from (default: the scores stored in the model)"
     )
     add_paths(parser, "--good", good)
-    _production(parser)
+    add_paths(parser, "--production", "production images that nobody has sorted")
+    add(
+        "--at-most-defective",
+        type=_share,
+        metavar="SHARE",
+        help="with --production: the largest share of these images that may be defective, e.g. 5%%",
+    )
     defects = "images of defects: shows how many are caught; needed for costs"
     add_paths(parser, "--defects", defects)
     add(
@@ -241,17 +247,6 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         help="accept a reject threshold that rises by more than chance explains",
     )
     add_device(parser)
-
-
-def _production(parser: argparse.ArgumentParser) -> None:
-    production = "production images that nobody has sorted"
-    add_paths(parser, "--production", production)
-    parser.add_argument(
-        "--at-most-defective",
-        type=_share,
-        metavar="SHARE",
-        help="with --production: the largest share of these images that may be defective, e.g. 5%%",
-    )
 
 
 def _share(text: str) -> float:

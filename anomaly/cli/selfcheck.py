@@ -11,7 +11,7 @@ from pathlib import Path
 from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, some
+from anomaly.errors import AnomalyError
 from anomaly.files.outputs import GOLDEN, locked
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import (
@@ -19,8 +19,8 @@ from anomaly.storage.golden import (
     is_missed,
     missed_parts,
     moved_since,
-    not_caught,
     read_record,
+    say_caught,
     score_golden,
     write_record,
 )
@@ -64,8 +64,6 @@ def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     names = {name for name in scores if not is_missed(name)}
     kept = len(names - moved.keys())
     print(f"{kept} of {len(names)} images score as recorded" + ("" if moved else ": ready"))
-    if missed := len(scores) - len(names):
-        passing = not_caught(scores)
-        which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
-        print(f"known defects caught: {missed - len(passing)} of {missed}{which}")
+    if known := say_caught(scores):
+        print(known)
     return 1 if moved else 0

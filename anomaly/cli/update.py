@@ -6,7 +6,6 @@ import argparse
 import logging
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
 from anomaly.cli.common_options import check_images, device_and_threads
@@ -17,11 +16,9 @@ from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.evaluation.recalibrate import evaluated_on
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
+from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
-
-if TYPE_CHECKING:
-    from anomaly.scoring.pipeline import Model
 
 log = logging.getLogger(__name__)
 

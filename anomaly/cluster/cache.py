@@ -36,8 +36,13 @@ from anomaly.runtime.parallel import use_threads
 from anomaly.scoring.build import loading_of
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
-from anomaly.training.feature_cache import CachedFeatures, FeatureCache, joined_features
-from anomaly.training.fit import SharedFeaturesOf, TrainingSetup
+from anomaly.training.feature_cache import (
+    CachedFeatures,
+    FeatureCache,
+    TrainingSetup,
+    joined_features,
+)
+from anomaly.training.fit import SharedFeaturesOf
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
 # workers without any.

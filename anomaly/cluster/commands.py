@@ -7,6 +7,7 @@ import io
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from glob import has_magic, iglob
 from pathlib import Path, PurePosixPath
 
@@ -60,15 +61,11 @@ def _merge_results(options: argparse.Namespace) -> int:
         raise OutputError(f"{options.output} exists already; add --overwrite")
     manifest = read_manifest(options.manifest)
     with ProgressLine() as progress:
-        merged = merge(
-            manifest,
-            options.results,
-            options.output,
-            progress=lambda done, total: progress("joining", done, total),
+        counts = merge(
+            manifest, options.results, options.output, progress=partial(progress, "joining")
         )
-    print(f"{say_counts(merged.counts)}; one row for each image: {options.output}")
-    scored = merged.counts["ok"]
-    return 0 if scored == merged.images else 3 if scored else 2
+    print(f"{say_counts(counts)}; one row for each image: {options.output}")
+    return 0 if counts["ok"] == manifest.images else 3 if counts["ok"] else 2
 
 
 COMMANDS = {

@@ -11,22 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from anomaly.cli.common_options import device_and_threads
-from anomaly.cli.evaluate import evaluate_source
+from anomaly.cli.evaluate import Source, evaluate_source
 from anomaly.cli.evaluate import sources as sources_of
 from anomaly.cli.logging_setup import ProgressLine, is_quiet, log_to_terminal
-from anomaly.cluster.actors import Work, dispatch
+from anomaly.cluster.actors import Actor, Cluster, Work, dispatch
 from anomaly.errors import AnomalyError
+from anomaly.report.category import Category
 
-if TYPE_CHECKING:
-    from anomaly.cli.evaluate import Source
-    from anomaly.cluster.actors import Actor, Cluster
-    from anomaly.report.category import Category
-
-    Outcome = Category | AnomalyError
-    Said = tuple[str, str]  # on stdout and stderr
+Outcome: TypeAlias = Category | AnomalyError
+Said: TypeAlias = tuple[str, str]  # on stdout and stderr
 
 
 def run(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _run_shard(
             counts = scorer.score(
                 left,
                 stopped=lambda: stop.signal is not None,
-                progress=lambda done, total: progress("scoring", done, total),
+                progress=partial(progress, "scoring"),
             )
         shown = f"shard {shard.index}/{shard.count} of {len(chunks)} chunks"
         print(f"{shown}: {say_counts(counts)}; parts in {options.output}")
@@ -165,7 +166,7 @@ def _run_on_ray(options: argparse.Namespace, wanted: OutputOptions) -> int:
                     work,
                     cluster.room,
                     stopped=stopped,
-                    progress=lambda done, total: progress("scoring", done, total),
+                    progress=partial(progress, "scoring"),
                 )
         if stopped():
             print("stopped; continue with --resume")

@@ -113,26 +113,13 @@ _COLUMNS = [field.name for field in fields(Row) if field.name not in ("time", "m
 _NAMED = 5  # of what is wrong, the others are counted
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What a joined table holds.
-
-    Attributes:
-        images: its rows.
-        counts: of statuses and verdicts.
-    """
-
-    images: int
-    counts: Counter[str]
-
-
 def merge(
     manifest: ImageManifest,
     dest: str,
     output: str,
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Merged:
+) -> Counter[str]:
     """Join the parts of a job; in memory is one of them.
 
     Args:
@@ -140,6 +127,9 @@ def merge(
         dest: where the shards have written.
         output: the table, `.csv` or `.parquet`; it appears complete or not at all.
         progress: called with chunks done, and how many there are.
+
+    Returns:
+        Counts of statuses and verdicts; each image of the manifest has one row.
 
     Raises:
         DataError: an image has no row or several, a part is damaged or of another job, or nothing
@@ -158,7 +148,7 @@ def merge(
             counts.update(part.column("verdict").to_pylist())
             add(part.select(_COLUMNS).replace_schema_metadata(None))
             progress(chunk + 1, len(manifest.sizes))
-    return Merged(manifest.images, counts)
+    return counts
 
 
 def _job_of(manifest: ImageManifest, dest: str) -> dict[str, Any]:

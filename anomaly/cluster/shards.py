@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from anomaly.cluster.parts import part_of
 from anomaly.datasets.image_manifest import ImageManifest
@@ -37,9 +36,7 @@ from anomaly.inference.rows import Row, as_parquet, counts_of, row_of
 from anomaly.inference.run import Inputs, infer
 from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import prefetch
-
-if TYPE_CHECKING:
-    from anomaly.scoring.predictor import AnyModel
+from anomaly.scoring.predictor import AnyModel
 
 _FETCHING = 16  # objects on their way at once
 _FETCHED = 48  # that may be ahead of the decoding processes

@@ -21,7 +21,7 @@ from anomaly.calibration import (
 from anomaly.calibration.scores import ZoneScores
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, DataError, ImageError, some
+from anomaly.errors import AnomalyError, DataError, some
 from anomaly.evaluation.splits import tested_hashes
 from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
 from anomaly.imaging.loading import UnusableImage
@@ -352,18 +352,12 @@ def sources(
         paths = find_inputs([Path(images)], option=what).paths
         check_inputs([Path(images)], paths, defects=what == "defects")
         return list(paths)
-    named: list[Path | Image] = []
     given = [images] if is_one(images) else list(images)
     files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
     check_inputs(files, files, defects=what == "defects")
-    for index, image in enumerate(given):
-        try:
-            named.append(array_format.source(image))
-        except ImageError as error:
-            raise ImageError(f"{described(index)}: {error}", error.status) from None
-    if not named:
+    if not given:
         raise DataError(f"no {what} were given")
-    return named
+    return [array_format.source(image, index) for index, image in enumerate(given)]
 
 
 def evaluated_on(

@@ -96,22 +96,28 @@ class ArrayFormat:
         if self.full_scale is not None and not 0 < self.full_scale < float("inf"):
             raise DataError(f"full_scale is {self.full_scale!r}; it must be a number above 0")
 
-    def source(self, image: ImageLike) -> Path | Image:
+    def source(self, image: ImageLike, index: int | None = None) -> Path | Image:
         """The file that is meant, or the pixels as an `Image` of their own.
 
         The pixels are copied: a camera may use its buffer again.
 
+        Args:
+            image: what is given.
+            index: its place among others, for messages; None where it is the only one.
+
         Raises:
-            ImageError: it can't be used as an image; says why.
+            ImageError: it can't be used as an image; says which and why.
         """
         if isinstance(image, str | os.PathLike):
             return Path(image)
         try:
             return self._image(image)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise unsupported("there isn't enough memory for a copy of it") from None
+            if is_out_of_memory(error):
+                error = unsupported("there isn't enough memory for a copy of it")
+            if index is not None and isinstance(error, ImageError):
+                error = ImageError(f"{described(index)}: {error}", error.status)
+            raise error from None
 
     def _image(self, image: Any) -> Image:
         """Checked by the size and kind that it says it has, before its pixels are touched."""
@@ -189,9 +195,9 @@ def sources(
     """The place of each image, and its file, its pixels, or why it can't be used."""
     for index, image in enumerate(images):
         try:
-            yield index, array_format.source(image)
+            yield index, array_format.source(image, index)
         except ImageError as error:
-            yield index, UnusableImage(index, error.status, f"{described(index)}: {error}")
+            yield index, UnusableImage(index, error.status, str(error))
 
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:

@@ -229,7 +229,7 @@ class Sizing:
                 that of the others, and has to be.
         """
         if self.tile is not None:
-            return self._tiling(source, self.tile)
+            return Tiling(self._tiles(source[0], self.tile), self._tiles(source[1], self.tile))
         check_shape(source)
         if self.resize is None:
             rows, columns = self._kept_aspect(self._accepted(source))
@@ -268,9 +268,6 @@ class Sizing:
 
     def _rounded(self, side: float) -> int:
         return max(1, round(side / self.multiple)) * self.multiple
-
-    def _tiling(self, source: tuple[int, int], tile: int) -> Tiling:
-        return Tiling(self._tiles(source[0], tile), self._tiles(source[1], tile))
 
     def _tiles(self, length: int, tile: int) -> Axis:
         """Tiles of one size, as few as cover an axis, spread evenly."""

@@ -23,8 +23,8 @@ from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
+from anomaly.line.feedback import mask_of, queue
 from anomaly.line.guard import author
-from anomaly.line.labelling import mask_of, queue
 from anomaly.line.period import Period
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, report

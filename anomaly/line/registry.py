@@ -36,6 +36,7 @@ from anomaly.storage.golden import (
     moved_since,
     not_caught,
     read_record,
+    say_caught,
     score_golden,
 )
 from anomaly.storage.load import load_model
@@ -266,12 +267,10 @@ def check(model: Model, folder: Path, workers: int) -> str:
     if moved:
         changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")
         raise ModelError(f"its golden parts' scores or verdicts differ from {golden}: {changes}")
-    missed, passing = sum(map(is_missed, scores)), not_caught(scores)
-    known = f"; {missed - len(passing)} of {missed} known defects are caught" if missed else ""
-    if passing:
-        known += f", not {some(passing)}"
-    parts = len(scores) - missed
-    return f"every file's hash, and {parts} golden parts, which score as recorded{known}"
+    known = say_caught(scores)
+    parts = sum(not is_missed(name) for name in scores)
+    checked = f"every file's hash, and {parts} golden parts, which score as recorded"
+    return f"{checked}; {known}" if known else checked
 
 
 def passing_defects(model: Model, new: Path, run: Path, workers: int) -> list[str]:
@@ -372,8 +371,9 @@ def back(run: Path) -> str:
         return _id(run)
 
 
-def _id(run: Path, name: str = "model") -> str:
-    return model_id(run / name) if (run / name / MANIFEST).is_file() else ""
+def _id(run: Path) -> str:
+    model = run / "model"
+    return model_id(model) if (model / MANIFEST).is_file() else ""
 
 
 def _holds(old: Path, new: Path) -> bool:

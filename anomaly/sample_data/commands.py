@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from anomaly.cli import execute
@@ -23,7 +24,7 @@ def _sample_data(options: argparse.Namespace) -> int:
             options.output,
             seed=options.seed,
             overwrite=options.overwrite,
-            progress=lambda done, total: progress("images", done, total),
+            progress=partial(progress, "images"),
         )
     print(f"{', '.join(PRODUCTS)} in {options.output}")
     return 0

@@ -22,7 +22,7 @@ from anomaly.imaging.loading import NetworkInput, Preprocessing
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.methods.base import PatchScores
+from anomaly.methods.base import PatchScores, Scorer
 from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import judge_of, loading_of, smallest_area
 from anomaly.scoring.image_score import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from anomaly.backbones.extractor import Embedder, FeatureExtractor
     from anomaly.backbones.registry import Normalisation
-    from anomaly.methods.base import Scorer
 
 
 _LEAST_SCORE = 1e-12  # where a power has a gradient

@@ -21,8 +21,7 @@ from anomaly.line.engine import BusyError, PictureRequest, Scored
 from anomaly.line.record import Record
 from anomaly.line.sinks import Outbox
 from anomaly.line.slot import ModelSlot
-from anomaly.station.cameras import CameraThread, open_camera
-from anomaly.station.pictures import CameraError, Picture
+from anomaly.station.cameras import CameraError, CameraThread, Picture, open_camera
 from anomaly.station.plc import CODES, Plc
 from anomaly.station.settings import StationSettings
 

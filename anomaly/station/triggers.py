@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 
 from anomaly.errors import AnomalyError
-from anomaly.station.pictures import CameraError, Picture
+from anomaly.station.cameras import CameraError, Picture
 from anomaly.station.plc import PlcError
 from anomaly.station.settings import host_and_port
 from anomaly.station.station import Station

@@ -126,6 +126,13 @@ def not_caught(answers: Answers) -> list[str]:
     ]
 
 
+def say_caught(answers: Answers) -> str:
+    """How many of the missed defects are caught now, and which aren't; empty without any."""
+    missed, passing = sum(map(is_missed, answers)), not_caught(answers)
+    which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
+    return f"known defects caught: {missed - len(passing)} of {missed}{which}" if missed else ""
+
+
 def keep_missed(folder: Path, name: str, file: bytes) -> Path:
     """Make a defect that a model has called good one of its run's golden parts.
 

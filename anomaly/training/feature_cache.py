@@ -13,12 +13,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from anomaly.backbones.extractor import Embedder, FeatureExtractor
+from anomaly.backbones.registry import Normalisation
+from anomaly.config.schema import Config
 from anomaly.datasets.copies import none_usable
 from anomaly.errors import WriteError, unwritable
 from anomaly.imaging.decoder_pool import Decoders
@@ -35,8 +38,18 @@ from anomaly.imaging.loading import (
 )
 from anomaly.imaging.looks import Look
 from anomaly.imaging.read import Image
+from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
-from anomaly.methods.base import Align, Fitter, MatrixOf, PatchBatch, PatchSet, Progress, Result
+from anomaly.methods.base import (
+    Align,
+    Fitter,
+    MatrixOf,
+    PatchBatch,
+    PatchSet,
+    Progress,
+    Result,
+    Scorer,
+)
 from anomaly.runtime.devices import release_memory
 from anomaly.runtime.parallel import in_parallel
 from anomaly.scoring.build import judge_of, turns_of
@@ -46,10 +59,7 @@ from anomaly.scoring.image_statistics import (
     StatisticsSums,
     statistics_of,
 )
-
-if TYPE_CHECKING:
-    from anomaly.scoring.pipeline import Model
-    from anomaly.training.fit import TrainingSetup
+from anomaly.scoring.pipeline import Model
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +71,52 @@ _PART = 512
 
 # What `CachedFeatures.each` gives for some of the images and a function of their patches.
 RunEach: TypeAlias = "Callable[[Container[int], Callable[[PatchSet], Any]], Iterator[Any]]"
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSetup:
+    """All stages of a model except the scorer, and its fitter.
+
+    Attributes:
+        config: all settings, the precision chosen.
+        extractor: the backbone on its device, in that precision.
+        normalise: what the backbone expects of its input.
+        fitter: of the method, prepared.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        reference: says where the part lies in each image; None where images are seen as they are.
+        device: where the network and the scorer run.
+        weights_sha256: of the weights file; None for random ones.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    fitter: Fitter[Any]
+    region: Region | None
+    aspect: float | None
+    reference: Reference | None
+    device: torch.device
+    weights_sha256: str | None
+
+    @property
+    def embedder(self) -> Embedder:
+        """How network inputs become patch embeddings."""
+        return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
+
+    def detector(self, scorer: Scorer) -> Model:
+        """A model with a fitted scorer, without thresholds."""
+        return Model(
+            config=self.config,
+            extractor=self.extractor,
+            normalise=self.normalise,
+            scorer=scorer,
+            thresholds=None,
+            device=self.device,
+            region=self.region,
+            aspect=self.aspect,
+            reference=self.reference,
+        )
 
 
 class FeatureCache:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from anomaly.backbones.extractor import Embedder, FeatureExtractor, choose_precision, network_input
-from anomaly.backbones.registry import Normalisation, normalisation
+from anomaly.backbones.extractor import choose_precision, network_input
+from anomaly.backbones.registry import normalisation
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
@@ -29,8 +29,7 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.looks import picture_of
 from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
 from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region
-from anomaly.methods.base import Fitter, Progress, Scorer
+from anomaly.methods.base import Progress
 from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
@@ -46,59 +45,13 @@ from anomaly.training.cross_fitting import (
     split,
     standing_out,
 )
-from anomaly.training.feature_cache import CachedFeatures, FeatureCache
+from anomaly.training.feature_cache import CachedFeatures, FeatureCache, TrainingSetup
 from anomaly.training.measurable import check_measurable, image_sizes
 
 log = logging.getLogger(__name__)
 
 StageProgress: TypeAlias = Callable[[str, int, int], None]
 _TRIAL_IMAGES = 4  # that show whether bf16 is safe
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingSetup:
-    """All stages of a model except the scorer, and its fitter.
-
-    Attributes:
-        config: all settings, the precision chosen.
-        extractor: the backbone on its device, in that precision.
-        normalise: what the backbone expects of its input.
-        fitter: of the method, prepared.
-        region: what of each image counts; None for all of it.
-        aspect: H/W that images have to have; None for any.
-        reference: says where the part lies in each image; None where images are seen as they are.
-        device: where the network and the scorer run.
-        weights_sha256: of the weights file; None for random ones.
-    """
-
-    config: Config
-    extractor: FeatureExtractor
-    normalise: Normalisation
-    fitter: Fitter[Any]
-    region: Region | None
-    aspect: float | None
-    reference: Reference | None
-    device: torch.device
-    weights_sha256: str | None
-
-    @property
-    def embedder(self) -> Embedder:
-        """How network inputs become patch embeddings."""
-        return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
-
-    def detector(self, scorer: Scorer) -> Model:
-        """A model with a fitted scorer, without thresholds."""
-        return Model(
-            config=self.config,
-            extractor=self.extractor,
-            normalise=self.normalise,
-            scorer=scorer,
-            thresholds=None,
-            device=self.device,
-            region=self.region,
-            aspect=self.aspect,
-            reference=self.reference,
-        )
 
 
 def prepare(

@@ -21,8 +21,7 @@ from test_record import answer
 from anomaly.datasets import ground_truth, open_dataset
 from anomaly.errors import DataError
 from anomaly.line.engine import photograph
-from anomaly.line.feedback import confirmed_parts
-from anomaly.line.labelling import mask_of, queue
+from anomaly.line.feedback import confirmed_parts, mask_of, queue
 from anomaly.line.period import Period, parts_of
 from anomaly.line.record import Answer, Keeping, Record
 from anomaly.training.tuning import search

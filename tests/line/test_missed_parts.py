@@ -62,7 +62,7 @@ def test_the_page_keeps_a_defect_that_was_called_good(
             seconds=60,
         )
         assert served.ask("GET", "/v2/health/ready")[0] == 200
-        assert "0 of 1 known defects are caught" in served.get("/v1/models/disc")["checked"]
+        assert "known defects caught: 0 of 1" in served.get("/v1/models/disc")["checked"]
 
 
 def test_a_version_that_lets_it_pass_isnt_deployed(

@@ -22,7 +22,7 @@ import pytest
 import torch
 from attacks import ATTACKS, Client, health, press, routes_of
 
-from anomaly.line import places, server, service
+from anomaly.line import server, service
 from anomaly.line.app import make_app
 from anomaly.line.engine import BusyError
 from anomaly.line.record import Record
@@ -118,7 +118,7 @@ def test_no_attack_on_any_route_lasts_or_delays_health(
 ) -> None:
     routes = routes_of(make_app(line))
     attacks = list(ATTACKS.values())
-    at_once = places.MOST_OF_ADDRESS // (len(routes) + 10)
+    at_once = server.MOST_OF_ADDRESS // (len(routes) + 10)
     with health(address, TOKEN) as seconds:
         for start in range(0, len(attacks), at_once):
             clients = [
@@ -154,7 +154,7 @@ def check(client: Client) -> None:
 def test_who_only_connects_keeps_nobody_out(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "MOST_OF_ADDRESS", 20)
+    monkeypatch.setattr(server, "MOST_OF_ADDRESS", 20)
     kept = HTTPConnection(*address, timeout=20)
     kept.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
     assert kept.getresponse().read()
@@ -191,24 +191,24 @@ class Fake:
 
 def test_strangers_of_one_address_leave_those_of_others() -> None:
     ended: list[Fake] = []
-    kept, few = places.Places(), Fake(ended)
+    kept, few = server.Places(), Fake(ended)
     kept.come(few)
     crowd = [Fake(ended, "10.0.0.2") for _ in range(1000)]
     for one in crowd:
         kept.come(one)
-    assert ended == crowd[: -places.MOST_OF_ADDRESS]
+    assert ended == crowd[: -server.MOST_OF_ADDRESS]
     assert kept.let_in(few)
     ended.clear()
     for i in range(1000):
         kept.come(Fake(ended, f"10.0.1.{i}"))
     assert few not in ended
-    assert len(ended) == 1000 + places.MOST_OF_ADDRESS - places.MOST_STRANGERS
+    assert len(ended) == 1000 + server.MOST_OF_ADDRESS - server.MOST_STRANGERS
 
 
 def test_requests_have_places_that_idle_connections_leave() -> None:
     ended: list[Fake] = []
-    kept = places.Places()
-    some = [Fake(ended, idle=i < 2) for i in range(places.MOST_KNOWN + 2)]
+    kept = server.Places()
+    some = [Fake(ended, idle=i < 2) for i in range(server.MOST_KNOWN + 2)]
     for one in some:
         kept.come(one)
         assert kept.let_in(one)
@@ -220,7 +220,7 @@ def test_requests_have_places_that_idle_connections_leave() -> None:
 
 def test_four_go_on_in_each_iteration_of_the_loop() -> None:
     async def iterations() -> list[int]:
-        turns, went_on = places.Turns(), list[int]()
+        turns, went_on = server.Turns(), list[int]()
         for _ in range(10):
             turns.ask(lambda: went_on.append(1))
         counts = []

@@ -17,9 +17,8 @@ from anomaly.errors import ConfigError
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.pose import Motion, Pose
 from anomaly.imaging.region import Polygons, Region
-from anomaly.maps.areas import place_of_level
 from anomaly.maps.regions import MarkedRegion, marked_regions
-from anomaly.scoring.image_score import levels_of_areas
+from anomaly.scoring.image_score import levels_of_areas, place_of_level
 from anomaly.scoring.rules import Judge, Rule, Zone
 from anomaly.training.measurable import check_measurable
 

@@ -29,8 +29,7 @@ from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
 from anomaly.line.record import Record
 from anomaly.line.sinks import CsvFile, Outbox
-from anomaly.station.cameras import CameraThread, Stream, open_camera
-from anomaly.station.pictures import CameraError, as_file
+from anomaly.station.cameras import CameraError, CameraThread, Stream, as_file, open_camera
 from anomaly.station.settings import StationSettings
 from anomaly.station.station import Part, Station
 from anomaly.station.triggers import by_motion, listening, steps
