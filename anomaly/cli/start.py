@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import shlex
 import sys
 import webbrowser
@@ -20,7 +21,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import advice, check
+from anomaly.datasets.check import SMALL_SET, advice, check
 from anomaly.datasets.recognise import LIST_SUFFIXES, chosen, recognise, with_copies_together
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
@@ -107,7 +108,7 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
     code = _train(options, config, contrary, single=usable == 1)
     if code not in (0, 3):
         return code
-    return _show(options, config, None if dataset.test else taken.root, code)
+    return _show(options, config, report, None if dataset.test else taken.root, code)
 
 
 def _train(options: argparse.Namespace, config: Path, contrary: str, single: bool) -> int:
@@ -139,15 +140,28 @@ def _train(options: argparse.Namespace, config: Path, contrary: str, single: boo
     uncalibrated = ["--no-calibrate"] if single else []
     overwrite = ["--overwrite"] if options.overwrite else []
     output = ["--output", str(options.output)]
-    return execute(["train", *of_config, *output, *uncalibrated, *overwrite, *computes])
+    training = logging.getLogger("anomaly.cli.train_report")
+    training.addFilter(_is_new)
+    try:
+        return execute(["train", *of_config, *output, *uncalibrated, *overwrite, *computes])
+    finally:
+        training.removeFilter(_is_new)
 
 
-def _show(options: argparse.Namespace, config: Path, scored: Path | None, code: int) -> int:
+def _is_new(record: logging.LogRecord) -> bool:
+    """Whether training says something that `check` hasn't: it has named what can't be used."""
+    return not record.getMessage().startswith("skipped: ")
+
+
+def _show(
+    options: argparse.Namespace, config: Path, report: DataReport, scored: Path | None, code: int
+) -> int:
     """Evaluate the model, or score images without labels, and open the page.
 
     Args:
         options: of the command.
         config: that it was trained with.
+        report: on the images.
         scored: the images; None where the data set has test images.
         code: the exit code of training.
 
@@ -163,9 +177,11 @@ def _show(options: argparse.Namespace, config: Path, scored: Path | None, code: 
         command = ["evaluate", *model]
     else:
         page = output / "results" / "results.html"
+        suspects = output / "suspects"
+        unseen = f" Those that looked most unusual in training are in {suspects}."
         log.info(
             "There are no other images to test with, so the training images are scored: "
-            "anything marked is unusual even among them."
+            "anything marked is unusual even among them." + (unseen if suspects.is_dir() else "")
         )
         command = ["infer", *model, "--input", str(scored)]
     code = max(code, execute([*command, "--output", str(page.parent), *overwrite, *computes]))
@@ -176,9 +192,27 @@ def _show(options: argparse.Namespace, config: Path, scored: Path | None, code: 
     if page.is_file():
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
+        _say_last(options, config, report, code)
         if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
     return max(code, _offer_tuning(options, config, figures))
+
+
+def _say_last(options: argparse.Namespace, config: Path, report: DataReport, code: int) -> None:
+    """Offer to follow moving parts, and repeat what mustn't be missed."""
+    moving = next((fault.detail for fault in report.faults if fault.kind == "moving_parts"), "")
+    if align := re.search(r"image\.align=\w+", moving):
+        settings, _ = passed_on(options)
+        train = ["train", "--config", str(config), *settings, "--set", align[0]]
+        train += ["--output", str(options.output), "--overwrite"]
+        log.info(f"Worth a try: {moving}:\n  anomaly {shlex.join(train)}")
+    if 1 < report.splits["train"].usable < SMALL_SET:
+        log.warning(
+            f"only {report.splits['train'].usable} good images to learn from, so thresholds aren't "
+            f"reliable: give {SMALL_SET} at least, better 300"
+        )
+    if code == 3:
+        log.warning("exit code 3: files that can't be used were left out; `check` above names them")
 
 
 def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> int:
