@@ -371,6 +371,7 @@ def test_one_defect_shows_beside_a_thousand_good_parts(browser: Browser, tmp_pat
 
 def test_everything_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits()))
+    set_slider(browser, "review", 8)
     reached = set()
     for _ in range(40):
         browser.press("Tab")
@@ -462,6 +463,7 @@ def test_half_a_typed_number_leaves_the_other_threshold(browser: Browser, tmp_pa
 
 def test_copied_is_said_of_the_command_that_was(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits(10.0)))
+    set_slider(browser, "review", 8)
     browser.click("#copy")
     browser.until("document.getElementById('copied').textContent !== ''", True)
     set_slider(browser, "review", 7)
