@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BY_ALIGNING = (  # docs/moving-parts.md
+    "  expected: of screws that lie any way, 92 % of the defects were caught instead of 77 %; of "
+    "castings, 100 % instead of 93 %"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -205,7 +210,7 @@ def _say_last(options: argparse.Namespace, config: Path, report: DataReport, cod
         settings, _ = passed_on(options)
         train = ["train", "--config", str(config), *settings, "--set", align[0]]
         train += ["--output", str(options.output), "--overwrite"]
-        log.info(f"Worth a try: {moving}:\n  anomaly {shlex.join(train)}")
+        log.info(f"Worth a try: {moving}:\n  anomaly {shlex.join(train)}\n{_BY_ALIGNING}")
     if 1 < report.splits["train"].usable < SMALL_SET:
         log.warning(
             f"only {report.splits['train'].usable} good images to learn from, so thresholds aren't "
