@@ -98,10 +98,9 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
         good = sum(not sample.is_defect for sample in dataset.test)
         total = good + len(dataset.train)
         log.info(f"- {good} of {total} good images are kept for testing, not for training")
-    usable, hints = report.splits["train"].usable, list(advice(report))
     hints = [
         hint
-        for hint in hints
+        for hint in advice(report)
         if kind in (readers(hint.key) or [kind]) and (tileable or hint.key != "image.tile")
     ]
     for hint in hints:
@@ -109,21 +108,19 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
         log.info(f"- {hint.reason}{setting}")
     write(config, config_text(name, taken, network, why, hints))
     log.info(f"the settings and their reasons are in {config}; edit them if you know better")
-    contrary = next((f.detail for f in report.faults if f.kind == "two_labels"), "")
-    code = _train(options, config, contrary, single=usable == 1)
+    code = _train(options, config, report)
     if code not in (0, 3):
         return code
     return _show(options, config, report, None if dataset.test else taken.root, code)
 
 
-def _train(options: argparse.Namespace, config: Path, contrary: str, single: bool) -> int:
+def _train(options: argparse.Namespace, config: Path, report: DataReport) -> int:
     """Check the data set and train, printed as each command can be run alone.
 
     Args:
         options: of the command.
         config: to check and train with.
-        contrary: which picture has two labels; empty where none has.
-        single: whether there is one image alone to learn from.
+        report: on the images.
 
     Raises:
         DataError: a picture has two labels: training or evaluation would be refused.
@@ -131,31 +128,32 @@ def _train(options: argparse.Namespace, config: Path, contrary: str, single: boo
     settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
     checked = execute(["check", *of_config])
-    if contrary:
-        raise DataError(contrary)
+    for fault in report.faults:
+        if fault.kind == "two_labels":
+            raise DataError(fault.detail)
     if checked == 2:
         log.info(
             "the faulty files listed above are left out; if too few images remain, training will "
             "stop with an error"
         )
-    if single:
+    if single := report.splits["train"].usable == 1:
         log.info(
             "one image can't show how good parts vary, so there are no thresholds and no verdicts"
         )
     uncalibrated = ["--no-calibrate"] if single else []
     overwrite = ["--overwrite"] if options.overwrite else []
     output = ["--output", str(options.output)]
+    told = {f"skipped: {fault.detail}" for fault in report.faults}  # by `check`
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return record.getMessage() not in told
+
     training = logging.getLogger("anomaly.cli.train_report")
-    training.addFilter(_is_new)
+    training.addFilter(is_new)
     try:
         return execute(["train", *of_config, *output, *uncalibrated, *overwrite, *computes])
     finally:
-        training.removeFilter(_is_new)
-
-
-def _is_new(record: logging.LogRecord) -> bool:
-    """Whether training says something that `check` hasn't: it has named what can't be used."""
-    return not record.getMessage().startswith("skipped: ")
+        training.removeFilter(is_new)
 
 
 def _show(
@@ -217,7 +215,7 @@ def _say_last(options: argparse.Namespace, config: Path, report: DataReport, cod
             f"reliable: give {SMALL_SET} at least, better 300"
         )
     if code == 3:
-        log.warning("exit code 3: files that can't be used were left out; `check` above names them")
+        log.warning("exit code 3: files that can't be used were left out, as named above")
 
 
 def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> int:

@@ -122,6 +122,16 @@ def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_pa
     assert (output / "results" / "results.html").is_file()
 
 
+def test_what_is_no_image_is_named_once(command: Command, tmp_path: Path) -> None:
+    for i in range(8):
+        write_part(tmp_path / "part" / "OK" / f"{i}.png", seed=i)
+    write_part(tmp_path / "part" / "NG" / "0.png", seed=9, mark=(30, 40))
+    (tmp_path / "part" / "OK" / "notes.png").write_text("no picture")
+    code, out, err = command("start", [tmp_path / "part", "--output", tmp_path / "run", *SETTINGS])
+    assert (code, (out + err).count("notes.png")) == (3, 1)
+    assert "exit code 3: files that can't be used were left out" in err
+
+
 def test_a_single_image_ends_in_heatmaps_without_verdicts(
     product: Path, command: Command, tmp_path: Path
 ) -> None:
