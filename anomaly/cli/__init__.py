@@ -103,7 +103,8 @@ def _report_error(error: Exception, command: str) -> int:
     """
     match error:
         case AnomalyError():
-            log.error("%s", error)
+            # What Python calls it as well is no word of a shell.
+            log.error("%s", str(error).replace(" (overwrite=True)", ""))
             return error.exit_code
         case ModuleNotFoundError():
             scores = command in _SCORING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +21,12 @@ from anomaly.scoring.build import judge_of, region_of
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count
+_COLOURS = {
+    "rgb": "colour",
+    "cmyk": "CMYK colour",
+    "rgba": "colour with transparency",
+    "greya": "grey with transparency",
+}
 _HEADINGS = {
     "wrong": "training or evaluation would be wrong",
     "unusable": "can't be used as it is",
@@ -92,11 +99,18 @@ def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
 def _split_lines(name: str, split: SplitSummary) -> list[str]:
     masks = f" ({split.with_mask} with masks)" if split.defect else ""
     fewer = split.usable < split.images
+    modes = {_told(mode): count for mode, count in split.modes.items()}
     return [
         f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
         + (f"; {split.usable} of these {split.images} can be used" if fewer else ""),
-        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'modes')}",
+        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(modes, 'kinds')}",
     ]
+
+
+def _told(mode: str) -> str:
+    """A kind of colour and bits for people: `8-bit colour` for `rgb8`."""
+    kind, kind_of_number, bits = re.split(r"(float)?(\d+)", mode)[:3]
+    return f"{bits}-bit {'float ' if kind_of_number else ''}{_COLOURS.get(kind, kind)}"
 
 
 def _counts(counts: dict[str, int], what: str) -> str:

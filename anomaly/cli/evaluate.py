@@ -230,10 +230,11 @@ def _report(categories: Sequence[Category], failures: Sequence[Failure], output:
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
-    print(table(evaluations))
     for category in categories:
         if category.verdicts is not None:
             print(at_thresholds(category.name, category.verdicts))
+    print(table(evaluations))
+    for category in categories:
         if note := flattered(category.evaluation):
             log.warning("%s: %s", category.name, note)
     for line in undefined(evaluations):

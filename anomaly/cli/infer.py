@@ -6,6 +6,7 @@ import argparse
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -27,8 +28,9 @@ from anomaly.inference.outputs import OutputOptions, Outputs
 from anomaly.inference.rows import counts_of, learned_by, say_counts, say_verdicts
 from anomaly.inference.run import infer_files, resumable
 from anomaly.report.gallery import write_gallery
+from anomaly.report.tables import passed_in_evaluation
 from anomaly.scoring.predictor import check_product
-from anomaly.storage.folder import find_products
+from anomaly.storage.folder import find_model, find_products
 from anomaly.storage.load import load
 from anomaly.training.runs import training_record
 
@@ -110,6 +112,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                 )
             _print_rows(rows, total, options.output, page)
             _print_learned(rows, learned)
+            _print_escapes(model, options.model)
             _print_weaknesses(model, options, judged)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
@@ -136,6 +139,20 @@ def _print_weaknesses(
         run = Run(model.models[product], folder, training_record(folder), production=production)
         for line in lines(of_images(run, images), product):
             log.info(line)
+
+
+def _print_escapes(model: AnyModel, folder: Path) -> None:
+    """Repeat how many defects passed in the newest evaluation that lies in a model's run."""
+    for product, one in model.models.items():
+        run = find_model(folder / product).parent
+        if one.thresholds is None:
+            continue
+        for file in sorted(run.glob("*/scores.csv"), key=lambda f: f.stat().st_mtime, reverse=True):
+            with suppress(OSError, ValueError, KeyError):  # a file of something else
+                text = file.read_text("utf-8", "surrogateescape")
+                if line := passed_in_evaluation(text, one.thresholds):
+                    print(f"{product}: {line}" if product else line)
+                    break
 
 
 def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:

@@ -41,9 +41,11 @@ def run(options: argparse.Namespace) -> int:
         )
     print("\n".join(tuning.lines()))
     tuning.write(output)
-    print(f"\nThe settings are in {output}, all figures in {output.with_suffix('.json')}")
-    print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
-    if tuning.judgement.better:
+    better = tuning.judgement.better
+    which = "The settings are" if better else "Your settings, unchanged, are"
+    print(f"\n{which} in {output}, all figures in {output.with_suffix('.json')}")
+    if better:
+        print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
         model = shlex.quote(f"runs/{tuning.config.name}")
         print(f"See the result:  anomaly evaluate --model {model} --output {model}/evaluation")
     return 0

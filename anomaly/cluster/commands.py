@@ -92,7 +92,7 @@ class Listing:
     def __init__(self, inputs: Sequence[str], lists: Sequence[str] = ()) -> None:
         self._inputs = inputs
         self._lists = lists
-        self.passed_over = 0
+        self.passed_over: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
         """The names as they are come across; one may come more than once.
@@ -106,7 +106,7 @@ class Listing:
             itself = str(storage.local(given) or given)
             for name in self._files(given):
                 if name != itself and not is_image(Path(PurePosixPath(name).name)):
-                    self.passed_over += 1
+                    self.passed_over.append(name)
                     continue
                 found = True
                 yield name

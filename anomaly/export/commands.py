@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from anomaly.backbones.engine import ENGINES
 from anomaly.backbones.weights import check_weights
 from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, ConfigError, first_of
+from anomaly.errors import AnomalyError, ConfigError, counted, first_of
 from anomaly.export.equality import Camera
 from anomaly.export.feature_files import FeatureWriter
 from anomaly.export.mlflow_model import register
@@ -60,14 +62,16 @@ def _export(options: argparse.Namespace) -> int:
 def _print_export(values: dict[str, Any], folder: Path) -> None:
     """Print the facts of export.json."""
     equal, again = values["equality"], values.get("learned_again")
-    by = f"{values['engine']} {values['engine_version']} in {values['precision']}"
-    print(f"model {values['model_id']} for {by}: {folder}")
+    engine = f"{ENGINES[values['engine']][0]} {values['engine_version']}"
+    print(f"exported model {values['model_id']} for {engine} in {values['precision']}: {folder}")
     if again is None:
-        count = len(equal["images"])
-        images = "1 golden image has the same verdict"
-        if count != 1:
-            images = f"{count} golden images have the same verdicts"
-        print(f"{images}, and scores within {equal['largest_difference']:.1g} of torch's")
+        print(
+            f"compared with the trained model on {counted(len(equal['images']), 'golden image')}: "
+            f"same verdicts; scores differ by {equal['largest_difference']:.1g} of their value at "
+            "most"
+        )
+        model = shlex.quote(str(folder.parent))
+        print(f"Use it: anomaly infer --model {model} --input FOLDER --output FOLDER")
         return
     changed, correlation = again["verdicts_changed"], again["correlation"]
     print(

@@ -236,8 +236,8 @@ def _picture(
     judgement = f"; judged {judged}" if judged else ""
     caption = (
         f"<b>{_WHY[why]}</b><br>{escape(model)}, part {number}, {escape(visible(row['path']))}"
-        f"<br>{time}: {row['verdict']}{judgement}<br>score {row['image_score']:.4g}, review above "
-        f"{row['review_threshold']:.4g}, reject above {row['threshold']:.4g}"
+        f"<br>{time}: {row['verdict']}{judgement}<br>score {row['image_score']:.4g}, "
+        f"review threshold {row['review_threshold']:.4g}, reject threshold {row['threshold']:.4g}"
     )
     data = base64.b64encode(heatmap or b"").decode()
     picture = f'<img class="picture" alt="no picture" src="data:image/jpeg;base64,{data}">'

@@ -115,8 +115,8 @@ def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) 
     )
     poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
     log.info(
-        "all parts are brought into the pose of %s; draw image.region and image.ignore on that "
-        "image",
+        "all parts are brought into the pose of %s; image.region and image.ignore, if you set "
+        "them, must be drawn on that image",
         pictures[poses.index][0],
     )
     return poses.reference
