@@ -61,8 +61,9 @@ function drawHistogram() {
     svg.append(drawing("text", { x: x(tick), y: base + 14, "text-anchor": "middle" }, tick.toFixed(digits)));
   }
   svg.append(drawing("text", { x: width / 2, y: height - 3, "text-anchor": "middle" }, `image score (${data.unit})`));
-  for (const { name, up } of bars) {
-    svg.append(drawing("text", { class: "count", x: EDGE + 2, y: up > 0 ? top + 9 : base - 4 }, `number of ${name} images`.replace("  ", " ")));
+  for (const { name, up } of bars) { // where such images hardly have scores, beside the numbers
+    const place = up > 0 ? { x: width - EDGE - 20, y: top + 9, "text-anchor": "end" } : { x: EDGE + 2, y: base - 4 };
+    svg.append(drawing("text", { class: "count", ...place }, `number of ${name} images`.replace("  ", " ")));
   }
   byId("bars").textContent = `heights logarithmic, tallest bar ${most}`;
 }
