@@ -106,7 +106,7 @@ def infer(args: argparse.Namespace) -> dict[str, float]:
     )
     run.predict(model=model, dataloaders=loader, return_predictions=False)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "images": count, **latency(args, model)}
+    return {"seconds": seconds, "images": count, **(latency(args, model) if args.singles else {})}
 
 
 def latency(args: argparse.Namespace, model: nn.Module) -> dict[str, float]:

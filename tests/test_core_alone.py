@@ -12,7 +12,7 @@ import pytest
 from conftest import REPOSITORY, TINY, train_arguments
 
 from anomaly import cli
-from anomaly.cli.common_options import annex
+from anomaly.cli import annex
 
 _ANNEXES = ("station", "line", "cluster", "export", "sample_data")
 # Imports every module, then trains, scores and evaluates, and asks for a command of an annex.

@@ -113,10 +113,12 @@ class Thresholds:
         own = "; zones with their own rate are listed separately" if self.zones else ""
         lines = [f"thresholds {self.label} on {self.good.source}{own}"]
         if self.review == self.image:
-            lines.append(f"reject above {self.image:.5g}, no review zone: {both.reject.statement}")
+            lines.append(
+                f"reject threshold {self.image:.5g}, no review zone: {both.reject.statement}"
+            )
         else:
-            lines.append(f"review above {self.review:.5g}: {both.review.statement}")
-            lines.append(f"reject above {self.image:.5g}: {both.reject.statement}")
+            lines.append(f"review threshold {self.review:.5g}: {both.review.statement}")
+            lines.append(f"reject threshold {self.image:.5g}: {both.reject.statement}")
         return [*lines, *self._zone_lines(), *self.good.cautions, _ASSUMES]
 
     def _zone_lines(self) -> list[str]:
@@ -126,7 +128,7 @@ class Thresholds:
         every = [self.image_score((row[1], *row[4]))[0] for row in self.good.rows()]
         return [
             *(
-                f"in zone {name}, reject above {own.value:.5g}: {own.statement}"
+                f"in zone {name}, reject threshold {own.value:.5g}: {own.statement}"
                 for name, own in self.zones.items()
             ),
             *(

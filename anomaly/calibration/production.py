@@ -78,20 +78,18 @@ def flagged_line(
     comparison = compare_flagged(flagged, images, promised)
     if comparison == "as promised":
         return ""
-    shares = f"{flagged} of {images} images flagged ({percent(flagged / images)}); "
-    shares += f"{percent(promised.expected)} expected"
-    why = (
-        f", at most {percent(promised.at_most)} of good parts. "
-        f"{'These' if all_good else 'Either many parts are defective, or these'} images differ "
-        "from the training images"
-        if comparison == "more"
-        else (
-            f", at least {percent(promised.low)}. The thresholds are too high for these images: "
-            "defects pass that could be caught"
-        )
-    )
+    line = f"{flagged} of {images} images flagged ({percent(flagged / images)}); "
+    line += f"{percent(promised.expected)} expected, at "
+    if comparison == "fewer":
+        line += f"least {percent(promised.low)}. These thresholds let defects pass"
+    else:
+        line += f"most {percent(promised.at_most)} of good parts. "
+        if not all_good:
+            line += "If most of them are defects, change nothing. If most are good, "
+        line += f"{'T' if all_good else 't'}hese images differ from the training images"
+    command = f"anomaly calibrate --model {shlex.quote(model)}"
     options = "--production FOLDER --at-most-defective 5%"
-    return f"{shares}{why}. See: anomaly calibrate --model {shlex.quote(model)} {options}"
+    return f"{line}: find thresholds for images like these with {command} {options}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
+from anomaly.cli.annex_options import ANNEX_OPTIONS
 from anomaly.cli.help import COMMANDS, examples, overview
 from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal, plain_output
+from anomaly.cli.options import OPTIONS
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
 from anomaly.version import __version__
@@ -101,7 +103,8 @@ def _report_error(error: Exception, command: str) -> int:
     """
     match error:
         case AnomalyError():
-            log.error("%s", error)
+            # What Python calls it as well is no word of a shell.
+            log.error("%s", str(error).replace(" (overwrite=True)", ""))
             return error.exit_code
         case ModuleNotFoundError():
             scores = command in _SCORING
@@ -143,7 +146,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check_paths(options)
-    return int(_module(options.command).run(options))
+    return _run_of(options.command)(options)
 
 
 def _check_paths(options: argparse.Namespace) -> None:
@@ -151,18 +154,21 @@ def _check_paths(options: argparse.Namespace) -> None:
 
     Of several, one that is wrong is left to the command, which goes on with the others.
     """
-    # Help doesn't wait for OpenCV and NumPy.
-    from anomaly.config.load import load_config
-    from anomaly.storage.folder import find_model, find_products
-
+    # Each imports only what it needs: a refusal doesn't wait for the rest.
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
     if model is not None:
+        from anomaly.storage.folder import find_model, find_products
+
         several = options.command in ("evaluate", "infer")
         find_products(model) if several else find_model(model)
-    if isinstance(config, list) and len(config) == 1:
-        load_config(config[0], options.overrides)
+    if isinstance(config, list):
+        config = config[0] if len(config) == 1 else None
+    if isinstance(config, str):
+        from anomaly.config.load import load_config
+
+        load_config(config, options.overrides)
 
 
 def _parse(command: str | None, arguments: Sequence[str]) -> argparse.Namespace:
@@ -204,24 +210,51 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == command:
-            _module(name).add_arguments(sub)
-            add_logging(sub)
+            _add_options(name, sub)
     return parser
 
 
 def options_of(command: str) -> list[str]:
     """The options of a command, as they are typed."""
     parser = argparse.ArgumentParser()
-    _module(command).add_arguments(parser)
-    add_logging(parser)
+    _add_options(command, parser)
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 
-def _module(command: str) -> Any:
-    """What has the functions `add_arguments` and `run` of a command."""
-    room, name = _HOMES.get(command), command.replace("-", "_")
-    if room is None:
-        return importlib.import_module(f"anomaly.cli.{name}")
-    from anomaly.cli.common_options import annex  # as above
+def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a command; its own module, which imports much, isn't needed."""
+    if command in _HOMES:
+        annex(_HOMES[command])  # refused here where it isn't installed
+    (OPTIONS | ANNEX_OPTIONS)[command](parser)
+    add_logging(parser)
 
-    return annex(f"{room}.commands").COMMANDS[command]
+
+def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
+    """The function that does the work of a command."""
+    if command in _HOMES:
+        run = annex(f"{_HOMES[command]}.commands").COMMANDS[command]
+    else:
+        run = importlib.import_module(f"anomaly.cli.{command.replace('-', '_')}").run
+    return cast(Callable[[argparse.Namespace], int], run)
+
+
+def annex(name: str) -> Any:
+    """A module of an annex: of `station`, `line`, `cluster`, `export` or `sample_data`.
+
+    The core runs without them, so that it imports none at its top.
+
+    Args:
+        name: below `anomaly`.
+
+    Raises:
+        AnomalyError: this installation came without it.
+    """
+    try:
+        return importlib.import_module(f"anomaly.{name}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("anomaly."):
+            raise
+        room = name.partition(".")[0]
+        raise AnomalyError(
+            f"this command needs anomaly.{room}, which isn't installed; install all of anomaly"
+        ) from None

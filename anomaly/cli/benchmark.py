@@ -20,8 +20,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from anomaly.backbones.engine import ENGINES
-from anomaly.cli.common_options import add_device, add_paths, device_and_threads, duration
+from anomaly.cli.common_options import device_and_threads
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError
 from anomaly.evaluation.splits import dataset_images
@@ -55,22 +54,6 @@ the stages add up to {sum_of_stages:.2f} times the measured time of a part
 _STAGES = ("read", "network input", "network", "search", "map", "draw", "row")  # in their order
 _PERCENTILES = (50, 95, 99)
 _WARM, _LEAST, _MOST = 3, 20, 200  # parts that aren't counted, and that are
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="the run, or its model/ folder")
-    add(
-        "--budget", type=duration, metavar="TIME", help="time from one part to the next, e.g. 200ms"
-    )
-    add_paths(
-        parser, "--images", "images of parts (default: golden parts, otherwise training images)"
-    )
-    exports = "also measure an export for this engine; may be repeated"
-    add("--engine", action="append", choices=tuple(ENGINES), default=[], help=exports)
-    add("--json", action="store_true", help="print all figures as JSON")
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

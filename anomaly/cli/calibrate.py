@@ -27,11 +27,8 @@ from anomaly.calibration import (
 from anomaly.calibration.production import ProductionChoice, thresholds_from_production
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import (
-    add_device,
-    add_paths,
     check_images,
     device_and_threads,
-    number,
 )
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import check_inputs
@@ -69,65 +66,6 @@ _CRITERIA = (
 _MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 _MOST_DEFECTIVE = 0.2  # share of production images
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="the run's folder, or its model/ folder")
-    good = (
-        "good images that the model hasn't learned from (default: the scores stored in the model)"
-    )
-    add_paths(parser, "--good", good)
-    add_paths(parser, "--production", "production images that nobody has sorted")
-    add(
-        "--at-most-defective",
-        type=_share,
-        metavar="SHARE",
-        help="with --production: the largest share of these images that may be defective, e.g. 5%%",
-    )
-    defects = "images of defects: shows how many are caught; needed for costs"
-    add_paths(parser, "--defects", defects)
-    add(
-        "--without",
-        action="extend",
-        nargs="+",
-        metavar="IMAGE",
-        help="good images to leave out, by the names that train prints; all others count, those "
-        "left out before included",
-    )
-    add(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, if it has moved since training: good test images must not "
-        "set thresholds",
-    )
-    rates = parser.add_argument_group("by rates (default: the model's rates)")
-    add = rates.add_argument
-    add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
-    add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
-    costs = parser.add_argument_group("by cost (needs --defects)")
-    add = costs.add_argument
-    add("--cost-false-reject", type=number, metavar="C", help="cost of rejecting a good part")
-    add("--cost-escape", type=number, metavar="C", help="cost of calling a defective part good")
-    add("--cost-review", type=number, metavar="C", help="cost of a person looking at a part")
-    add("--currency", metavar="NAME", help="currency of the costs, e.g. EUR; only shown")
-    add(
-        "--defect-share",
-        type=number,
-        metavar="P",
-        help="share of defective parts on the line (default: 0.01)",
-    )
-    hand = parser.add_argument_group("by hand")
-    add = hand.add_argument
-    add("--threshold", type=number, metavar="X", help="reject above this image score")
-    add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
-    parser.add_argument(
-        "--yes",
-        action="store_true",
-        help="accept a reject threshold that rises by more than chance explains",
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -396,12 +334,6 @@ def _print_recall(
         )
         recalls[what] = asdict(rate)
     return recalls
-
-
-def _share(text: str) -> float:
-    """A share of an option, as a number or in percent."""
-    plain = text.strip()
-    return number(plain[:-1]) / 100 if plain.endswith("%") else number(plain)
 
 
 def _check_production(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:

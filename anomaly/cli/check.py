@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli.common_options import add_config
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config, by_product
@@ -21,18 +21,17 @@ from anomaly.scoring.build import judge_of, region_of
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count
+_COLOURS = {
+    "rgb": "colour",
+    "cmyk": "CMYK colour",
+    "rgba": "colour with transparency",
+    "greya": "grey with transparency",
+}
 _HEADINGS = {
     "wrong": "training or evaluation would be wrong",
     "unusable": "can't be used as it is",
     "note": "worth knowing",
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_config(parser)
-    parser.add_argument("--json", action="store_true", help="print all results as JSON")
-    parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -100,11 +99,18 @@ def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
 def _split_lines(name: str, split: SplitSummary) -> list[str]:
     masks = f" ({split.with_mask} with masks)" if split.defect else ""
     fewer = split.usable < split.images
+    modes = {_told(mode): count for mode, count in split.modes.items()}
     return [
         f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
         + (f"; {split.usable} of these {split.images} can be used" if fewer else ""),
-        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'modes')}",
+        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(modes, 'kinds')}",
     ]
+
+
+def _told(mode: str) -> str:
+    """A kind of colour and bits for people: `8-bit colour` for `rgb8`."""
+    kind, kind_of_number, bits = re.split(r"(float)?(\d+)", mode)[:3]
+    return f"{bits}-bit {'float ' if kind_of_number else ''}{_COLOURS.get(kind, kind)}"
 
 
 def _counts(counts: dict[str, int], what: str) -> str:

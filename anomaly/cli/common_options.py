@@ -1,17 +1,15 @@
-"""Options that several commands have, and what is settled once: the device and the threads."""
+"""What commands do with options that several have: images, cluster, device and threads."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from anomaly.cli import annex
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.runtime.devices import CPU, device_of
@@ -25,132 +23,6 @@ if TYPE_CHECKING:
     from anomaly.cluster.actors import Cluster
 
 log = logging.getLogger(__name__)
-
-
-def annex(name: str) -> Any:
-    """A module of an annex: of `station`, `line`, `cluster`, `export` or `sample_data`.
-
-    The core runs without them, so that it imports none at its top.
-
-    Args:
-        name: below `anomaly`.
-
-    Raises:
-        AnomalyError: this installation came without it.
-    """
-    try:
-        return import_module(f"anomaly.{name}")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("anomaly."):
-            raise
-        room = name.partition(".")[0]
-        raise AnomalyError(
-            f"this command needs anomaly.{room}, which isn't installed; install all of anomaly"
-        ) from None
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of an annex; those of the core are modules with these two functions.
-
-    Attributes:
-        add_arguments: declares the options.
-        run: does the work; returns the exit code.
-    """
-
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
-def add_paths(
-    parser: argparse._ActionsContainer,
-    option: str,
-    text: str,
-    metavar: str = "PATH",
-    kind: Callable[[str], Any] = Path,
-) -> None:
-    """An option that takes paths, or others of a kind, and may be repeated; empty by default."""
-    parser.add_argument(
-        option, type=kind, action="extend", nargs="+", default=[], metavar=metavar, help=text
-    )
-
-
-def add_output(
-    parser: argparse.ArgumentParser, text: str, replaces: str = "an earlier run"
-) -> None:
-    """The options on the folder to write into, and on what is there already."""
-    parser.add_argument("--output", type=Path, required=True, help=text)
-    parser.add_argument("--overwrite", action="store_true", help=f"replace {replaces} there")
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """The options that every command with a network takes."""
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to compute; auto takes the GPU where there is one",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=None,
-        metavar="N",
-        help="processor threads (default: as many as this process, or its container, may use)",
-    )
-
-
-def number(text: str) -> float:
-    """A number of an option, for `argparse`; the error says how to write one with `,` or `%`."""
-    with suppress(ValueError):
-        return float(text)
-    remedy = ""
-    with suppress(ValueError):
-        plain = float(text.replace(",", ".").rstrip("% "))
-        remedy = f"; write {plain / (100 if text.rstrip().endswith('%') else 1):g}"
-    raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
-
-
-_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
-
-
-def duration(text: str) -> float:
-    """Seconds of an option such as `10m`, for `argparse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a time; write it like 90s, 10m or 1h")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """The options that name a config and change its values."""
-    parser.add_argument(
-        "--config", required=True, help="a YAML file, or a bare name looked up in configs/"
-    )
-    add_settings(parser, "override a setting, e.g. --set model.kind=padim; may be repeated")
-
-
-def add_settings(parser: argparse.ArgumentParser, text: str) -> None:
-    """The option that changes a config's values."""
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=text
-    )
-
-
-def add_cluster(parser: argparse._ActionsContainer, text: str) -> None:
-    """The options of commands that a Ray cluster can share; `text` says what it does."""
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help=f"{text} (auto, HOST:PORT, ray://…), or of one that is started here (local); "
-        "--threads is then for each worker (default: 1)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="with --ray: largest number of workers (default: as many as fit the cluster)",
-    )
 
 
 @contextmanager

@@ -25,10 +25,6 @@ complete -o default -F _anomaly anomaly
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
-
-
 def run(options: argparse.Namespace) -> int:
     """Print a shell script that completes commands and options."""
     cases = [f'      {name}) words="{" ".join(options_of(name))}" ;;' for name in COMMANDS]

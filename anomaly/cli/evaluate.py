@@ -12,16 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli.common_options import (
-    add_cluster,
-    add_device,
-    add_output,
-    add_paths,
-    add_settings,
-    annex,
-    device_and_threads,
-    joined_cluster,
-)
+from anomaly.cli import annex
+from anomaly.cli.common_options import device_and_threads, joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.train import TrainOptions, trained_run
 from anomaly.config.load import load_config
@@ -44,53 +36,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--model", type=Path, action="extend", nargs="+", help="runs, or their model/ folders"
-    )
-    what.add_argument(
-        "--config",
-        action="extend",
-        nargs="+",
-        help="configs; models that aren't trained yet are trained into --runs first",
-    )
-    what.add_argument(
-        "--compare",
-        type=Path,
-        nargs=2,
-        metavar=("A", "B"),
-        help="compare two evaluations, the outputs of this command, instead of making one",
-    )
-    add_output(parser, "where the reports go", "earlier reports")
-    add_settings(parser, "with --config: override a setting of all of them; may be repeated")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs"),
-        help="with --config: folder of the runs (default: runs)",
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, where it has moved since training",
-    )
-    good = "with --model: test with the good images in these folders, not with the data set's"
-    add_paths(parser, "--good", good, "FOLDER")
-    defects = "with --model: test with the defects in these folders; subfolders name their types"
-    add_paths(parser, "--defects", defects, "FOLDER")
-    parser.add_argument(
-        "--masks",
-        type=Path,
-        metavar="FOLDER",
-        help="with --defects: folder of masks, named like the images (scratch/1.png for "
-        "scratch/1.jpg); with several folders of defects, one subfolder of masks for each",
-    )
-    add_cluster(parser, "train and evaluate models side by side on the workers of this Ray cluster")
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -285,10 +230,11 @@ def _report(categories: Sequence[Category], failures: Sequence[Failure], output:
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
-    print(table(evaluations))
     for category in categories:
         if category.verdicts is not None:
             print(at_thresholds(category.name, category.verdicts))
+    print(table(evaluations))
+    for category in categories:
         if note := flattered(category.evaluation):
             log.warning("%s: %s", category.name, note)
     for line in undefined(evaluations):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import add_device, add_paths, device_and_threads
+from anomaly.cli.common_options import device_and_threads
 from anomaly.errors import AnomalyError
 from anomaly.explain.pictures import PAGE, RgbImage, claim_folder, save_explanation
 from anomaly.files.outputs import locked
@@ -18,52 +18,6 @@ from anomaly.storage.exported import check_layers
 from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--model", type=Path, help="a run, or its model/ folder: explains its anomaly score"
-    )
-    parser.add_argument(
-        "--backbone", metavar="NAME", help="a torchvision classifier: explains the class it sees"
-    )
-    image = parser.add_mutually_exclusive_group(required=True)
-    image.add_argument("image", nargs="?", type=Path, metavar="IMAGE", help="one image file")
-    image.add_argument("--input", type=Path, metavar="IMAGE", help="the same")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="where the page and the pictures go (default: explained/NAME_OF_THE_IMAGE)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace earlier ones there")
-    good = (
-        "with --model: further folders with its training images (if they have moved, or were "
-        "learned by update)"
-    )
-    add_paths(parser, "--good", good, "FOLDER")
-    parser.add_argument(
-        "--weights",
-        default="imagenet",
-        help="with --backbone: imagenet (default), random, or a .safetensors or .pth file",
-    )
-    parser.add_argument(
-        "--input-size",
-        type=int,
-        default=224,
-        metavar="N",
-        help="with --backbone: side of the image in pixels (default: 224)",
-    )
-    parser.add_argument(
-        "--class",
-        dest="classes",
-        type=int,
-        action="extend",
-        nargs="+",
-        metavar="INDEX",
-        help="with --backbone: the classes to explain (default: the likeliest, at most three)",
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

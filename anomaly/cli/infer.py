@@ -6,22 +6,15 @@ import argparse
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import infer_watch
-from anomaly.cli.common_options import (
-    add_cluster,
-    add_device,
-    add_paths,
-    annex,
-    device_and_threads,
-    number,
-    wanted_threads,
-)
+from anomaly.cli import annex, infer_watch
+from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
@@ -35,8 +28,9 @@ from anomaly.inference.outputs import OutputOptions, Outputs
 from anomaly.inference.rows import counts_of, learned_by, say_counts, say_verdicts
 from anomaly.inference.run import infer_files, resumable
 from anomaly.report.gallery import write_gallery
+from anomaly.report.tables import passed_in_evaluation
 from anomaly.scoring.predictor import check_product
-from anomaly.storage.folder import find_products
+from anomaly.storage.folder import find_model, find_products
 from anomaly.storage.load import load
 from anomaly.training.runs import training_record
 
@@ -46,106 +40,6 @@ if TYPE_CHECKING:
     from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        help="the run's folder, or its model/ folder, or a folder of runs, one for each product",
-    )
-    parser.add_argument(
-        "--product",
-        metavar="NAME",
-        help="with a folder of runs: the product that all images show (default: recognised in "
-        "each image)",
-    )
-    add_paths(parser, "--input", "image files and folders of them")
-    parser.add_argument(
-        "--list",
-        metavar="FILE",
-        help="a text file that names an image on each line, or a CSV file with the columns path "
-        "and group (the part that it shows), or a results.csv; - reads it from standard input",
-    )
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="follow the folders given with --input and score what arrives, until Ctrl-C",
-    )
-    parser.add_argument(
-        "--settle",
-        type=number,
-        default=0.5,
-        metavar="SECONDS",
-        help="with --watch: a file counts as complete after so many seconds without a change "
-        "(default: 0.5)",
-    )
-    parser.add_argument("--output", required=True, help="where results go")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
-    start.add_argument("--resume", action="store_true", help="continue an interrupted run there")
-    shards = parser.add_argument_group("one of many processes or machines (docs/scale.md)")
-    shards.add_argument(
-        "--manifest",
-        metavar="FILE",
-        help="score images of this list, made by: anomaly manifest; --output may be a URL",
-    )
-    shards.add_argument(
-        "--shard",
-        metavar="i/n",
-        help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
-    )
-    add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
-    _add_outputs(parser)
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        help="compute in this number format instead of the model's own",
-    )
-    add_device(parser)
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--heatmap",
-        dest="heatmaps",
-        choices=("none", "reject", "all"),
-        help="which images get one: none, those not called good (reject and review; default "
-        "with --manifest), or all (default otherwise)",
-    )
-    parser.add_argument(
-        "--side-by-side",
-        action="store_true",
-        help="heatmaps of image, heatmap and colour bar, with verdict and score",
-    )
-    parser.add_argument(
-        "--full-size",
-        action="store_true",
-        help="heatmaps of the image's own size (default: shrunk to twice what the network sees)",
-    )
-    parser.add_argument(
-        "--no-page",
-        dest="page",
-        action="store_false",
-        help="leave out results.html, the page over all images",
-    )
-    more = parser.add_argument_group("more to write")
-    more.add_argument("--masks", action="store_true", help="masks/: what is marked, as PNG")
-    more.add_argument(
-        "--regions",
-        action="store_true",
-        help="regions.csv: bounding box, area and peak score of each marked region",
-    )
-    more.add_argument(
-        "--maps",
-        choices=("float32", "uint16"),
-        help="maps/: anomaly maps, as float TIFF or as 16-bit PNG with a scale",
-    )
-    more.add_argument(
-        "--parquet", action="store_true", help="results.parquet (needs the extra: parquet)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -218,6 +112,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                 )
             _print_rows(rows, total, options.output, page)
             _print_learned(rows, learned)
+            _print_escapes(model, options.model)
             _print_weaknesses(model, options, judged)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
@@ -244,6 +139,20 @@ def _print_weaknesses(
         run = Run(model.models[product], folder, training_record(folder), production=production)
         for line in lines(of_images(run, images), product):
             log.info(line)
+
+
+def _print_escapes(model: AnyModel, folder: Path) -> None:
+    """Repeat how many defects passed in the newest evaluation that lies in a model's run."""
+    for product, one in model.models.items():
+        run = find_model(folder / product).parent
+        if one.thresholds is None:
+            continue
+        for file in sorted(run.glob("*/scores.csv"), key=lambda f: f.stat().st_mtime, reverse=True):
+            with suppress(OSError, ValueError, KeyError):  # a file of something else
+                text = file.read_text("utf-8", "surrogateescape")
+                if line := passed_in_evaluation(text, one.thresholds):
+                    print(f"{product}: {line}" if product else line)
+                    break
 
 
 def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
     claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output, FOLDERS)
     with suppress(DataError):  # a folder that can't be listed now is tried again
-        if count := sum(passed_over(folder) for folder in options.input):
-            log.log(NOTE, say_passed_over(count))
+        if others := [file for folder in options.input for file in passed_over(folder)]:
+            log.log(NOTE, say_passed_over(others))
     with Decoders(wanted_threads(options)) as decoders, Stopping() as stop:
         device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.config.schema import METHODS
@@ -19,20 +18,6 @@ if TYPE_CHECKING:
     from anomaly.backbones.layer_table import Layer
 
 _COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "runs", "hooked")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--backbone", metavar="NAME", help="any torchvision classification network")
-    which.add_argument("--model", type=Path, help="a run, or its model/ folder")
-    parser.add_argument(
-        "--input-size", type=int, default=224, metavar="N", help="side of the image (default: 224)"
-    )
-    parser.add_argument(
-        "--depth", type=int, metavar="N", help="show only layers at most N levels deep"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anomaly.cli.common_options import add_device, add_output, device_and_threads
+from anomaly.cli.common_options import device_and_threads
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
 from anomaly.training.runs import keep_run
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "models", type=Path, nargs="+", metavar="MODEL", help="two or more runs or model folders"
-    )
-    add_output(parser, "the new run's folder")
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.calibration.rates import percent
-from anomaly.cli.common_options import add_device, add_paths, device_and_threads, duration
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.masks import without_masks
@@ -28,45 +28,6 @@ if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add = parser.add_argument
-    add(
-        "images",
-        type=Path,
-        nargs="+",
-        metavar="IMAGE",
-        help="images of defects that were called good",
-    )
-    add(
-        "--model",
-        type=Path,
-        required=True,
-        help="the run that called them good, or its model/ folder",
-    )
-    add("--mask", type=Path, metavar="FILE", help="mask of the defect, for a single image")
-    good = "folders with training images that have moved"
-    add_paths(parser, "--good", good, "FOLDER")
-    add(
-        "--output", type=Path, metavar="FOLDER", help="folder for a page of evidence for each image"
-    )
-    add("--overwrite", action="store_true", help="replace earlier pages there")
-    add(
-        "--keep",
-        action="store_true",
-        help="make them golden parts of the run: selfcheck names them until they are "
-        "caught; update and deploy refuse versions that call them good",
-    )
-    add(
-        "--budget",
-        type=duration,
-        default="2m",
-        metavar="TIME",
-        help="time to try other settings: 90s, 10m (default: 2m)",
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,17 +12,6 @@ from anomaly.files.writing import claim, write
 from anomaly.report.page import region_page
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("image", type=Path, help="one of the images that a model will see")
-    parser.add_argument("--output", type=Path, default=Path("region.html"), help="the page")
-    parser.add_argument(
-        "--bit-depth", type=int, help="bit depth of the camera, as image.bit_depth in the config"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier page there")
-    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
-
-
 def run(options: argparse.Namespace) -> int:
     """Write the page, and open it where somebody sits at the terminal."""
     declared = {} if options.bit_depth is None else {"bit_depth": options.bit_depth}

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli.common_options import add_device, device_and_threads, number
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError
@@ -27,28 +27,6 @@ from anomaly.storage.golden import (
 from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    parser.add_argument(
-        "--golden", type=Path, required=True, help="a folder of known parts' images, some defective"
-    )
-    parser.add_argument(
-        "--record",
-        action="store_true",
-        help=f"save today's scores in the folder's {GOLDEN}, for later checks",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=number,
-        default=0.01,
-        metavar="SHARE",
-        help="largest change of a score (default 0.01, which is 1 %%); give more for new "
-        "photographs of the parts",
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

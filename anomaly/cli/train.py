@@ -11,14 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import (
-    add_cluster,
-    add_config,
-    add_device,
-    annex,
-    device_and_threads,
-    joined_cluster,
-)
+from anomaly.cli import annex
+from anomaly.cli.common_options import device_and_threads, joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config, by_product
@@ -38,20 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAMED = 3  # images that stand out; train.json has all
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_config(parser)
-    parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")
-    parser.add_argument(
-        "--no-calibrate", action="store_true", help="skip thresholds; results will have no verdicts"
-    )
-    add_cluster(
-        parser, "compute features and scores on the workers of this Ray cluster (docs/scale.md)"
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,11 +8,7 @@ import shlex
 from pathlib import Path
 
 from anomaly.cli.common_options import (
-    add_config,
-    add_device,
-    add_paths,
     device_and_threads,
-    duration,
 )
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
@@ -20,39 +16,6 @@ from anomaly.datasets import open_dataset, open_test_images
 from anomaly.errors import AnomalyError, OutputError
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_config(parser)
-    add_paths(
-        parser,
-        "--defects",
-        "folders of known defects (default: those of the data set's test split)",
-        "FOLDER",
-    )
-    add_paths(
-        parser,
-        "--good",
-        "folders of good images for testing, not training (default: the test split's)",
-        "FOLDER",
-    )
-    parser.add_argument(
-        "--budget",
-        type=duration,
-        default="10m",
-        metavar="TIME",
-        help="time limit: 90s, 10m, 1h (default: 10m); settings that would take longer are skipped",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the config to write (default: <config>_tuned.yaml beside the config); all figures "
-        "go into a .json file beside it",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier file there")
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,9 +41,11 @@ def run(options: argparse.Namespace) -> int:
         )
     print("\n".join(tuning.lines()))
     tuning.write(output)
-    print(f"\nThe settings are in {output}, all figures in {output.with_suffix('.json')}")
-    print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
-    if tuning.judgement.better:
+    better = tuning.judgement.better
+    which = "The settings are" if better else "Your settings, unchanged, are"
+    print(f"\n{which} in {output}, all figures in {output.with_suffix('.json')}")
+    if better:
+        print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
         model = shlex.quote(f"runs/{tuning.config.name}")
         print(f"See the result:  anomaly evaluate --model {model} --output {model}/evaluation")
     return 0

@@ -7,14 +7,8 @@ import logging
 import tempfile
 from pathlib import Path
 
-from anomaly.cli.common_options import (
-    add_device,
-    add_output,
-    add_paths,
-    annex,
-    check_images,
-    device_and_threads,
-)
+from anomaly.cli import annex
+from anomaly.cli.common_options import check_images, device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
@@ -27,36 +21,6 @@ from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="the run, or its model/ folder; it isn't changed")
-    add_paths(parser, "--good", "images that a person has confirmed as good")
-    add(
-        "--feedback",
-        type=Path,
-        metavar="FILE",
-        help="the record of serve, with people's judgements of parts",
-    )
-    add_paths(
-        parser,
-        "--defects",
-        "images of defects; the update is refused if one that is caught now would be called good",
-    )
-    add_output(parser, "the new run's folder")
-    add(
-        "--include-suspects",
-        action="store_true",
-        help="also learn images that look unlike all others; check first that they are good",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="write the model even if a known defect would be called good",
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

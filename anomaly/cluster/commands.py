@@ -11,7 +11,6 @@ from functools import partial
 from glob import has_magic, iglob
 from pathlib import Path, PurePosixPath
 
-from anomaly.cli.common_options import Command, add_paths
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cluster.parts import merge
 from anomaly.datasets.image_manifest import check_parquet, checked, read_manifest, write_manifest
@@ -28,32 +27,6 @@ log = logging.getLogger(__name__)
 
 # What somebody who names a file so would take it for.
 _TABLES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xlsx")
-
-
-def _add_manifest(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    images = (
-        "image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
-        "whatever fsspec opens (s3://, gs://, file://, …)"
-    )
-    add_paths(parser, "--input", images, kind=str)
-    lists = (
-        "CSV or Parquet files with the column path, or text files that name an image on each line; "
-        "local, or URLs"
-    )
-    add_paths(parser, "--list", lists, "FILE", str)
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="the manifest, a Parquet file or its URL"
-    )
-    parser.add_argument(
-        "--chunk",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="images in a chunk: written together, and repeated together after a crash (default: "
-        "1000)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier manifest")
 
 
 def _manifest(options: argparse.Namespace) -> int:
@@ -78,16 +51,6 @@ def _manifest(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_merge_results(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("manifest", help="the manifest, written by `anomaly manifest`")
-    parser.add_argument("results", help="the folder or URL that the shards had as --output")
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="the table: results.csv or results.parquet"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier table")
-
-
 def _merge_results(options: argparse.Namespace) -> int:
     """Join parts; 3 where some images couldn't be used, 2 where none could."""
     if not options.output.lower().endswith((".csv", ".parquet")):
@@ -106,8 +69,8 @@ def _merge_results(options: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "manifest": Command(_add_manifest, _manifest),
-    "merge-results": Command(_add_merge_results, _merge_results),
+    "manifest": _manifest,
+    "merge-results": _merge_results,
 }
 
 _COLUMN = ("path",)
@@ -129,7 +92,7 @@ class Listing:
     def __init__(self, inputs: Sequence[str], lists: Sequence[str] = ()) -> None:
         self._inputs = inputs
         self._lists = lists
-        self.passed_over = 0
+        self.passed_over: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
         """The names as they are come across; one may come more than once.
@@ -143,7 +106,7 @@ class Listing:
             itself = str(storage.local(given) or given)
             for name in self._files(given):
                 if name != itself and not is_image(Path(PurePosixPath(name).name)):
-                    self.passed_over += 1
+                    self.passed_over.append(name)
                     continue
                 found = True
                 yield name

@@ -42,7 +42,7 @@ _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 _FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 # For the advice: images of which each patch may be the only one of its kind; images whose coreset
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
-_HANDFUL, _SMALL_SET, _LARGE = 8, 50, 2048
+_HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
 _COMPARED = 40  # images that tell how far parts move
 _TILE, _OBLONG = 1024, 1.2
 # The share of strips from which all are tiled, and the smallest tile that the settings allow.
@@ -433,14 +433,11 @@ def advice(report: DataReport) -> tuple[Advice, ...]:
 def _coreset_ratio(usable: int) -> tuple[str, str]:
     """How much of the patches to keep, and why."""
     if 0 < usable <= _HANDFUL:
-        return "1.0", (
-            f"very few images to learn from ({usable}), so all of their patches are kept; with "
-            "fewer than 50, thresholds aren't reliable"
-        )
-    if usable < _SMALL_SET:
+        return "1.0", f"very few images to learn from ({usable}), so all of their patches are kept"
+    if usable < SMALL_SET:
         return "0.1", (
             f"few images to learn from ({usable}), so 10 % of the patches are kept instead of 2 %: "
-            "rare details survive; with fewer than 50, thresholds aren't reliable"
+            "rare details survive"
         )
     return "0.02", (
         f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anomaly.datasets.lists import COLUMNS
-from anomaly.errors import DataError
+from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.storage import named
 from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
@@ -39,12 +39,12 @@ class Found:
         paths: the image files, each once, in order of their names.
         groups: the part that an image shows, by its path; those that a list says nothing of are
             missing.
-        passed_over: how many other files there are in the folders, whose names aren't pictures'.
+        passed_over: the other files in the folders, whose names aren't pictures'.
     """
 
     paths: list[Path]
     groups: dict[str, str]
-    passed_over: int = 0
+    passed_over: tuple[Path, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -93,24 +93,25 @@ def find_inputs(
         wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
         if not wanted:
             raise DataError("give --input, --list, or both")
-        there = f" ({say_passed_over(len(others))})" if others else ""
+        there = f" ({say_passed_over(sorted(others))})" if others else ""
         raise DataError(f"no images in {', '.join(wanted)}{there}")
-    return Found(sorted(paths), groups, len(others))
+    return Found(sorted(paths), groups, tuple(sorted(others)))
 
 
-def passed_over(folder: Path) -> int:
-    """How many files in a folder aren't images by their names.
+def passed_over(folder: Path) -> list[Path]:
+    """The files in a folder that aren't images by their names.
 
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
-    return sum(not is_image(file) for file in list_files(folder))
+    return [file for file in list_files(folder) if not is_image(file)]
 
 
-def say_passed_over(count: int) -> str:
+def say_passed_over(files: Sequence[object]) -> str:
     """What is said of files in folders whose names aren't pictures'."""
-    files = "1 file is" if count == 1 else f"{count} files are"
-    return f"{files} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …)"
+    count = "1 file is" if len(files) == 1 else f"{len(files)} files are"
+    named = some([*map(str, files)])
+    return f"{count} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …): {named}"
 
 
 def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:

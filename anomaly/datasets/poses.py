@@ -175,16 +175,15 @@ def moving(pictures: Sequence[Grey]) -> str:
     if turn > _TURNED and left < _LEFT * before:
         ways = "any way" if turn > 90 else f"turned by up to {turn:.0f}°"
         return (
-            f"parts lie {ways} and are shifted by up to {away:.0%} of the image's sides; "
-            "image.align=rigid finds the pose of each part first, and `anomaly tune` shows the "
-            "gain"
+            f"parts lie {ways} and are shifted by up to {100 * away:.0f} % of the image's sides; "
+            "image.align=rigid finds the pose of each part first"
         )
     _, away = _spread(shift)
     if away < _FAR:
         return ""
     return (
-        f"parts are shifted by up to {away:.0%} of the image's sides: image.align=shift finds the "
-        "pose of each part first, and `anomaly tune` shows the gain"
+        f"parts are shifted by up to {100 * away:.0f} % of the image's sides; image.align=shift "
+        "finds the pose of each part first"
     )
 
 

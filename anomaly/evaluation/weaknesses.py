@@ -360,7 +360,10 @@ def _flagged_shares(
     if not labelled and unlike:  # they are flagged whatever the thresholds
         remedy = "If parts look like that from now on, let the model learn confirmed good ones:"
     elif not labelled:
-        remedy = "If most of them are good, find thresholds for images like these:"
+        remedy = (
+            "Look at them. If most are defects, the thresholds are right: change nothing. If most "
+            "are good parts, find thresholds for images like these:"
+        )
         command = run.calibrate()
     yield Weakness(what, remedy, command, "", _LEARNED * (share - promised.at_most))
 

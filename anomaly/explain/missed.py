@@ -83,8 +83,9 @@ class MissedDefect:
         limits, cost = self.thresholds, self.cost
         rank = int((np.array(limits.good.image) < self.score).sum())
         return [
-            f"{self.image}: called good, score {self.score:.5g} (review above {limits.review:.5g}, "
-            f"reject above {limits.image:.5g}); {rank} of {cost.images} good images score lower",
+            f"{self.image}: called good, score {self.score:.5g} (review threshold "
+            f"{limits.review:.5g}, reject threshold {limits.image:.5g}); {rank} of {cost.images} "
+            "good images score lower",
             f"A threshold of {self.catching_threshold:.5g} would catch it; of {cost.images} good "
             f"images, {cost.count} ({percent(cost.expected)}, {cost.interval} with 95 % "
             "confidence) score higher",

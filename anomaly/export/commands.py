@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
+import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from anomaly.backbones.engine import ENGINES
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import Command, add_device, add_paths, device_and_threads
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, ConfigError, first_of
+from anomaly.errors import AnomalyError, ConfigError, counted, first_of
 from anomaly.export.equality import Camera
 from anomaly.export.feature_files import FeatureWriter
 from anomaly.export.mlflow_model import register
@@ -25,74 +26,6 @@ from anomaly.storage.exported import check_layers
 log = logging.getLogger(__name__)
 
 _AGREES = 0.9  # correlation of two models' scores of good images
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    parser.add_argument(
-        "--to", choices=("onnx", "openvino"), required=True, help="the engine that will compute"
-    )
-    parser.add_argument(
-        "--whole",
-        action="store_true",
-        help="write a second graph for other programs: up to patch scores or, with "
-        "--pixels, the verdict",
-    )
-    parser.add_argument(
-        "--pixels",
-        type=_camera_size,
-        metavar="WxH",
-        help="with --whole: the graph takes raw camera images of this size (RGB, 8 bits) "
-        "and returns verdict, score and map",
-    )
-    parser.add_argument(
-        "--bgr",
-        action="store_true",
-        help="with --pixels: channels are in the order blue, green, red",
-    )
-    parser.add_argument(
-        "--golden",
-        type=Path,
-        metavar="FOLDER",
-        help="images on which export and model must give the same scores (default: some training "
-        "images)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        help="folder for the export, which is written to its model/",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16", "int8"),
-        default="fp32",
-        help="number format (default: fp32); if it isn't the model's, the export is a new model, "
-        "trained again on the training images",
-    )
-    parser.add_argument(
-        "--keep-thresholds",
-        action="store_true",
-        help="don't train again if the model was trained in another number format",
-    )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, if it has moved since training",
-    )
-    images = "folders with training images that aren't in the data set"
-    add_paths(parser, "--training-images", images, "FOLDER")
-    parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
-
-
-def _camera_size(text: str) -> tuple[int, int]:
-    """(H0, W0) of a text like 1280x960."""
-    match = re.fullmatch(r"([1-9]\d{0,5})[x×]([1-9]\d{0,5})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't width x height in pixels, as 1280x960")
-    return int(match[2]), int(match[1])
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -129,14 +62,16 @@ def _export(options: argparse.Namespace) -> int:
 def _print_export(values: dict[str, Any], folder: Path) -> None:
     """Print the facts of export.json."""
     equal, again = values["equality"], values.get("learned_again")
-    by = f"{values['engine']} {values['engine_version']} in {values['precision']}"
-    print(f"model {values['model_id']} for {by}: {folder}")
+    engine = f"{ENGINES[values['engine']][0]} {values['engine_version']}"
+    print(f"exported model {values['model_id']} for {engine} in {values['precision']}: {folder}")
     if again is None:
-        count = len(equal["images"])
-        images = "1 golden image has the same verdict"
-        if count != 1:
-            images = f"{count} golden images have the same verdicts"
-        print(f"{images}, and scores within {equal['largest_difference']:.1g} of torch's")
+        print(
+            f"compared with the trained model on {counted(len(equal['images']), 'golden image')}: "
+            f"same verdicts; scores differ by {equal['largest_difference']:.1g} of their value at "
+            "most"
+        )
+        model = shlex.quote(str(folder.parent))
+        print(f"Use it: anomaly infer --model {model} --input FOLDER --output FOLDER")
         return
     changed, correlation = again["verdicts_changed"], again["correlation"]
     print(
@@ -161,67 +96,6 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
         "To see the changes on the test split, run `anomaly evaluate` on both models with "
         "--compare."
     )
-
-
-def _add_features(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--backbone", metavar="NAME", help="any torchvision classification network")
-    which.add_argument(
-        "--model", type=Path, help="a run, or its model/ folder: its network and size"
-    )
-    parser.add_argument(
-        "--layers",
-        action="extend",
-        nargs="+",
-        metavar="LAYER",
-        help="see `anomaly layers`; default: the hooked ones",
-    )
-    parser.add_argument(
-        "--input",
-        type=Path,
-        action="extend",
-        nargs="+",
-        required=True,
-        help="image files and folders of them",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the features")
-    parser.add_argument(
-        "--pool",
-        choices=("mean", "max", "none"),
-        default="mean",
-        help="pool over a map's positions or a transformer's tokens: mean (default), max, "
-        "or none to keep the whole map",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", "npy"),
-        default="safetensors",
-        help="format of the feature files (safetensors)",
-    )
-    parser.add_argument(
-        "--weights",
-        help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
-    )
-    parser.add_argument(
-        "--input-size",
-        type=int,
-        metavar="N",
-        help="of --backbone: images keep their aspect, at the area of a square of side N (224)",
-    )
-    parser.add_argument(
-        "--square",
-        action="store_true",
-        help="of --backbone: squash images to N×N instead, as vision transformers need",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
-    )
-    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="start again instead of continuing an earlier run"
-    )
-    add_device(parser)
 
 
 def _features(options: argparse.Namespace) -> int:
@@ -281,19 +155,6 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     return 0 if saved == len(paths) else 3 if saved else 2
 
 
-def _add_register(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    parser.add_argument(
-        "--name", help="name of the registered model (default: the name in the model's config)"
-    )
-    parser.add_argument(
-        "--store",
-        metavar="ADDRESS",
-        help="address of MLflow's tracking server (default: $MLFLOW_TRACKING_URI)",
-    )
-
-
 def _register(options: argparse.Namespace) -> int:
     """Log and register a model, and print how to load it."""
     missing = [name for name in ("mlflow", "pandas") if find_spec(name) is None]
@@ -309,7 +170,7 @@ def _register(options: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "export": Command(_add_export, _export),
-    "features": Command(_add_features, _features),
-    "register": Command(_add_register, _register),
+    "export": _export,
+    "features": _features,
+    "register": _register,
 }

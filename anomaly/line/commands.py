@@ -13,11 +13,7 @@ from anomaly.calibration import Thresholds
 from anomaly.calibration.cusum import HORIZON
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import (
-    Command,
-    add_device,
-    add_paths,
     device_and_threads,
-    number,
 )
 from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import AnomalyError, DataError, ModelError, some, why
@@ -34,21 +30,6 @@ from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)
-
-
-def _add_deploy(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--model", type=Path, help="the new version: a run or a model folder")
-    parser.add_argument(
-        "--to", type=Path, required=True, metavar="RUN", help="the run to deploy it to"
-    )
-    parser.add_argument(
-        "--back", action="store_true", help="bring the previous version back instead"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="deploy even if a known defect would pass"
-    )
-    add_device(parser)
 
 
 def _deploy(options: argparse.Namespace) -> int:
@@ -84,38 +65,6 @@ def _deploy(options: argparse.Namespace) -> int:
             log.info(f"To undo: anomaly deploy --to {options.to} --back")
     log.info("A running service switches to it after checking it, too.")
     return 0
-
-
-def _add_drift(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--rows", type=Path, metavar="FILE", help="results.csv or results.jsonl of infer"
-    )
-    where.add_argument(
-        "--record", type=Path, dest="rows", metavar="FILE", help="the record of serve (line.sqlite)"
-    )
-    parser.add_argument(
-        "--defects",
-        type=number,
-        default=0.01,
-        metavar="SHARE",
-        help="share of parts that are usually defective (0.01)",
-    )
-    parser.add_argument(
-        "--false-alarms",
-        type=number,
-        default=0.05,
-        metavar="SHARE",
-        help="chance of an alarm in 2,000 parts that haven't changed (0.05)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write a page of charts here (replaced each time)",
-    )
 
 
 def _drift(options: argparse.Namespace) -> int:
@@ -174,31 +123,6 @@ def _thresholds(options: argparse.Namespace) -> Thresholds:
     return thresholds
 
 
-def _add_feedback(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
-    )
-    parser.add_argument(
-        "--verdict",
-        choices=("good", "defect"),
-        help="what the parts really are; without --verdict and --pictures, all judgements "
-        "are listed as JSON lines",
-    )
-    add_paths(parser, "--images", "image files, found in the record by their hash", "FILE")
-    add_paths(parser, "--parts", "numbers of parts", "N", _part_number)
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="FOLDER",
-        help="write the pictures of all judged parts to this folder: a folder for each "
-        "model, with good/ and defect/TYPE/, and masks of defects as ground_truth/TYPE/",
-    )
-    parser.add_argument("--type", default="", help="kind of defect")
-    parser.add_argument("--note", default="", help="free text")
-    parser.add_argument("--who", help="name of the person who judges (default: the user's name)")
-
-
 def _feedback(options: argparse.Namespace) -> int:
     """Record judgements, list them, or write judged pictures."""
     if not options.record.is_file():
@@ -253,13 +177,6 @@ def _save(record: Path, folder: Path) -> int:
     return 0
 
 
-def _part_number(text: str) -> int:
-    """Parse the number of a part."""
-    if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part; give 1, 2, 3 …")
-
-
 def _text(given: str) -> str:
     """An argument that is valid UTF-8."""
     return given.encode("utf-8", "backslashreplace").decode()
@@ -273,9 +190,9 @@ def _user() -> str:
 
 
 COMMANDS = {
-    "serve": Command(serve.add_arguments, serve.run),
-    "deploy": Command(_add_deploy, _deploy),
-    "drift": Command(_add_drift, _drift),
-    "report": Command(report.add_arguments, report.run),
-    "feedback": Command(_add_feedback, _feedback),
+    "serve": serve.run,
+    "deploy": _deploy,
+    "drift": _drift,
+    "report": report.run,
+    "feedback": _feedback,
 }

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 from anomaly.calibration.cusum import Level
 from anomaly.calibration.production import compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
-from anomaly.cli.common_options import add_output
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
@@ -343,41 +342,12 @@ def _picture(
     judgement = f"; judged {judged}" if judged else ""
     caption = (
         f"<b>{_WHY[why]}</b><br>{escape(model)}, part {number}, {escape(visible(row['path']))}"
-        f"<br>{time}: {row['verdict']}{judgement}<br>score {row['image_score']:.4g}, review above "
-        f"{row['review_threshold']:.4g}, reject above {row['threshold']:.4g}"
+        f"<br>{time}: {row['verdict']}{judgement}<br>score {row['image_score']:.4g}, "
+        f"review threshold {row['review_threshold']:.4g}, reject threshold {row['threshold']:.4g}"
     )
     data = base64.b64encode(heatmap or b"").decode()
     picture = f'<img class="picture" alt="no picture" src="data:image/jpeg;base64,{data}">'
     return f'<div class="card changed">{figure_html(picture, caption)}</div>'
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
-    )
-    parser.add_argument(
-        "--from",
-        dest="begin",
-        required=True,
-        metavar="TIME",
-        help="a date or a time, in the time zone of this machine",
-    )
-    parser.add_argument(
-        "--to",
-        dest="end",
-        metavar="TIME",
-        help="the end: a date, whose whole day is included, or a time (default: now)",
-    )
-    parser.add_argument(
-        "--prices",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=PRICE",
-        help=f"price of each: {', '.join(_PRICES)}; currency=NAME is only displayed",
-    )
-    add_output(parser, "a folder for report.html and tables as CSV files", "an earlier report")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from anomaly.cli.common_options import add_device, device_and_threads, number
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError, visible
@@ -24,80 +24,6 @@ TOKEN_VARIABLE = "ANOMALY_TOKEN"
 SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
 
 log = logging.getLogger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--models", type=Path, required=True, help="a folder of runs, or one run or model folder"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen at (8000)")
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="SQLite file that records every result (line.sqlite in the folder of --models)",
-    )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"a file with the token for requests; otherwise ${TOKEN_VARIABLE}, if set. Without a "
-        "token only this machine has access",
-    )
-    parser.add_argument(
-        "--users",
-        type=Path,
-        metavar="FILE",
-        help="a file with a line `name: token` for each user, instead of one token for all",
-    )
-    webhook, mqtt = SINK_VARIABLES
-    parser.add_argument(
-        "--webhook",
-        metavar="URL",
-        help="also post every row to this address, until it is accepted (default: "
-        f"${webhook}, if set)",
-    )
-    parser.add_argument(
-        "--mqtt",
-        metavar="URL",
-        help=f"also publish every row at mqtt://HOST:PORT/TOPIC (default: ${mqtt}, if set)",
-    )
-    more = parser.add_argument_group("limits")
-    more.add_argument(
-        "--max-body", type=number, default=64, metavar="MB", help="largest image file (64)"
-    )
-    more.add_argument(
-        "--queue",
-        type=int,
-        default=64,
-        metavar="N",
-        help="most parts that may wait for a model (default: 64)",
-    )
-    more.add_argument(
-        "--memory",
-        type=number,
-        metavar="MB",
-        help="memory for models; the least recently used model makes room for another and is "
-        "loaded again on request (default: all stay)",
-    )
-    more.add_argument(
-        "--keep-good",
-        type=number,
-        default=0.02,
-        metavar="SHARE",
-        help="share of good parts whose picture is kept; flagged parts' always are (default: 0.02)",
-    )
-    more.add_argument(
-        "--keep-pictures",
-        type=int,
-        default=2000,
-        metavar="MB",
-        help="space for pictures in the record; then the oldest are deleted, good parts first "
-        "(default: 2000)",
-    )
-    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,9 +17,11 @@ from numpy.typing import ArrayLike
 
 from anomaly.calibration import Thresholds
 from anomaly.calibration.production import flagged_line
-from anomaly.calibration.rates import percent
+from anomaly.calibration.rates import percent, rate_of
 from anomaly.datasets import GOOD
+from anomaly.errors import counted
 from anomaly.evaluation.metrics.images import image_curves
+from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
 from anomaly.maps.heatmap import OPACITY, colour_stops
 from anomaly.report.page import asset, command_line, page, shown_time
 from anomaly.report.tables import flattered
@@ -173,7 +175,8 @@ def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -
         rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
         place = model.model or "RUN"
         lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
-    head = ["", "promised", "at most", f"{len(values)} {'good images' if all_good else 'images'}"]
+    images = counted(len(values), "good image" if all_good else "image")
+    head = ["", "promised of good parts", "at most", images]
     return {"head": head, "rows": rows, "line": lines[0]}
 
 
@@ -206,8 +209,17 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
 
 def _figures(category: Category) -> Iterator[dict[str, Any]]:
     metrics = category.evaluation.metrics
+    if counts := category.verdicts:
+        for label, key, wrong, of in (
+            ("Escapes", "escapes", counts.escapes, counts.defective.total),
+            ("False rejects", "false_rejects", counts.false_rejects, counts.good.total),
+        ):
+            if of:
+                rate = rate_of(wrong, of, wrong / of)
+                value, interval = f"{wrong} of {of}", (rate.low, rate.high)
+                yield {"label": label, "key": key, "value": value, "interval": interval}
     for label, key in FIGURES:
-        if key in metrics.values:
+        if key in metrics.values and metrics.reasons.get(key) not in (NO_MASKS, NO_DEFECT_MASKS):
             yield {
                 "label": label,
                 "key": key,

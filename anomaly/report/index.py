@@ -17,7 +17,8 @@ from anomaly.report.category import Category
 from anomaly.report.document import glossary, report_html, term
 from anomaly.report.page import asset, row_html, table_html, table_page
 from anomaly.report.tables import (
-    COLUMNS,
+    Columns,
+    defined_columns,
     flattered,
     mean,
     metrics_json,
@@ -128,13 +129,18 @@ def index_html(
         links: category name to its report, relative to the index.
     """
     papers = [_published(category) for category in categories]
-    head = ["Category", "Good", "Defective"]
-    head += [term(key, title) if key in glossary() else escape(title) for title, key in COLUMNS]
-    head += ["False rejects", "Good to review", "Escapes", "Scores"]
-    rows = [_row(c, paper, links.get(c.name)) for c, paper in zip(categories, papers, strict=True)]
-    shared = on_shared_images([c.evaluation for c in categories])
+    evaluations = [c.evaluation for c in categories]
+    columns = defined_columns(evaluations)
+    head = ["Category", "Good", "Defective", "Escapes", "False rejects", "Good to review"]
+    head += [term(key, title) if key in glossary() else escape(title) for title, key in columns]
+    head.append("Scores")
+    rows = [
+        _row(c, columns, paper, links.get(c.name))
+        for c, paper in zip(categories, papers, strict=True)
+    ]
+    shared = on_shared_images(evaluations)
     if len(categories) > 1 and not shared:
-        rows.append(_mean_row(categories, papers))
+        rows.append(_mean_row(categories, columns, papers))
     rows += [_failed(f, len(head)) for f in failures]
     kind = "models" if shared else "categories"
     count = f"{len(categories)} of {len(categories) + len(failures)} {kind} evaluated"
@@ -156,7 +162,7 @@ def _trained_on(category: Category) -> str:
     return str(category.settings.get("data", {}).get("category"))
 
 
-def _row(category: Category, paper: Published | None, link: str | None) -> str:
+def _row(category: Category, columns: Columns, paper: Published | None, link: str | None) -> str:
     evaluation = category.evaluation
     name = f"<bdi>{escape(category.name)}</bdi>"
     if link is not None:
@@ -168,17 +174,19 @@ def _row(category: Category, paper: Published | None, link: str | None) -> str:
             evaluation.metrics.values.get(key),
             paper.figures.get(key, {}).get(_trained_on(category)) if paper else None,
         )
-        for _, key in COLUMNS
+        for _, key in columns
     ]
     verdicts = ["–"] * 3
     if counts := category.verdicts:
-        escapes = _count(counts.escapes)
-        verdicts = [_count(counts.false_rejects), str(counts.good_to_review), escapes]
-    cells = [evaluation.n_good, evaluation.n_defect, *figures, *verdicts, _strip(category)]
+        wrong = _count(counts.escapes), _count(counts.false_rejects)
+        verdicts = [*wrong, str(counts.good_to_review)]
+    cells = [evaluation.n_good, evaluation.n_defect, *verdicts, *figures, _strip(category)]
     return row_html(name, cells)
 
 
-def _mean_row(categories: Sequence[Category], papers: Sequence[Published | None]) -> str:
+def _mean_row(
+    categories: Sequence[Category], columns: Columns, papers: Sequence[Published | None]
+) -> str:
     paper = papers[0]
     names = set(map(_trained_on, categories))
     # A paper's mean is over all its categories; beside that of a few it would mislead.
@@ -187,16 +195,16 @@ def _mean_row(categories: Sequence[Category], papers: Sequence[Published | None]
     ):
         paper = None
     ours = mean([c.evaluation for c in categories])
-    figures = [_figure(ours.get(key), paper.mean.get(key) if paper else None) for _, key in COLUMNS]
+    figures = [_figure(ours.get(key), paper.mean.get(key) if paper else None) for _, key in columns]
     counts = [v for c in categories if (v := c.verdicts)]
     totals = [
+        sum(v.escapes for v in counts),
         sum(v.false_rejects for v in counts),
         sum(v.good_to_review for v in counts),
-        sum(v.escapes for v in counts),
     ]
     good = sum(c.evaluation.n_good for c in categories)
     defective = sum(c.evaluation.n_defect for c in categories)
-    cells = [good, defective, *figures, *totals, ""]
+    cells = [good, defective, *totals, *figures, ""]
     return row_html("Mean, and sum of counts", cells, "mean")
 
 
@@ -223,11 +231,11 @@ def _notes(papers: Sequence[Published | None], notes: Sequence[str], *, shared: 
     sources = dict.fromkeys(p.source for p in papers if p)
     lines = [
         *([_SHARED] if shared else []),
-        "False rejects (good parts rejected), good parts to review and escapes (defects called "
-        "good) are counts at each model's own thresholds.",
+        "Escapes (defects called good), false rejects (good parts rejected) and good parts to "
+        "review are counts at each model's own thresholds.",
         *notes,
         "Scores: good parts above the line, defective ones below; the vertical line is the "
-        "threshold above which parts are rejected. The mean leaves out what is undefined.",
+        "reject threshold. The mean leaves out what is undefined.",
         *(f"Paper: {source}." for source in sources),
     ]
     return "".join(f'<p class="soft small">{escape(line)}</p>' for line in lines)

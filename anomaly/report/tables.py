@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent, rate_of
+from anomaly.errors import counted
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
-from anomaly.files.tables import csv_text, text_table
+from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json
 
-COLUMNS = (
+Columns = Sequence[tuple[str, str]]
+COLUMNS: Columns = (
     ("image AUROC", "image_auroc"),
     ("image AP", "image_ap"),
     ("image F1", "image_f1_max"),
@@ -77,17 +80,48 @@ def scores_csv(evaluations: Sequence[Evaluation]) -> str:
     return csv_text(rows)
 
 
+def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
+    """A line on the defects that passed an evaluation at these very thresholds; empty for others.
+
+    Args:
+        scores: what `scores_csv` has made of the evaluation.
+        thresholds: of a model.
+
+    Raises:
+        ValueError: these aren't such lines.
+        KeyError: columns are missing.
+    """
+    header, *cells = csv_rows(scores)
+    both = [repr(thresholds.review), repr(thresholds.image)]
+    verdicts = [
+        row["verdict"]
+        for row in (dict(zip(header, each, strict=True)) for each in cells)
+        if row["is_defect"] == "1" and row["verdict"]
+        if [row["review_threshold"], row["threshold"]] == both
+    ]
+    if not verdicts:
+        return ""
+    passed = f"{verdicts.count('good')} of {counted(len(verdicts), 'defect')}"
+    return f"in evaluation, {passed} passed as good at these thresholds"
+
+
+def defined_columns(evaluations: Sequence[Evaluation]) -> Columns:
+    """The columns that some evaluation has a figure for."""
+    return [c for c in COLUMNS if any(e.metrics.values.get(c[1]) is not None for e in evaluations)]
+
+
 def table(evaluations: Sequence[Evaluation]) -> str:
     """The figures for people, one line a category and their mean, unless they share images."""
-    header = ["", "good", "defect", *(title for title, _ in COLUMNS)]
+    columns = defined_columns(evaluations)
+    header = ["", "good", "defect", *(title for title, _ in columns)]
     lines = [
         [e.name, str(e.n_good), str(e.n_defect)]
-        + [_shown(e.metrics.values.get(key)) for _, key in COLUMNS]
+        + [_shown(e.metrics.values.get(key)) for _, key in columns]
         for e in evaluations
     ]
     if len(evaluations) > 1 and not on_shared_images(evaluations):
         means = mean(evaluations)
-        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in COLUMNS)])
+        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in columns)])
     head, *texts = text_table([header, *lines])
     return "\n".join([head, "─" * len(head), *texts])
 

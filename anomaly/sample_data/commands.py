@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from anomaly.cli import execute
-from anomaly.cli.common_options import Command, add_device, add_settings, passed_on
+from anomaly.cli.common_options import passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.files.outputs import locked
 from anomaly.sample_data import PRODUCTS, write_sample_data
@@ -15,13 +15,6 @@ from anomaly.sample_data import PRODUCTS, write_sample_data
 _DATA = Path("data/sample")
 # What the demo calls its runs.
 _RUNS = {"plate": "brushed_plate", "fabric": "woven_fabric"}
-
-
-def _add_sample_data(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--output", type=Path, default=_DATA, help="where the products go")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other images")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier set there")
 
 
 def _sample_data(options: argparse.Namespace) -> int:
@@ -35,15 +28,6 @@ def _sample_data(options: argparse.Namespace) -> int:
         )
     print(f"{', '.join(PRODUCTS)} in {options.output}")
     return 0
-
-
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
-    )
-    add_settings(parser, "a setting to train with; may be repeated")
-    add_device(parser)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -70,6 +54,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "sample-data": Command(_add_sample_data, _sample_data),
-    "demo": Command(_add_demo, _demo),
+    "sample-data": _sample_data,
+    "demo": _demo,
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from anomaly.cli.common_options import Command, add_device, device_and_threads
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, ConfigError, ModelError
 from anomaly.files.outputs import locked_file
@@ -38,14 +38,6 @@ _NO_CAMERAS = (
     "no USB camera is connected, and no GenICam camera answers (these need libaravis-0.8-0)"
 )
 _NO_THRESHOLDS = "it has no thresholds, so no verdicts; set them with anomaly calibrate"
-
-
-def _add_station(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the station's YAML file"
-    )
-    add_device(parser)
 
 
 def _station(options: argparse.Namespace) -> int:
@@ -118,23 +110,6 @@ def _sinks(settings: StationSettings) -> list[Any]:
         raise ConfigError(str(error).removeprefix("--")) from None
 
 
-def _add_camera(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "source", nargs="?", metavar="CAMERA", help="take a picture with this camera"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"write the picture to this file ({', '.join(_LOSSLESS)})",
-    )
-    parser.add_argument(
-        "--model", type=Path, help="compare the picture with this model's training images"
-    )
-    add_device(parser)
-
-
 def _camera(options: argparse.Namespace) -> int:
     """List cameras, or take a picture and print its exposure and sharpness."""
     output: Path | None = options.output
@@ -190,4 +165,4 @@ def _compared(image: Image, options: argparse.Namespace) -> list[str]:
     return lines
 
 
-COMMANDS = {"station": Command(_add_station, _station), "camera": Command(_add_camera, _camera)}
+COMMANDS = {"station": _station, "camera": _camera}

@@ -26,8 +26,8 @@ from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput
-from anomaly.imaging.looks import picture_of
-from anomaly.imaging.read import Image, bits_used, read_image, say_bits_used
+from anomaly.imaging.looks import picture_in
+from anomaly.imaging.read import Image, bits_used, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.methods.base import Progress
 from anomaly.scoring.arrangement import Arrangement
@@ -115,8 +115,8 @@ def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) 
     )
     poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
     log.info(
-        "all parts are brought into the pose of %s; draw image.region and image.ignore on that "
-        "image",
+        "all parts are brought into the pose of %s; image.region and image.ignore, if you set "
+        "them, must be drawn on that image",
         pictures[poses.index][0],
     )
     return poses.reference
@@ -291,22 +291,13 @@ def _check_labels(
     """
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
-    read = partial(_picture, max_pixels=config.image.max_pixels, bit_depth=config.image.bit_depth)
+    image = config.image
+    read = partial(picture_in, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
     shown = decoders.map(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None
         if same is not None and (contrary := contradiction(same, defect)):
             raise contrary
-
-
-def _picture(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
-    """Hash of a picture; empty if it can't be read. Called in a process."""
-    try:
-        if not isinstance(source, Image):
-            source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
-        return picture_of(source)
-    except Exception:  # it isn't learned from; who tests with it will say why
-        return ""
 
 
 class Stages:

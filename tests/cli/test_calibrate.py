@@ -111,7 +111,7 @@ def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
     code, out, _ = command("calibrate", ["--model", run, *by_hand, "--device", "cpu"])
     assert code == 0
     assert "times the highest score of the good images" in caplog.text
-    assert f"review above {old:.5g}" in out
+    assert f"review threshold {old:.5g}" in out
     after = _files(run)
     assert {name: after[name] for name in SAME} == {name: before[name] for name in SAME}
     assert after["manifest.json"] != before["manifest.json"]

@@ -488,7 +488,7 @@ def test_modules_of_annexes_that_the_core_names_exist() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_takes_several_values_may_be_repeated(name: str) -> None:
     parser = argparse.ArgumentParser()
-    cli._module(name).add_arguments(parser)
+    cli._add_options(name, parser)
     for action in parser._actions:
         if action.nargs in ("+", "*") and action.option_strings:
             both = [action.option_strings[0], "1", action.option_strings[0], "2"]
@@ -509,5 +509,5 @@ def test_the_examples_of_a_commands_help_are_commands(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_help(name: str) -> None:
     parser = argparse.ArgumentParser()
-    cli._module(name).add_arguments(parser)
+    cli._add_options(name, parser)
     assert [action.dest for action in parser._actions if not action.help] == []

@@ -72,7 +72,10 @@ def test_defects_that_pass_are_said_with_what_to_try(
     tune[-1] = str(tmp_path / "tuned.yaml")
     code, out, err = command(tune[0], [*tune[1:], "--budget", "0.01s"])
     assert code == 0, err
-    assert f"Train with them: anomaly train --config {tmp_path / 'tuned.yaml'}" in out
+    assert f"Your settings, unchanged, are in {tmp_path / 'tuned.yaml'}" in out
+    model = ["--model", output, "--input", tmp_path / "part" / "NG", "--output", tmp_path / "new"]
+    code, out, err = command("infer", model)
+    assert f"in evaluation, {missed[1]} of 8 defects passed as good" in out
 
 
 @pytest.mark.parametrize("shape", [(9, 600), (600, 9)], ids=str)
@@ -114,7 +117,19 @@ def test_good_images_alone_end_in_a_page(product: Path, command: Command, tmp_pa
     code, out, err = command("start", [good, "--name", "disc", "--output", output, *SETTINGS])
     assert code == 0, err
     assert "no other images to test with" in out
+    assert f"looked most unusual in training are in {output / 'suspects'}" in out
+    assert err.count("good images to learn from, so thresholds aren't reliable") == 1
     assert (output / "results" / "results.html").is_file()
+
+
+def test_what_is_no_image_is_named_once(command: Command, tmp_path: Path) -> None:
+    for i in range(8):
+        write_part(tmp_path / "part" / "OK" / f"{i}.png", seed=i)
+    write_part(tmp_path / "part" / "NG" / "0.png", seed=9, mark=(30, 40))
+    (tmp_path / "part" / "OK" / "notes.png").write_text("no picture")
+    code, out, err = command("start", [tmp_path / "part", "--output", tmp_path / "run", *SETTINGS])
+    assert (code, (out + err).count("notes.png")) == (3, 1)
+    assert "exit code 3: files that can't be used were left out" in err
 
 
 def test_a_single_image_ends_in_heatmaps_without_verdicts(

@@ -44,7 +44,7 @@ def test_a_healthy_set_has_no_faults(sample_set: Path, command: Command) -> None
     assert (code, err) == (0, "")
     assert "40 good, 0 defective" in out
     assert "20 good, 30 defective (30 with masks)" in out
-    assert "all 384×384; all rgb8" in out
+    assert "all 384×384; all 8-bit colour" in out
     assert "no faults" in out
 
 

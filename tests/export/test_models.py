@@ -256,7 +256,7 @@ def test_what_was_compared_is_counted_and_what_was_left_behind_goes(
     chosen = ["--model", run_folder, "--to", "onnx", "--output", tmp_path / "e"]
     code, out, err = command("export", [*chosen, "--golden", golden, "--threads", 2])
     assert code == 0
-    assert "1 golden image has the same verdict" in out
+    assert "on 1 golden image: same verdicts" in out
     assert "1 of 2 golden images can't be scored" in err
     said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
     assert said["equality"]["images"] == ["a.png"]

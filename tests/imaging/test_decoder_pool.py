@@ -2,15 +2,18 @@
 
 import errno
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import cv2
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Command, train_arguments
 
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.imaging import decoder_pool, decoder_worker, loading
@@ -207,6 +210,31 @@ def test_the_processes_load_no_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""
+
+
+def test_what_commands_send_to_the_processes_loads_no_torch(
+    product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules, send = set[str](), decoder_worker.send
+
+    def noting(stream: IO[bytes] | None, message: object) -> None:
+        modules.update(re.findall(r"anomaly\.[a-z_.]+", pickle.dumps(message).decode("latin-1")))
+        send(stream, message)
+
+    monkeypatch.setattr(decoder_pool, "send", noting)
+    run = tmp_path / "run"
+    config, output = train_arguments(product, run)[:-4], ["--device", "cpu", "--output"]
+    for name, arguments in (
+        ("check", config),
+        ("train", train_arguments(product, run)),
+        ("evaluate", ["--model", run, *output, tmp_path / "evaluation"]),
+        ("infer", ["--model", run, "--input", product / "test", *output, tmp_path / "results"]),
+    ):
+        assert command(name, arguments)[0] == 0, name
+    assert "anomaly.imaging.looks" in modules
+    code = f"import sys, {', '.join(modules)}; print(*(m for m in sys.modules if m == 'torch'))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "", sorted(modules)
 
 
 def test_a_machine_that_starts_no_process_is_not_the_images_fault(

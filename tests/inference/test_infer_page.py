@@ -121,7 +121,7 @@ def test_the_page_shows_what_was_promised_beside_what_is_flagged(
     code, _, err = command("infer", arguments)
     assert (code, "images flagged" in err) == (0, False)  # of six images nothing can be said
     promise = data_of(tmp_path / "out")["promise"]
-    assert promise["head"] == ["", "promised", "at most", "6 images"]
+    assert promise["head"] == ["", "promised of good parts", "at most", "6 images"]
     # Of 12 training images none lies above both thresholds: 1 in 13, at most 1 - 0.05^(1/12).
     assert promise["rows"][0] == ["flagged", "7.7 %", "22 %", "50 % (3)"]
     assert promise["line"] == ""

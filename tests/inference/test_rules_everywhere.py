@@ -89,7 +89,7 @@ def test_one_verdict_everywhere(
     files = sorted(spots.iterdir())
     model = load_model(run, "cpu")
     assert set(json.loads((run / "model" / "thresholds.json").read_text())["zones"]) == {"left"}
-    assert any("in zone left, reject above" in line for line in model.thresholds.lines())  # type: ignore[union-attr]
+    assert any("in zone left, reject threshold" in line for line in model.thresholds.lines())  # type: ignore[union-attr]
 
     results = tmp_path / "results"
     arguments = ["--model", run, "--input", spots, "--output", results]

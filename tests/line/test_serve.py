@@ -143,7 +143,7 @@ def test_what_is_asked_of_models_and_health(served: Served) -> None:
     model = served.get("/v1/models/disc")
     assert model["thresholds"]["label"] == "calibrated"
     assert model["config"]["image"]["area"] == 64
-    assert any("reject above" in line for line in model["calibration"])
+    assert any("reject threshold" in line for line in model["calibration"])
     status, _, body = served.ask("GET", "/v1/models/disk")
     assert (status, "did you mean 'disc'" in body.decode()) == (404, True)
 

@@ -10,7 +10,7 @@ from report_cases import case, limits
 
 from anomaly.report import index
 from anomaly.report.index import all_published, index_html
-from anomaly.report.tables import metrics_json, table
+from anomaly.report.tables import metrics_json, passed_in_evaluation, scores_csv, table
 
 
 def test_models_on_one_test_split_are_not_added_up() -> None:
@@ -31,6 +31,14 @@ def test_categories_of_their_own_images_are_added_up() -> None:
     assert '<th scope="row">Mean, and sum of counts</th><td>40</td><td>40</td>' in page
     assert "2 of 2 categories evaluated" in page
     assert json.loads(metrics_json([c.evaluation for c in categories]))["mean"]
+
+
+def test_what_passed_is_repeated_for_the_same_thresholds_alone() -> None:
+    category = case(40, thresholds=limits(11.0, review=8.5))
+    scores, passed = scores_csv([category.evaluation]), category.verdicts.escapes  # type: ignore[union-attr]
+    said = passed_in_evaluation(scores, limits(11.0, review=8.5))
+    assert said == f"in evaluation, {passed} of 20 defects passed as good at these thresholds"
+    assert passed_in_evaluation(scores, limits(11.0, review=8.6)) == ""
 
 
 def test_the_index_says_when_and_of_which_data() -> None:

@@ -285,7 +285,7 @@ def test_every_figure_explains_itself_by_mouse_and_keyboard(
     index.write_text(index_html([case(40, thresholds=limits())], [], {}), "utf-8")
     for page, figures in (
         (file, "#figures dt"),
-        (index, "thead th:nth-child(n+4):nth-child(-n+10)"),
+        (index, "thead th:nth-child(n+7):nth-child(-n+9)"),
     ):
         browser.open(page)
         terms = browser.evaluate(
@@ -294,7 +294,7 @@ def test_every_figure_explains_itself_by_mouse_and_keyboard(
         )
         assert len(terms) >= 3
         assert all(len(about) > 60 for about in terms)
-        browser.evaluate("document.querySelector('.term').focus()")
+        browser.evaluate("document.querySelector('.term[popovertarget*=auroc]').focus()")
         browser.press("Enter")
         shown = "document.querySelector('.about:popover-open')"
         assert browser.evaluate(f"{shown}.textContent.includes('ROC curve')")
@@ -371,6 +371,7 @@ def test_one_defect_shows_beside_a_thousand_good_parts(browser: Browser, tmp_pat
 
 def test_everything_is_reached_by_keyboard(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits()))
+    set_slider(browser, "review", 8)
     reached = set()
     for _ in range(40):
         browser.press("Tab")
@@ -426,9 +427,12 @@ def test_the_command_carries_the_thresholds(browser: Browser, tmp_path: Path) ->
     opened(browser, tmp_path, case(thresholds=limits(10.123456789)))
     command = "document.getElementById('command').value"
     start = f"anomaly calibrate --model '{Path.cwd()}/runs/my disc' --threshold "
-    assert browser.evaluate(command) == start + "10.123456789"
+    assert browser.evaluate(command) == start + "10.1235"
+    offered = "document.getElementById('take').checkVisibility()"
+    assert browser.evaluate(offered) is False  # until a threshold is moved
     review = set_slider(browser, "review", 7)
-    assert browser.evaluate(command) == start + f"10.123456789 --review-threshold {review:g}"
+    assert browser.evaluate(command) == start + f"10.1235 --review-threshold {review:g}"
+    assert browser.evaluate(offered) is True
     browser.click("#copy")
     assert browser.evaluate(
         "new Promise((d) => setTimeout(d, 100)).then(() => "
@@ -459,6 +463,7 @@ def test_half_a_typed_number_leaves_the_other_threshold(browser: Browser, tmp_pa
 
 def test_copied_is_said_of_the_command_that_was(browser: Browser, tmp_path: Path) -> None:
     opened(browser, tmp_path, case(thresholds=limits(10.0)))
+    set_slider(browser, "review", 8)
     browser.click("#copy")
     browser.until("document.getElementById('copied').textContent !== ''", True)
     set_slider(browser, "review", 7)

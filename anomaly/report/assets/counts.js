@@ -63,7 +63,7 @@ function showOutcomes(counts) {
   if (!data.labelled) {
     const share = (verdict) => `${percent(n[verdict], n.total)} of ${n.total}`;
     byId("outcomes").replaceChildren(
-      box("reject", "bad", n.reject, "rejected", share("reject"), "parts above the upper threshold"),
+      box("reject", "bad", n.reject, "rejected", share("reject"), "parts above the reject threshold"),
       box("review", "waiting", n.review, "to review", share("review"), "parts for a person to look at"),
       box("good", "", n.good, "good", share("good"), "parts that pass"),
     );

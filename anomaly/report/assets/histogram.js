@@ -17,7 +17,7 @@ function binned(scores) {
 function drawHistogram() {
   const { svg } = histogram;
   const width = svg.clientWidth || 390, height = svg.clientHeight || 160;
-  const top = 2, base = height - 16, middle = data.labelled ? (top + base) / 2 : base, tall = middle - top - 4;
+  const top = 2, base = height - 30, middle = data.labelled ? (top + base) / 2 : base, tall = middle - top - 4;
   const x = (score) => EDGE + ((score - scale.low) / (scale.high - scale.low)) * (width - 2 * EDGE);
   histogram.x = x;
   const bars = SERIES.map(([kind, name, scores], i) => ({ kind, name, counts: binned(scores), up: i ? -1 : 1 }));
@@ -53,14 +53,19 @@ function drawHistogram() {
     svg.append(drawing("text", { class: "count", x, y: level(up, count) + (up > 0 ? -2 : 10), "text-anchor": "end" }, String(count)));
   }
   for (const side of ["review", "reject"]) {
-    histogram.lines[side] = drawing("line", { class: `limit ${side}`, y1: top, y2: height });
+    histogram.lines[side] = drawing("line", { class: `limit ${side}`, y1: top, y2: base + 14 });
     svg.append(histogram.lines[side]);
   }
   const { ticks, digits } = niceTicks(scale.low, scale.high, 6);
   for (const tick of ticks) {
-    svg.append(drawing("text", { x: x(tick), y: height - 2, "text-anchor": "middle" }, tick.toFixed(digits)));
+    svg.append(drawing("text", { x: x(tick), y: base + 14, "text-anchor": "middle" }, tick.toFixed(digits)));
   }
-  byId("bars").textContent = `heights logarithmic, tallest bar ${most}; ${data.unit} →`;
+  svg.append(drawing("text", { x: width / 2, y: height - 3, "text-anchor": "middle" }, `image score (${data.unit})`));
+  for (const { name, up } of bars) { // where such images hardly have scores, beside the numbers
+    const place = up > 0 ? { x: width - EDGE - 20, y: top + 9, "text-anchor": "end" } : { x: EDGE + 2, y: base - 4 };
+    svg.append(drawing("text", { class: "count", ...place }, `number of ${name} images`.replace("  ", " ")));
+  }
+  byId("bars").textContent = `heights logarithmic, tallest bar ${most}`;
 }
 
 function showLimits(limits) {
@@ -77,5 +82,5 @@ function showLimits(limits) {
   }
   byId("histogram-text").textContent =
     `Histogram of ${SERIES.reduce((n, [, , scores]) => n + scores.length, 0)} image scores from ${scale.text(scale.low)} to ${scale.text(scale.high)}; ` +
-    `review above ${scale.text(limits.review)}, reject above ${scale.text(limits.reject)}.`;
+    `review threshold ${scale.text(limits.review)}, reject threshold ${scale.text(limits.reject)}.`;
 }

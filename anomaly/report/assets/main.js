@@ -48,15 +48,16 @@ function showInputs() {
     slider.setAttribute("aria-valuetext", `${scale.text(state[side])} ${data.unit}`);
     if (document.activeElement !== number) number.value = String(Number(state[side].toPrecision(6)));
   }
-  const band = state.review < state.reject ? ` --review-threshold ${state.review}` : "";
-  const review = band ? `, review_threshold=${state.review}` : "";
+  const [low, high] = [state.review, state.reject].map((value) => Number(value.toPrecision(6)));
   const command = data.command
-    ? `${data.command} --threshold ${state.reject}${band}`
-    : `detector = detector.calibrate(threshold=${state.reject}${review})`;
+    ? `${data.command} --threshold ${high}${low < high ? ` --review-threshold ${low}` : ""}`
+    : `detector = detector.calibrate(threshold=${high}${low < high ? `, review_threshold=${low}` : ""})`;
   if (byId("command").value !== command) byId("copied").textContent = "";
   byId("command").value = command;
   const own = ownLimits();
-  byId("reset").disabled = state.review === own.review && state.reject === own.reject;
+  const moved = state.review !== own.review || state.reject !== own.reject;
+  byId("reset").disabled = !moved;
+  byId("take").classList.toggle("gone", !moved);
 }
 
 function showFilters() {
@@ -196,7 +197,7 @@ function showHead() {
   byId("provenance").replaceChildren(...data.provenance.flatMap(([name, value], i) =>
     [i ? " · " : "", name ? `${name} ` : "", element("bdi", {}, visible(value))]));
   byId("figures").replaceChildren(...data.figures.map(({ label, key, value, interval, reason }) => {
-    const shown = element("dd", {}, value === null ? "–" : value.toFixed(4));
+    const shown = element("dd", {}, value === null ? "–" : value.toFixed?.(4) ?? value);
     if (interval && value !== null) {
       const [low, high] = interval;
       const vague = high - low > 0.995;
@@ -244,7 +245,7 @@ function showColours() {
     drawing("defs", {}, gradient), drawing("rect", { width: 100, height: 10, fill: "url(#heat-colours)" }));
   const labels = element("div");
   const value = (times) => scale.text(times * limit);
-  const marks = limit === null ? [[0, "0"], [1, "highest of its image"]] : [[0, "0"], [1, `threshold ${value(1)}`], [2, value(2)]];
+  const marks = limit === null ? [[0, "0"], [1, "highest of its image"]] : [[0, "0"], [1, `per-pixel threshold ${value(1)}`], [2, value(2)]];
   for (const [times, text] of marks) {
     const tick = element("span", times === 2 ? { class: "end" } : {}, text);
     tick.style.left = `${50 * times}%`;

@@ -125,7 +125,7 @@ class Search:
             self._try((), features)
             self.hashes = features.hashes
             took = self.tried[0].trial.seconds
-            self.say(f"your settings took {sum(took.values()):.0f} s")
+            self.say(f"trying your settings took {sum(took.values()):.0f} s")
             planned.sort(key=lambda step: self._estimate((step,)))
             for step in planned:
                 shares = shares_features(changed(self.config, (step,)), self.config)
@@ -154,12 +154,11 @@ class Search:
     ) -> bool:
         expected = self._estimate(changes)
         left = self.budget - (time.monotonic() - self._began)
-        name = " and ".join(map(str, changes))
         if expected > left:
             why = f"takes about {_minutes(expected)}, but only {_minutes(left)} are left"
             self.skipped.append(Skipped(changes, why))
-            self.say(f"left out: {name}, which {why}")
             return False
+        name = " and ".join(map(str, changes))
         self.say(f"next: {name}, {changes[-1].reason} (about {_minutes(expected)})")
         try:
             if features is not None:
@@ -169,7 +168,6 @@ class Search:
                     self._try(changes, own)
         except AnomalyError as error:
             self.skipped.append(Skipped(changes, str(error)))
-            self.say(f"left out: {name}: {error}")
         return True
 
     def _try(self, changes: tuple[Change, ...], features: Features) -> None:

@@ -1,0 +1,417 @@
+"""The options of the annexes' commands, as `anomaly.cli.options` has those of the core."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from anomaly.cli.options import add_device, add_output, add_paths, add_settings, number
+
+
+def _sample_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path("data/sample"), help="where the products go"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other images")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier set there")
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
+    )
+    add_settings(parser, "a setting to train with; may be repeated")
+    add_device(parser)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
+    parser.add_argument(
+        "--to", choices=("onnx", "openvino"), required=True, help="the engine that will compute"
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="write a second graph for other programs: up to patch scores or, with "
+        "--pixels, the verdict",
+    )
+    parser.add_argument(
+        "--pixels",
+        type=_camera_size,
+        metavar="WxH",
+        help="with --whole: the graph takes raw camera images of this size (RGB, 8 bits) "
+        "and returns verdict, score and map",
+    )
+    parser.add_argument(
+        "--bgr",
+        action="store_true",
+        help="with --pixels: channels are in the order blue, green, red",
+    )
+    parser.add_argument(
+        "--golden",
+        type=Path,
+        metavar="FOLDER",
+        help="images on which export and model must give the same scores (default: some training "
+        "images)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for the export, which is written to its model/",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "int8"),
+        default="fp32",
+        help="number format (default: fp32); if it isn't the model's, the export is a new model, "
+        "trained again on the training images",
+    )
+    parser.add_argument(
+        "--keep-thresholds",
+        action="store_true",
+        help="don't train again if the model was trained in another number format",
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        help="the data sets' folder, if it has moved since training",
+    )
+    images = "folders with training images that aren't in the data set"
+    add_paths(parser, "--training-images", images, "FOLDER")
+    parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
+
+
+def _features(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--backbone", metavar="NAME", help="any torchvision classification network")
+    which.add_argument(
+        "--model", type=Path, help="a run, or its model/ folder: its network and size"
+    )
+    parser.add_argument(
+        "--layers",
+        action="extend",
+        nargs="+",
+        metavar="LAYER",
+        help="see `anomaly layers`; default: the hooked ones",
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        action="extend",
+        nargs="+",
+        required=True,
+        help="image files and folders of them",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for the features")
+    parser.add_argument(
+        "--pool",
+        choices=("mean", "max", "none"),
+        default="mean",
+        help="pool over a map's positions or a transformer's tokens: mean (default), max, "
+        "or none to keep the whole map",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "npy"),
+        default="safetensors",
+        help="format of the feature files (safetensors)",
+    )
+    parser.add_argument(
+        "--weights",
+        help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
+    )
+    parser.add_argument(
+        "--input-size",
+        type=int,
+        metavar="N",
+        help="of --backbone: images keep their aspect, at the area of a square of side N (224)",
+    )
+    parser.add_argument(
+        "--square",
+        action="store_true",
+        help="of --backbone: squash images to N×N instead, as vision transformers need",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
+    )
+    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start again instead of continuing an earlier run"
+    )
+    add_device(parser)
+
+
+def _register(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
+    parser.add_argument(
+        "--name", help="name of the registered model (default: the name in the model's config)"
+    )
+    parser.add_argument(
+        "--store",
+        metavar="ADDRESS",
+        help="address of MLflow's tracking server (default: $MLFLOW_TRACKING_URI)",
+    )
+
+
+def _camera_size(text: str) -> tuple[int, int]:
+    """(H0, W0) of a text like 1280x960."""
+    match = re.fullmatch(r"([1-9]\d{0,5})[x×]([1-9]\d{0,5})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't width x height in pixels, as 1280x960")
+    return int(match[2]), int(match[1])
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models", type=Path, required=True, help="a folder of runs, or one run or model folder"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at (8000)")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="SQLite file that records every result (line.sqlite in the folder of --models)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with the token for requests; otherwise $ANOMALY_TOKEN, if set. Without a "
+        "token only this machine has access",
+    )
+    parser.add_argument(
+        "--users",
+        type=Path,
+        metavar="FILE",
+        help="a file with a line `name: token` for each user, instead of one token for all",
+    )
+    parser.add_argument(
+        "--webhook",
+        metavar="URL",
+        help="also post every row to this address, until it is accepted (default: "
+        "$ANOMALY_WEBHOOK, if set)",
+    )
+    parser.add_argument(
+        "--mqtt",
+        metavar="URL",
+        help="also publish every row at mqtt://HOST:PORT/TOPIC (default: $ANOMALY_MQTT, if set)",
+    )
+    more = parser.add_argument_group("limits")
+    more.add_argument(
+        "--max-body", type=number, default=64, metavar="MB", help="largest image file (64)"
+    )
+    more.add_argument(
+        "--queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="most parts that may wait for a model (default: 64)",
+    )
+    more.add_argument(
+        "--memory",
+        type=number,
+        metavar="MB",
+        help="memory for models; the least recently used model makes room for another and is "
+        "loaded again on request (default: all stay)",
+    )
+    more.add_argument(
+        "--keep-good",
+        type=number,
+        default=0.02,
+        metavar="SHARE",
+        help="share of good parts whose picture is kept; flagged parts' always are (default: 0.02)",
+    )
+    more.add_argument(
+        "--keep-pictures",
+        type=int,
+        default=2000,
+        metavar="MB",
+        help="space for pictures in the record; then the oldest are deleted, good parts first "
+        "(default: 2000)",
+    )
+    add_device(parser)
+
+
+def _deploy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="the new version: a run or a model folder")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="RUN", help="the run to deploy it to"
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="bring the previous version back instead"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="deploy even if a known defect would pass"
+    )
+    add_device(parser)
+
+
+def _drift(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--rows", type=Path, metavar="FILE", help="results.csv or results.jsonl of infer"
+    )
+    where.add_argument(
+        "--record", type=Path, dest="rows", metavar="FILE", help="the record of serve (line.sqlite)"
+    )
+    parser.add_argument(
+        "--defects",
+        type=number,
+        default=0.01,
+        metavar="SHARE",
+        help="share of parts that are usually defective (0.01)",
+    )
+    parser.add_argument(
+        "--false-alarms",
+        type=number,
+        default=0.05,
+        metavar="SHARE",
+        help="chance of an alarm in 2,000 parts that haven't changed (0.05)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a page of charts here (replaced each time)",
+    )
+
+
+def _feedback(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
+    )
+    parser.add_argument(
+        "--verdict",
+        choices=("good", "defect"),
+        help="what the parts really are; without --verdict and --pictures, all judgements "
+        "are listed as JSON lines",
+    )
+    add_paths(parser, "--images", "image files, found in the record by their hash", "FILE")
+    add_paths(parser, "--parts", "numbers of parts", "N", _part_number)
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="write the pictures of all judged parts to this folder: a folder for each "
+        "model, with good/ and defect/TYPE/, and masks of defects as ground_truth/TYPE/",
+    )
+    parser.add_argument("--type", default="", help="kind of defect")
+    parser.add_argument("--note", default="", help="free text")
+    parser.add_argument("--who", help="name of the person who judges (default: the user's name)")
+
+
+def _part_number(text: str) -> int:
+    """Parse the number of a part."""
+    if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part; give 1, 2, 3 …")
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
+    )
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        required=True,
+        metavar="TIME",
+        help="a date or a time, in the time zone of this machine",
+    )
+    parser.add_argument(
+        "--to",
+        dest="end",
+        metavar="TIME",
+        help="the end: a date, whose whole day is included, or a time (default: now)",
+    )
+    parser.add_argument(
+        "--prices",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=PRICE",
+        help="price of each: false-reject, escape, review; currency=NAME is only displayed",
+    )
+    add_output(parser, "a folder for report.html and tables as CSV files", "an earlier report")
+
+
+def _station(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the station's YAML file"
+    )
+    add_device(parser)
+
+
+def _camera(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", nargs="?", metavar="CAMERA", help="take a picture with this camera"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the picture to this file (.png, .tif, .tiff, .bmp)",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="compare the picture with this model's training images"
+    )
+    add_device(parser)
+
+
+def _manifest(parser: argparse.ArgumentParser) -> None:
+    images = (
+        "image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
+        "whatever fsspec opens (s3://, gs://, file://, …)"
+    )
+    add_paths(parser, "--input", images, kind=str)
+    lists = (
+        "CSV or Parquet files with the column path, or text files that name an image on each line; "
+        "local, or URLs"
+    )
+    add_paths(parser, "--list", lists, "FILE", str)
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="the manifest, a Parquet file or its URL"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="images in a chunk: written together, and repeated together after a crash (default: "
+        "1000)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier manifest")
+
+
+def _merge_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("manifest", help="the manifest, written by `anomaly manifest`")
+    parser.add_argument("results", help="the folder or URL that the shards had as --output")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="the table: results.csv or results.parquet"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier table")
+
+
+# By command.
+ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "sample-data": _sample_data,
+    "demo": _demo,
+    "export": _export,
+    "features": _features,
+    "register": _register,
+    "serve": _serve,
+    "deploy": _deploy,
+    "drift": _drift,
+    "feedback": _feedback,
+    "report": _report,
+    "station": _station,
+    "camera": _camera,
+    "manifest": _manifest,
+    "merge-results": _merge_results,
+}
