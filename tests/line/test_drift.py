@@ -224,7 +224,7 @@ def test_the_service_sees_what_the_command_sees(
         code, out, _ = command("drift", ["--model", run_folder, "--record", file])
         said = slot.drifted()
         assert (code, said["alarm"], bool(said["flagged"])) == (alarm, alarm, alarm)
-        assert (": anomaly calibrate" in out) == alarm
+        assert ("with anomaly calibrate" in out) == alarm
         assert out.splitlines()[: len(said["lines"])] == said["lines"]
 
     with closing(Record(file)) as record:
