@@ -98,10 +98,11 @@ def sides(args: argparse.Namespace, place: Path) -> list[Side]:
     small, exported = made[-1], place / "onnx"
     options = ["--model", small.folder / "model", "--to", "onnx", "--output", exported]
     options += ["--golden", args.images, "--keep-thresholds"]
-    if not run([*COMMAND, "export", *options]).failed:
-        infer = [*COMMAND, "infer", "--model", exported, "--threads", args.threads]
-        name = "anomaly, EfficientNet-Lite2, ONNX Runtime"
-        made.append(Side(name, [], exported, [*infer, "--overwrite", "--input"]))
+    if failed := run([*COMMAND, "export", *options]).failed:
+        raise SystemExit(f"export: {failed}")
+    infer = [*COMMAND, "infer", "--model", exported, "--threads", args.threads]
+    name = "anomaly, EfficientNet-Lite2, ONNX Runtime"
+    made.append(Side(name, [], exported, [*infer, "--overwrite", "--input"]))
     if args.anomalib_python:
         program = [args.anomalib_python, PEER]
         peer = Side("anomalib, ResNet-50, fp32", program, place / "anomalib", [])

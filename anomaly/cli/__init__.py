@@ -128,11 +128,12 @@ def _report_error(error: Exception, command: str) -> int:
     return 2
 
 
-def execute(arguments: Sequence[str]) -> int:
+def execute(arguments: Sequence[str], **more: object) -> int:
     """Run one command inside another one, printed as the one that does it alone.
 
     Args:
         arguments: the command's name and its options.
+        more: options that aren't typed, by name, see `anomaly.cli.options`.
 
     Returns:
         Its exit code.
@@ -141,7 +142,9 @@ def execute(arguments: Sequence[str]) -> int:
         AnomalyError: what ends it.
     """
     log.info("\n$ anomaly %s", shlex.join(arguments))
-    return _run(_parse(arguments[0], arguments))
+    options = _parse(arguments[0], arguments)
+    vars(options).update(more)
+    return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:

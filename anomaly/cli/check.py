@@ -99,7 +99,7 @@ def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
 def _split_lines(name: str, split: SplitSummary) -> list[str]:
     masks = f" ({split.with_mask} with masks)" if split.defect else ""
     fewer = split.usable < split.images
-    modes = {_told(mode): count for mode, count in split.modes.items()}
+    modes = {_mode_name(mode): count for mode, count in split.modes.items()}
     return [
         f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
         + (f"; {split.usable} of these {split.images} can be used" if fewer else ""),
@@ -107,7 +107,7 @@ def _split_lines(name: str, split: SplitSummary) -> list[str]:
     ]
 
 
-def _told(mode: str) -> str:
+def _mode_name(mode: str) -> str:
     """A kind of colour and bits for people: `8-bit colour` for `rgb8`."""
     kind, kind_of_number, bits = re.split(r"(float)?(\d+)", mode)[:3]
     return f"{bits}-bit {'float ' if kind_of_number else ''}{_COLOURS.get(kind, kind)}"

@@ -141,16 +141,16 @@ def _print_weaknesses(
             log.info(line)
 
 
-def _print_escapes(model: AnyModel, folder: Path) -> None:
+def _print_escapes(models: AnyModel, folder: Path) -> None:
     """Repeat how many defects passed in the newest evaluation that lies in a model's run."""
-    for product, one in model.models.items():
+    for product, model in models.models.items():
         run = find_model(folder / product).parent
-        if one.thresholds is None:
+        if model.thresholds is None:
             continue
         for file in sorted(run.glob("*/scores.csv"), key=lambda f: f.stat().st_mtime, reverse=True):
             with suppress(OSError, ValueError, KeyError):  # a file of something else
                 text = file.read_text("utf-8", "surrogateescape")
-                if line := passed_in_evaluation(text, one.thresholds):
+                if line := passed_in_evaluation(text, model.thresholds):
                     print(f"{product}: {line}" if product else line)
                     break
 

@@ -133,6 +133,7 @@ def _start(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(reported=())  # why images can't be used, as `start` has printed it already
     add_config(parser)
     parser.add_argument("--output", type=Path, help="the run's folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run there")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import shlex
 import sys
 import webbrowser
@@ -129,17 +128,8 @@ def _train(options: argparse.Namespace, config: Path, report: DataReport) -> int
     uncalibrated = ["--no-calibrate"] if single else []
     overwrite = ["--overwrite"] if options.overwrite else []
     output = ["--output", str(options.output)]
-    told = {f"skipped: {fault.detail}" for fault in report.faults}  # by `check`
-
-    def is_new(record: logging.LogRecord) -> bool:
-        return record.getMessage() not in told
-
-    training = logging.getLogger("anomaly.cli.train")
-    training.addFilter(is_new)
-    try:
-        return execute(["train", *of_config, *output, *uncalibrated, *overwrite, *computes])
-    finally:
-        training.removeFilter(is_new)
+    train = ["train", *of_config, *output, *uncalibrated, *overwrite, *computes]
+    return execute(train, reported={fault.detail for fault in report.faults})
 
 
 def _show(
@@ -189,12 +179,11 @@ def _show(
 
 def _say_last(options: argparse.Namespace, config: Path, report: DataReport, code: int) -> None:
     """Offer to follow moving parts, and repeat what mustn't be missed."""
-    moving = next((fault.detail for fault in report.faults if fault.kind == "moving_parts"), "")
-    if align := re.search(r"image\.align=\w+", moving):
-        settings, _ = passed_on(options)
-        train = ["train", "--config", str(config), *settings, "--set", align[0]]
+    settings, _ = passed_on(options)
+    for fault in (fault for fault in report.faults if fault.setting):
+        train = ["train", "--config", str(config), *settings, "--set", fault.setting]
         train += ["--output", str(options.output), "--overwrite"]
-        log.info(f"Worth a try: {moving}:\n  anomaly {shlex.join(train)}\n{_BY_ALIGNING}")
+        log.info(f"Worth a try: {fault.detail}:\n  anomaly {shlex.join(train)}\n{_BY_ALIGNING}")
     if 1 < report.splits["train"].usable < SMALL_SET:
         log.warning(
             f"only {report.splits['train'].usable} good images to learn from, so thresholds aren't "

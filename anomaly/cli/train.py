@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             )
             if several:
                 return train_products(config, datasets, output, train)
-            return train_and_report(config, datasets[0], output, train)
+            return train_and_report(config, datasets[0], output, train, reported=options.reported)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,12 @@ def _product_config(config: Config, product: str, folder: Path, others: Sequence
 
 
 def train_and_report(
-    config: Config, dataset: Dataset, output: Path, options: TrainOptions, product: str = ""
+    config: Config,
+    dataset: Dataset,
+    output: Path,
+    options: TrainOptions,
+    product: str = "",
+    reported: Container[str] = (),
 ) -> int:
     """Train one model, and print what came of it.
 
@@ -214,6 +219,7 @@ def train_and_report(
         output: the run's folder.
         options: how to train.
         product: for progress; empty for one that isn't one of several.
+        reported: reasons why images can't be used that are printed already.
 
     Returns:
         The exit code: 3 where images couldn't be used.
@@ -224,11 +230,11 @@ def train_and_report(
             line(f"{product}, {stage}" if product else stage, done, total)
 
         training, summary = train_run(config, dataset, output, **vars(options), progress=progress)
-    _report(summary, output, training.detector)
+    _report(summary, output, training.detector, reported)
     return 3 if training.refused else 0
 
 
-def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
+def _report(summary: dict[str, Any], output: Path, model: Model, reported: Container[str]) -> None:
     thresholds = model.thresholds
     images, vectors = summary["images"]["learned"], summary["bank_vectors"]
     kept = f", {vectors:,} kept in the memory bank" if vectors else ""
@@ -254,7 +260,8 @@ def _report(summary: dict[str, Any], output: Path, model: Model) -> None:
         )
     for line in lines(of_training(Run(model, output, summary))):
         log.info(line)
-    for reason in first_of([*summary["refused"].values()], "; train.json lists all"):
+    refused = [reason for reason in summary["refused"].values() if reason not in reported]
+    for reason in first_of(refused, "; train.json lists all"):
         log.warning("skipped: %s", reason)
     seconds, peak = summary["seconds"]["total"], summary["peak_memory_bytes"] / 1e9
     print(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
@@ -83,6 +83,7 @@ class Fault:
         split: `train`, `validation` or `test`.
         name: of the image; empty where it is about the whole split.
         detail: for a person.
+        setting: that may help, such as image.align=rigid; empty where none does.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Fault:
     split: str
     name: str
     detail: str
+    setting: str = ""
 
 
 def _fault(kind: str, split: str, sample: Sample | None, detail: str) -> Fault:
@@ -373,8 +375,9 @@ def _moving_parts(
             bit_depth=reading.bit_depth,
             most=_COMPARED,
         )
-    if detail := moving([grey for _, grey in pictures]):
-        yield _fault("moving_parts", "train", None, detail)
+    setting, detail = moving([grey for _, grey in pictures])
+    if detail:
+        yield replace(_fault("moving_parts", "train", None, detail), setting=setting)
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:

@@ -159,8 +159,8 @@ def _bounded(
     return replace(reference, least=least, lowest=Motion(*low), highest=Motion(*high))
 
 
-def moving(pictures: Sequence[Grey]) -> str:
-    """How far parts move and which `image.align` follows them; empty where none is worth it.
+def moving(pictures: Sequence[Grey]) -> tuple[str, str]:
+    """Which setting of `image.align` is worth it, and how far parts move; empty where none is.
 
     Args:
         pictures: of good images.
@@ -168,22 +168,22 @@ def moving(pictures: Sequence[Grey]) -> str:
     try:
         rigid = learn(pictures, rigid=True).checked()
     except DataError:
-        return ""
+        return "", ""
     shift = learn(pictures, rigid=False)
     turn, away = _spread(rigid)
     left, before = (1 - np.median(poses.correlations) for poses in (rigid, shift))
     if turn > _TURNED and left < _LEFT * before:
         ways = "any way" if turn > 90 else f"turned by up to {turn:.0f}°"
-        return (
-            f"parts lie {ways} and are shifted by up to {100 * away:.0f} % of the image's sides; "
-            "image.align=rigid finds the pose of each part first"
-        )
-    _, away = _spread(shift)
-    if away < _FAR:
-        return ""
-    return (
-        f"parts are shifted by up to {100 * away:.0f} % of the image's sides; image.align=shift "
-        "finds the pose of each part first"
+        parts = f"parts lie {ways} and are"
+        setting = "image.align=rigid"
+    else:
+        _, away = _spread(shift)
+        parts, setting = "parts are", "image.align=shift"
+        if away < _FAR:
+            return "", ""
+    return setting, (
+        f"{parts} shifted by up to {100 * away:.0f} % of the image's sides; {setting} finds the "
+        "pose of each part first"
     )
 
 

@@ -55,7 +55,7 @@ def picture_of(image: Image) -> str:
     return digest.hexdigest()
 
 
-def picture_in(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
+def picture_of_source(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
     """`picture_of` a file, or of pixels; empty if it can't be read.
 
     Decoding processes call it: in a module that imports torch, each of them would import that, too.

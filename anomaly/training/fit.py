@@ -26,7 +26,7 @@ from anomaly.errors import DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput
-from anomaly.imaging.looks import picture_in
+from anomaly.imaging.looks import picture_of_source
 from anomaly.imaging.read import Image, bits_used, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.methods.base import Progress
@@ -292,7 +292,7 @@ def _check_labels(
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
     image = config.image
-    read = partial(picture_in, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
+    read = partial(picture_of_source, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
     shown = decoders.map(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None
