@@ -37,7 +37,7 @@ class Attack:
         body: follows the head.
         drip: is sent again and again.
         status: that is answered before the connection is closed; 0 for none.
-        slow_status: answered instead where the server itself is slow to read.
+        slow_status: answered instead where client or server is slow, as on a busy machine.
         reads: whether the client reads what is answered.
         times: as often is the request sent.
     """
@@ -64,7 +64,9 @@ _TINY = b"1\r\nx\r\n"
 _CHUNK = b"8000\r\n" + bytes(0x8000) + b"\r\n"
 ATTACKS = {
     "long body": Attack(b"Content-Length: 5000000000\r\n\r\n", drip=bytes(1000), status=413),
-    "long chunked body": Attack(_CHUNKED + b"\r\n", body=_CHUNK * 40, drip=_CHUNK, status=413),
+    "long chunked body": Attack(
+        _CHUNKED + b"\r\n", body=_CHUNK * 40, drip=_CHUNK, status=413, slow_status=408
+    ),
     "tiny chunks": Attack(_CHUNKED + b"\r\n", body=_TINY * 1000, status=400, slow_status=408),
     "long trailers": Attack(
         _CHUNKED + b"\r\n", body=b"0\r\n" + b"X:y\r\n" * 1000 + b"\r\n", status=400
