@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, cast
 
-import torchvision
 from torch import Tensor, nn
 
+from anomaly.backbones.importing import torchvision
 from anomaly.backbones.weights import State, official_file, official_state, read_state
 from anomaly.errors import ConfigError, WeightsError, nearest
 from anomaly.files.writing import sha256_of

@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anomaly.backbones.importing import torchvision
 from anomaly.hooks import HookSet, capture
 
 Pair = tuple[str, str]

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from anomaly.backbones import networks
 from anomaly.backbones.weights import State, read_state, weights_path
@@ -102,6 +103,29 @@ def _of_package(name: str) -> Backbone | None:
     return None
 
 
+def is_unchanged(name: str, recorded: Mapping[str, str | None]) -> bool:
+    """Whether a network is torchvision's or timm's, and both are those of a model's manifest.
+
+    Args:
+        name: of the network.
+        recorded: versions of packages.
+    """
+    if name in BACKBONES or not (
+        name.startswith(networks.TIMM) or name in networks.torchvision_names()
+    ):
+        return False  # its code may change without a version
+    packages = ("torchvision", *backbone_of(name).packages)
+    return all(recorded.get(package) == version_of(package) for package in packages)
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed distribution; None where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _of_torchvision(name: str) -> Backbone:
     def classes() -> Sequence[str]:
         weights = networks.torchvision_weights(name)
@@ -140,11 +164,23 @@ def build(name: str) -> nn.Module:
     """
     make = backbone_of(name).network
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoRandomValues():
             network = make()
     except NotImplementedError:  # RegNet computes its widths with tensors
         network = make().to("meta")
     return network.eval()
+
+
+class _NoRandomValues(TorchFunctionMode):
+    """Leaves tensors on the meta device unfilled: torch imports its compiler to fill them, 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RANDOM and args and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_RANDOM = (Tensor.normal_, Tensor.uniform_)
 
 
 def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:

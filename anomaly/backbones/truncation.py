@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,6 +59,54 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
         image = torch.empty(1, 3, probe, probe, device="meta")
         copies, pairs = _overwritten(network, paths, image), foldable(network, paths, image)
         return FeatureExtractor(network.eval(), paths, layouts, copies, pairs)
+
+
+def plan_of(extractor: FeatureExtractor) -> dict[str, Any]:
+    """What the dry runs of `truncate` have shown, which `planned` takes."""
+    modules = extractor.network.named_modules()
+    return {
+        "dropped": [path for path, module in modules if isinstance(module, PassThrough)],
+        "axes": [layout.axes for layout in extractor.layouts],
+        "copies": extractor.copies,
+        "folded": [list(pair) for pair in extractor.pairs],
+    }
+
+
+def planned(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor:
+    """Truncate a network as it was before, in place, without a dry run.
+
+    Args:
+        network: the same one, on the meta device.
+        backbone: `layers`, `channels` and `strides` of the extractor of before, and its `plan`.
+
+    Raises:
+        LayerError: the network isn't the same.
+    """
+    plan = backbone["plan"]
+    try:
+        for path in plan["dropped"]:
+            network.set_submodule(path, PassThrough(), strict=True)
+        same = all(
+            isinstance(network.get_submodule(path), kind)
+            for pair in plan["folded"]
+            for path, kind in zip(pair, (nn.Conv2d, nn.BatchNorm2d), strict=True)
+        )
+        for layer in backbone["layers"]:
+            network.get_submodule(layer)
+        layouts = map(Layout, plan["axes"], backbone["channels"], backbone["strides"])
+    except (AttributeError, ValueError):
+        same = False
+    if not same:
+        raise LayerError(
+            f"{type(network).__name__} has other parts than when it was trained; train again"
+        )
+    return FeatureExtractor(
+        network.eval(),
+        tuple(backbone["layers"]),
+        tuple(layouts),
+        plan["copies"],
+        tuple((convolution, norm) for convolution, norm in plan["folded"]),
+    )
 
 
 def _layout(path: str, shape: Sequence[int], probe: int) -> Layout:

@@ -56,6 +56,15 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class _Plan(Part):
+    """See `anomaly.backbones.truncation`."""
+
+    dropped: tuple[str, ...]
+    axes: tuple[Literal["map", "channels_last", "tokens"], ...]
+    copies: bool
+    folded: tuple[tuple[str, str], ...]
+
+
 class _Backbone(Part):
     name: str
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -67,6 +76,7 @@ class _Backbone(Part):
     weights_sha256: _Sha256 | None
     weights_licence: str = _ABSENT
     patch: _Count = _ABSENT
+    plan: _Plan = _ABSENT
 
 
 class _MadeWith(Part):

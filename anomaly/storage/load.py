@@ -221,15 +221,19 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _extractor(source: _Source) -> FeatureExtractor:
     """The truncated network with its weights."""
-    from anomaly.backbones.registry import build, load_state  # these need torch
-    from anomaly.backbones.truncation import truncate
+    from anomaly.backbones.registry import build, is_unchanged, load_state  # these need torch
+    from anomaly.backbones.truncation import planned, truncate
 
     folder, backbone = source.folder, source.manifest["backbone"]
-    extractor = truncate(build(source.config.backbone.name), backbone["layers"])
+    name, packages = source.config.backbone.name, source.manifest["made_with"]["packages"]
+    if "plan" in backbone and is_unchanged(name, packages):
+        extractor = planned(build(name), backbone)  # without torch's compiler: 2 s
+    else:
+        extractor = truncate(build(name), backbone["layers"])
     _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))
     _check_equal(folder, "strides", backbone["strides"], list(extractor.strides))
     _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
-    full = build(source.config.backbone.name)
+    full = build(name)
     load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
     return extractor.to(source.device, _precision(source))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,13 +116,13 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    from anomaly.backbones.registry import backbone_of
+    from anomaly.backbones.registry import backbone_of, version_of
+    from anomaly.backbones.truncation import plan_of
 
     extractor, name = detector.extractor, detector.config.backbone.name
     backbone = backbone_of(name)
     stated = backbone.licence() if weights_sha256 else None
     further = {"weights_licence": stated, "patch": extractor.patch}
-    recorded = (*_RECORDED, *backbone.packages)
     return {
         "software_version": __version__,
         "name": detector.config.name,
@@ -139,9 +138,10 @@ def manifest_of(
             "weights": to_dict(detector.config)["backbone"]["weights"],
             "weights_sha256": weights_sha256,
             **{key: value for key, value in further.items() if value is not None},
+            "plan": plan_of(extractor),
         },
         "made_with": {
-            "packages": {name: _version(name) for name in recorded},
+            "packages": {name: version_of(name) for name in (*_RECORDED, *backbone.packages)},
             "python": platform.python_version(),
             "machine": platform.machine(),
             "device": detector.device.type,
@@ -163,10 +163,3 @@ def _pictures(region: Region | None) -> dict[str, bytes]:
         for name, shape in shapes.items()
         if isinstance(shape, DrawnMask)
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

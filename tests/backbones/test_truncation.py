@@ -1,11 +1,15 @@
 """Truncation: nothing behind the last wanted layer is there."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from anomaly.backbones.registry import build, load_state, read_weights
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones.truncation import plan_of, planned, truncate
 from anomaly.errors import LayerError
 
 
@@ -151,3 +155,40 @@ def test_layers_in_lists_of_modules(layer: str) -> None:
     kept = {name for name, _ in network.named_parameters()}
     assert not any(name.startswith("heads") for name in kept)
     assert ("convs.2.weight" in kept) == (layer == "convs.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("resnet18", ["layer1", "layer2.0.conv1"]),
+        ("densenet121", ["features.denseblock1"]),
+        ("swin_t", ["features.1"]),
+        ("timm/test_vit", ["blocks.0"]),
+        ("timm/tf_efficientnet_lite2", ["blocks.2"]),
+    ],
+)
+def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: list[str]) -> None:
+    run = truncate(build(name), layers)
+    backbone = {"layers": run.layers, "channels": run.channels, "strides": run.strides}
+    again = planned(build(name), json.loads(json.dumps(backbone | {"plan": plan_of(run)})))
+    assert vars(again) | {"network": 0} == vars(run) | {"network": 0}
+    assert str(again.network) == str(run.network)
+    with pytest.raises(LayerError, match="AlexNet has other parts than when it was trained"):
+        planned(build("alexnet"), backbone | {"plan": plan_of(run)})
+
+
+def test_torchvision_comes_without_the_compiler_which_is_there_when_asked_for() -> None:
+    code = """
+import sys
+from anomaly.backbones.importing import torchvision
+from anomaly.backbones.registry import build
+import torch
+build("wide_resnet50_2")
+assert not {name for name in sys.modules if name.startswith("torch._dynamo")}
+boxes = [torch.tensor([[0, 0, 9.0, 9]])]
+assert torchvision.ops.roi_align(torch.ones(1, 1, 9, 9), boxes, 2).mean() == 1
+assert torchvision.ops.roi_align.__globals__["is_compile_supported"]("cpu") in (True, False)
+assert sys.modules["torch._dynamo"].__file__
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

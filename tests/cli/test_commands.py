@@ -476,6 +476,18 @@ def test_help_is_quick_and_bare_call_explains() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_scoring_does_without_torchs_compiler(
+    resnet_folder: Path, product: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from anomaly.cli import main\nassert main(sys.argv[1:]) == 0\n"
+        "assert 'torch' in sys.modules\nassert 'torch._dynamo' not in sys.modules"
+    )
+    image = product / "test" / "spot" / "000.png"
+    options = ["infer", "--model", resnet_folder, "--input", image, "--output", tmp_path / "o"]
+    subprocess.run([sys.executable, "-c", code, *options], check=True, capture_output=True)
+
+
 def test_modules_of_annexes_that_the_core_names_exist() -> None:
     """They are imported by name, so that nothing else notices one that has moved."""
     sources = [file.read_text("utf-8") for file in Path(cli.__file__).parent.glob("*.py")]
