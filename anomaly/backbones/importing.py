@@ -1,7 +1,7 @@
-"""torchvision, imported without torch's compiler.
+"""torchvision and timm, imported without torch's compiler, which takes 2 s and 150 MB.
 
-One of its operators, for detectors, has a question for the compiler and imports it beforehand,
-which takes 2 s and 150 MB. Here the compiler is imported when the question is asked.
+An operator of torchvision's, for detectors, has a question for the compiler; some methods of timm's
+are marked as not to be compiled. Here the compiler is imported when these are called.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import torch  # noqa: F401 - before, since it may use the compiler
+import torch  # before, since it may use the compiler
 
 _PACKAGE, _UTILS = "torch._dynamo", "torch._dynamo.utils"
 
@@ -54,4 +55,32 @@ def _without_compiler() -> Iterator[None]:
 with _without_compiler():
     import torchvision
 
-__all__ = ["torchvision"]
+
+def import_timm() -> Any:
+    """The package timm.
+
+    Raises:
+        ModuleNotFoundError: it isn't installed.
+    """
+    disable = torch.compiler.disable
+
+    def disable_when_called(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        if fn is None:
+            return partial(disable_when_called, recursive=recursive, **options)
+
+        @wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            marked: Any = disable(fn, recursive, **options)  # type: ignore[no-untyped-call]
+            return marked(*args, **kwargs)
+
+        return call
+
+    torch.compiler.disable = disable_when_called
+    try:
+        import timm
+    finally:
+        torch.compiler.disable = disable
+    return timm
+
+
+__all__ = ["import_timm", "torchvision"]

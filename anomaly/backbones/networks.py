@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from anomaly.backbones.importing import torchvision
+from anomaly.backbones.importing import import_timm, torchvision
 from anomaly.backbones.weights import State, official_file, official_state, read_state
 from anomaly.errors import ConfigError, WeightsError, nearest
 from anomaly.files.writing import sha256_of
@@ -197,7 +197,7 @@ def timm_network(name: str) -> nn.Module:
         ConfigError: timm isn't installed, or has no such network.
     """
     try:
-        import timm  # optional, and takes a second
+        timm = import_timm()  # optional, and takes a second
     except ModuleNotFoundError:
         raise ConfigError(
             "networks of timm need timm, which isn't installed: pip install 'anomaly[train]'"
@@ -217,7 +217,7 @@ def timm_network(name: str) -> nn.Module:
             f"{nearest(tag, tags)}"
         )
     try:
-        network = timm.create_model(plain, pretrained=False, dynamic_img_size=True)
+        network: nn.Module = timm.create_model(plain, pretrained=False, dynamic_img_size=True)
     except TypeError:  # a kind that takes any size by itself, or one size only
         network = timm.create_model(plain, pretrained=False)
     return network
@@ -243,10 +243,9 @@ def timm_stages(network: nn.Module) -> tuple[str, ...]:
 
 def timm_settings(name: str) -> Mapping[str, Any]:
     """What timm states about a network's weights: `mean`, `std`, `license`, `hf_hub_id`."""
-    import timm  # optional
-
+    timm = import_timm()  # optional
     settings = timm.get_pretrained_cfg(name.removeprefix(TIMM))
-    return settings.to_dict() if settings else {}  # type: ignore[no-untyped-call]
+    return settings.to_dict() if settings else {}
 
 
 def timm_state(name: str) -> tuple[State, str]:

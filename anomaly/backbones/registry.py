@@ -164,23 +164,29 @@ def build(name: str) -> nn.Module:
     """
     make = backbone_of(name).network
     try:
-        with torch.device("meta"), _NoRandomValues():
+        with torch.device("meta"), _NoInitialValues():
             network = make()
     except NotImplementedError:  # RegNet computes its widths with tensors
         network = make().to("meta")
     return network.eval()
 
 
-class _NoRandomValues(TorchFunctionMode):
+class _NoInitialValues(TorchFunctionMode):
     """Leaves tensors on the meta device unfilled: torch imports its compiler to fill them, 2 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _RANDOM and args and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _FILL:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
-_RANDOM = (Tensor.normal_, Tensor.uniform_)
+_FILL = (
+    *(nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_),
+    *(Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_),  # truncated normal distributions
+)
 
 
 def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:

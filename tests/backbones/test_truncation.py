@@ -177,18 +177,23 @@ def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: lis
         planned(build("alexnet"), backbone | {"plan": plan_of(run)})
 
 
-def test_torchvision_comes_without_the_compiler_which_is_there_when_asked_for() -> None:
+def test_torchvision_and_timm_come_without_the_compiler_which_is_there_when_needed() -> None:
     code = """
 import sys
 from anomaly.backbones.importing import torchvision
 from anomaly.backbones.registry import build
 import torch
-build("wide_resnet50_2")
+for name in ("wide_resnet50_2", "mobilenet_v2", "vit_b_16", "timm/tf_efficientnet_lite2"):
+    build(name)
 assert not {name for name in sys.modules if name.startswith("torch._dynamo")}
 boxes = [torch.tensor([[0, 0, 9.0, 9]])]
 assert torchvision.ops.roi_align(torch.ones(1, 1, 9, 9), boxes, 2).mean() == 1
 assert torchvision.ops.roi_align.__globals__["is_compile_supported"]("cpu") in (True, False)
 assert sys.modules["torch._dynamo"].__file__
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+import timm
+small = {"depth": 1, "embed_dim": 12, "num_heads": 1, "pos_embed": "factorized"}
+timm.create_model("naflexvit_base_patch16_gap", **small)(torch.ones(1, 3, 32, 48))
+assert torch.compiler.disable.__module__ == "torch.compiler"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
