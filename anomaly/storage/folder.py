@@ -17,16 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load, load_file
 
 from anomaly.errors import ModelError, OutputError, unwritable, why
 from anomaly.files.outputs import is_model
 from anomaly.files.writing import as_json, draft_of, from_json, like, sha256_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,8 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
         ModelError: it is damaged, or holds tensors of kinds that no model has (8-bit floats, say).
         OSError: it can't be read.
     """
+    from safetensors.numpy import load, load_file  # these import numpy
+
     try:
         os.fspath(file).encode()
     except UnicodeEncodeError:  # the library opens only files whose names are text
