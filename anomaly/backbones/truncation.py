@@ -61,8 +61,8 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
         return FeatureExtractor(network.eval(), paths, layouts, copies, pairs)
 
 
-def plan_of(extractor: FeatureExtractor) -> dict[str, Any]:
-    """What the dry runs of `truncate` have shown, which `planned` takes."""
+def truncation_of(extractor: FeatureExtractor) -> dict[str, Any]:
+    """What the dry runs of `truncate` have shown, which `truncate_again` takes."""
     modules = extractor.network.named_modules()
     return {
         "dropped": [path for path, module in modules if isinstance(module, PassThrough)],
@@ -72,28 +72,29 @@ def plan_of(extractor: FeatureExtractor) -> dict[str, Any]:
     }
 
 
-def planned(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor:
+def truncate_again(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor:
     """Truncate a network as it was before, in place, without a dry run.
 
     Args:
         network: the same one, on the meta device.
-        backbone: `layers`, `channels` and `strides` of the extractor of before, and its `plan`.
+        backbone: `layers`, `channels` and `strides` of the extractor of before, and its
+            `truncation`.
 
     Raises:
         LayerError: the network isn't the same.
     """
-    plan = backbone["plan"]
+    truncation = backbone["truncation"]
     try:
-        for path in plan["dropped"]:
+        for path in truncation["dropped"]:
             network.set_submodule(path, PassThrough(), strict=True)
         same = all(
             isinstance(network.get_submodule(path), kind)
-            for pair in plan["folded"]
+            for pair in truncation["folded"]
             for path, kind in zip(pair, (nn.Conv2d, nn.BatchNorm2d), strict=True)
         )
         for layer in backbone["layers"]:
             network.get_submodule(layer)
-        layouts = map(Layout, plan["axes"], backbone["channels"], backbone["strides"])
+        layouts = map(Layout, truncation["axes"], backbone["channels"], backbone["strides"])
     except (AttributeError, ValueError):
         same = False
     if not same:
@@ -104,8 +105,8 @@ def planned(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor
         network.eval(),
         tuple(backbone["layers"]),
         tuple(layouts),
-        plan["copies"],
-        tuple((convolution, norm) for convolution, norm in plan["folded"]),
+        truncation["copies"],
+        tuple((convolution, norm) for convolution, norm in truncation["folded"]),
     )
 
 

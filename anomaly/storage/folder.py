@@ -57,7 +57,7 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Plan(Part):
+class _Truncation(Part):
     """See `anomaly.backbones.truncation`."""
 
     dropped: tuple[str, ...]
@@ -77,7 +77,7 @@ class _Backbone(Part):
     weights_sha256: _Sha256 | None
     weights_licence: str = _ABSENT
     patch: _Count = _ABSENT
-    plan: _Plan = _ABSENT
+    truncation: _Truncation = _ABSENT
 
 
 class _MadeWith(Part):

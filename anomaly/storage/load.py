@@ -222,12 +222,12 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 def _extractor(source: _Source) -> FeatureExtractor:
     """The truncated network with its weights."""
     from anomaly.backbones.registry import build, is_unchanged, load_state  # these need torch
-    from anomaly.backbones.truncation import planned, truncate
+    from anomaly.backbones.truncation import truncate, truncate_again
 
     folder, backbone = source.folder, source.manifest["backbone"]
     name, packages = source.config.backbone.name, source.manifest["made_with"]["packages"]
-    if "plan" in backbone and is_unchanged(name, packages):
-        extractor = planned(build(name), backbone)  # without torch's compiler: 2 s
+    if "truncation" in backbone and is_unchanged(name, packages):
+        extractor = truncate_again(build(name), backbone)  # without torch's compiler: 2 s
     else:
         extractor = truncate(build(name), backbone["layers"])
     _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))

@@ -117,7 +117,7 @@ def manifest_of(
         refused_images: index among all training images of each that couldn't be used, by name.
     """
     from anomaly.backbones.registry import backbone_of, version_of
-    from anomaly.backbones.truncation import plan_of
+    from anomaly.backbones.truncation import truncation_of
 
     extractor, name = detector.extractor, detector.config.backbone.name
     backbone = backbone_of(name)
@@ -138,7 +138,7 @@ def manifest_of(
             "weights": to_dict(detector.config)["backbone"]["weights"],
             "weights_sha256": weights_sha256,
             **{key: value for key, value in further.items() if value is not None},
-            "plan": plan_of(extractor),
+            "truncation": truncation_of(extractor),
         },
         "made_with": {
             "packages": {name: version_of(name) for name in (*_RECORDED, *backbone.packages)},

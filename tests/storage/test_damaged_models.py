@@ -38,7 +38,7 @@ VALUES += [math.nan]
 # Entries of a manifest that can have other legal values without anything else showing it.
 FREE = {
     *("software_version", "packages", "python", "machine", "device", "threads"),
-    *("training_images", "refused_images", "weights_sha256", "aspect", "mean", "std", "plan"),
+    *("training_images", "refused_images", "weights_sha256", "aspect", "mean", "std", "truncation"),
 }
 
 
