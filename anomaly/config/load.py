@@ -37,9 +37,9 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
         overrides: of `--set`, which change them.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or range; a line for each mistake.
+        ConfigError: no mapping, an unknown key, a wrong type or range; a line for each mistake.
     """
-    values = dict(values)
+    values = dict(_mapping(values, where))
     sources = {_apply(values, override): f"--set {override}" for override in overrides}
     try:
         return Config.model_validate(values)
@@ -233,10 +233,12 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} can't be read: {why(error)}") from None
     values = parse_yaml(text, str(file))
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold `key: value` lines, not a {type(values).__name__}")
+    return {} if values is None else _mapping(values, str(file))
+
+
+def _mapping(values: Any, where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} must hold `key: value` lines, not a {type(values).__name__}")
     return values
 
 

@@ -191,10 +191,13 @@ def test_each_setting(model: Path) -> None:
             (model / "config.yaml").write_text(yaml.safe_dump(whole))
             vouch_for(model, "config.yaml")
             attempt(model)
-    for text in ("[" * 3000, "a: [", "\x00", "- 1", "null"):
-        (model / "config.yaml").write_text(text)
-        vouch_for(model, "config.yaml")
-        assert attempt(model) is None, text
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "a: [", "\x00", "- 1", "null", "word"])
+def test_settings_that_are_none(bank: Path, text: str) -> None:
+    (bank / "config.yaml").write_text(text)
+    vouch_for(bank, "config.yaml")
+    assert attempt(bank) is None
 
 
 def tampered(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
