@@ -242,7 +242,8 @@ def test_castings(tmp_path: Path) -> None:
     good = sorted((folder / "train" / "good").iterdir())[:40]
     defects = sorted(p for p in (folder / "test").rglob("*") if "good" not in p.parts)
     defects = [p for p in defects if p.is_file()][:30]
-    detector = anomaly.fit(good, {"image": {"area": 128}}, device="cpu")
+    settings = {"image": {"area": 128}, "backbone": {"name": "timm/tf_efficientnet_lite2"}}
+    detector = anomaly.fit(good, settings, device="cpu")
     detector.save(tmp_path / "run" / "model")
     model = load_model(tmp_path / "run", "cpu")
     missed = [p.path for p in model.predict(defects) if p.verdict == "good"][:3]
@@ -250,8 +251,7 @@ def test_castings(tmp_path: Path) -> None:
         pytest.skip("none of these defects passes")
     tried = other_settings(model, missed, good=[folder / "train" / "good"])
     assert tried[0].caught == 0
-    settings = {"image": {"area": 128}, "model": {"image_score": "map_max"}}
-    other = anomaly.fit(good, settings, device="cpu")
+    other = anomaly.fit(good, settings | {"model": {"image_score": "map_max"}}, device="cpu")
     here = next(one for one in tried if one.name == "model.image_score=map_max")
     assert other.thresholds is not None
     assert here.thresholds.review == pytest.approx(other.thresholds.review, rel=1e-3)
