@@ -1,7 +1,7 @@
 """torchvision and timm, imported without torch's compiler, which takes 2 s and 150 MB.
 
-An operator of torchvision's, for detectors, has a question for the compiler; some methods of timm's
-are marked as not to be compiled. Here the compiler is imported when these are called.
+torchvision's `roi_align` asks the compiler whether it supports a device, and timm marks methods as
+not to be compiled. Here the compiler is imported only when one of these is called.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ _PACKAGE, _UTILS = "torch._dynamo", "torch._dynamo.utils"
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Let other modules stand in for the compiler's; they import it when it is used."""
+    """Put placeholders in the place of the compiler's modules; using one imports the compiler."""
     if _PACKAGE in sys.modules:
         yield
         return
-    standing_in = {name: ModuleType(name) for name in (_PACKAGE, _UTILS)}
+    placeholders = {name: ModuleType(name) for name in (_PACKAGE, _UTILS)}
 
-    def leave() -> None:
-        for name, module in standing_in.items():
+    def remove_placeholders() -> None:
+        for name, module in placeholders.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
 
     def attribute(name: str) -> Any:
         if name.startswith("__"):  # `inspect` asks every module for its file
             raise AttributeError(name)
-        leave()
+        remove_placeholders()
         return getattr(import_module(_UTILS), name)
 
     def is_compile_supported(device_type: str) -> bool:
         return bool(attribute("is_compile_supported")(device_type))
 
-    vars(standing_in[_PACKAGE]).update(__path__=[])
-    vars(standing_in[_UTILS]).update(
+    vars(placeholders[_PACKAGE]).update(__path__=[])
+    vars(placeholders[_UTILS]).update(
         is_compile_supported=is_compile_supported, __getattr__=attribute
     )
-    sys.modules.update(standing_in)
+    sys.modules.update(placeholders)
     try:
         yield
     finally:
-        leave()
+        remove_placeholders()
 
 
 with _without_compiler():
@@ -57,7 +57,10 @@ with _without_compiler():
 
 
 def import_timm() -> Any:
-    """The package timm.
+    """Import timm.
+
+    Returns:
+        The package.
 
     Raises:
         ModuleNotFoundError: it isn't installed.

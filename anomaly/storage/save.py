@@ -116,13 +116,15 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    from anomaly.backbones.registry import backbone_of, version_of
+    from anomaly.backbones.registry import backbone_of, is_unchanged, version_of
     from anomaly.backbones.truncation import truncation_of
 
     extractor, name = detector.extractor, detector.config.backbone.name
     backbone = backbone_of(name)
     stated = backbone.licence() if weights_sha256 else None
-    further = {"weights_licence": stated, "patch": extractor.patch}
+    packages = {package: version_of(package) for package in (*_RECORDED, *backbone.packages)}
+    truncation = truncation_of(extractor) if is_unchanged(name, packages) else None
+    further = {"weights_licence": stated, "patch": extractor.patch, "truncation": truncation}
     return {
         "software_version": __version__,
         "name": detector.config.name,
@@ -138,10 +140,9 @@ def manifest_of(
             "weights": to_dict(detector.config)["backbone"]["weights"],
             "weights_sha256": weights_sha256,
             **{key: value for key, value in further.items() if value is not None},
-            "truncation": truncation_of(extractor),
         },
         "made_with": {
-            "packages": {name: version_of(name) for name in (*_RECORDED, *backbone.packages)},
+            "packages": packages,
             "python": platform.python_version(),
             "machine": platform.machine(),
             "device": detector.device.type,

@@ -49,7 +49,7 @@ def busy(*_: object) -> Any:
     raise BusyError("it takes nothing", 1)
 
 
-class Noted(server.Places):
+class WatchedPlaces(server.Places):
     """Places that say which connections are open, by the client's port."""
 
     def __init__(self) -> None:
@@ -66,15 +66,15 @@ class Noted(server.Places):
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    noted = Noted()
-    monkeypatch.setattr(server, "Places", lambda: noted)
-    return noted
+def places(monkeypatch: pytest.MonkeyPatch) -> WatchedPlaces:
+    watched = WatchedPlaces()
+    monkeypatch.setattr(server, "Places", lambda: watched)
+    return watched
 
 
 @pytest.fixture
 def address(
-    line: InspectionService, places: Noted, monkeypatch: pytest.MonkeyPatch
+    line: InspectionService, places: WatchedPlaces, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(server, "_IDLE_SECONDS", 2)
     monkeypatch.setattr(server, "_TAKE_SECONDS", 1)
@@ -139,7 +139,7 @@ def status(address: tuple[str, int]) -> int:
 
 
 def test_no_attack_on_any_route_lasts_or_delays_health(
-    line: InspectionService, address: tuple[str, int], places: Noted
+    line: InspectionService, address: tuple[str, int], places: WatchedPlaces
 ) -> None:
     routes = routes_of(make_app(line))
     attacks = list(ATTACKS.values())
@@ -153,14 +153,14 @@ def test_no_attack_on_any_route_lasts_or_delays_health(
             ]
             until = time.monotonic() + 60  # seconds, on a machine that does much else
             for client in press(clients, until):
-                told = (client.attack, client.route, client.answer[:200])
+                case = (client.attack, client.route, client.answer[:200])
                 if client.attack.status:
                     allowed = (client.attack.status, client.attack.slow_status or None)
-                    assert client.status in allowed, told
+                    assert client.status in allowed, case
                 if client.attack.reads:
-                    assert client.follows or client.seconds is not None, told
+                    assert client.follows or client.seconds is not None, case
                 while not client.attack.reads and client.line.getsockname()[1] in places.ports:
-                    assert time.monotonic() < until, told
+                    assert time.monotonic() < until, case
                     line._send_event({"kind": "part", "part": "x" * 100_000})  # to followers
                     time.sleep(0.1)
     assert len(seconds) > 20

@@ -38,7 +38,7 @@ VALUES += [math.nan]
 # Entries of a manifest that can have other legal values without anything else showing it.
 FREE = {
     *("software_version", "packages", "python", "machine", "device", "threads"),
-    *("training_images", "refused_images", "weights_sha256", "aspect", "mean", "std", "truncation"),
+    *("training_images", "refused_images", "weights_sha256", "aspect", "mean", "std"),
 }
 
 
@@ -153,6 +153,23 @@ def test_each_value_of_a_manifest(model: Path, product: Path) -> None:
             detector = attempt(model)
             assert detector is None or agree(good, detector, image), (way, mutant)
     assert len(passed) < 20
+
+
+def test_each_value_of_a_truncation(resnet_folder: Path, product: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resnet_folder / "model", model)
+    good, image = load_model(model), product / "test" / "spot" / "000.png"
+    (before,) = good.predict([image])
+    assert isinstance(before, Prediction)
+    whole, loaded = manifest_of(model), 0
+    for way, part in mutants(whole["backbone"]["truncation"]):
+        seal(model, whole | {"backbone": whole["backbone"] | {"truncation": part}})
+        if detector := attempt(model):
+            (after,) = detector.predict([image])
+            assert isinstance(after, Prediction), (way, part)
+            assert after.score == pytest.approx(before.score, rel=1e-5), (way, part)
+            loaded += 1
+    assert loaded < 10
 
 
 @pytest.mark.parametrize("name", ["thresholds.json", "calibration.json"])
