@@ -93,6 +93,10 @@ _WANTED = {
 }
 
 
+# Settings, and values of settings, that earlier versions had: what to do instead.
+GONE: dict[str, str] = {}
+
+
 _SHORT = reprlib.Repr()  # of a value, however long or deep
 _SHORT.maxstring = _SHORT.maxother = 200
 
@@ -101,6 +105,9 @@ def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
     """What is wrong with a value and what it has to be, from a mistake that pydantic reports."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
+    for name in (key, f"{key}={error['input']}"):
+        if name in GONE:
+            return f"{name} is no longer supported; {GONE[name]}"
     if kind in ("extra_forbidden", "invalid_key"):
         alike = nearest(str(location[-1])[:200], _known_keys(location[:-1], schema))
         return f"unknown key {key[:200]!r}; {alike}"
