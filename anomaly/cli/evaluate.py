@@ -24,8 +24,6 @@ from anomaly.evaluation.splits import images_to_test
 from anomaly.evaluation.weaknesses import lines
 from anomaly.files.outputs import locked
 from anomaly.report.category import Category, evaluated
-from anomaly.report.comparison import summary
-from anomaly.report.comparison_page import write_comparison
 from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, flattered, table, undefined
 from anomaly.scoring.image_statistics import nearest
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate every model named, or compare two evaluations."""
+    """Evaluate every model named."""
     if options.overrides and not options.config:
         raise ConfigError("--set needs --config: a trained model keeps the settings it has")
     if (options.good or options.defects or options.masks) and not options.model:
@@ -55,13 +53,7 @@ def run(options: argparse.Namespace) -> int:
         _check_one_product(options.model)
         open_test_images(options.good, options.defects, options.masks)
     with locked(options.output):
-        if not options.compare:
-            return _run(options)
-        first, second = options.compare
-        comparison = write_comparison(first, second, options.output, overwrite=options.overwrite)
-        print(summary(comparison))
-        print(f"Look at {options.output / 'comparison.html'}")
-        return 0
+        return _run(options)
 
 
 def _check_one_product(folders: Sequence[Path]) -> None:

@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "evaluate": (
             "measure trained models on their test splits",
             "evaluate --model runs/part --output figures/part",
-            "evaluate --compare figures/before figures/after --output figures/changed",
+            "evaluate --model runs/part --defects defects --output figures/defects",
         ),
         "calibrate": (
             "choose a trained model's thresholds, without training it again",

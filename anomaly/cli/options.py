@@ -157,13 +157,6 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="configs; models that aren't trained yet are trained into --runs first",
     )
-    what.add_argument(
-        "--compare",
-        type=Path,
-        nargs=2,
-        metavar=("A", "B"),
-        help="compare two evaluations, the outputs of this command, instead of making one",
-    )
     add_output(parser, "where the reports go", "earlier reports")
     add_settings(parser, "with --config: override a setting of all of them; may be repeated")
     parser.add_argument(

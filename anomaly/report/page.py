@@ -12,7 +12,6 @@ import html
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -119,20 +118,10 @@ def figure_html(picture: str, caption: str) -> str:
     return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
 
-def image_layer(data: bytes, kind: str = "jpeg", attributes: str = "") -> str:
-    """A file of an image as a layer that fills its picture; nothing where there are no bytes.
-
-    Args:
-        data: the file.
-        kind: its format's name in a MIME type.
-        attributes: SVG.
-    """
-    if not data:
-        return ""
-    href = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return (
-        f'<image {attributes} href="{href}" width="100%" height="100%" preserveAspectRatio="none"/>'
-    )
+def image_layer(data: bytes) -> str:
+    """A JPEG file as a layer that fills its picture."""
+    href = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    return f'<image href="{href}" width="100%" height="100%" preserveAspectRatio="none"/>'
 
 
 def command_line(*words: str) -> str:
@@ -176,16 +165,6 @@ def embedded(data: Mapping[str, Any]) -> str:
     """JSON that can stand inside a script element whatever the strings in it are."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def embedded_data(text: str) -> dict[str, Any]:
-    """What `embedded` has put into a page.
-
-    Raises:
-        ValueError: the page holds none.
-    """
-    found = re.search(r'<script type="application/json" id="data">(.*)</script>', text)
-    return dict(json.loads(found[1] if found else ""))
 
 
 def _policy(style: str, code: str) -> str:

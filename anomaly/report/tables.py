@@ -16,7 +16,7 @@ from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json
 
 Columns = Sequence[tuple[str, str]]
-COLUMNS: Columns = (
+_COLUMNS: Columns = (
     ("image AUROC", "image_auroc"),
     ("image AP", "image_ap"),
     ("image F1", "image_f1_max"),
@@ -107,7 +107,7 @@ def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
 
 def defined_columns(evaluations: Sequence[Evaluation]) -> Columns:
     """The columns that some evaluation has a figure for."""
-    return [c for c in COLUMNS if any(e.metrics.values.get(c[1]) is not None for e in evaluations)]
+    return [c for c in _COLUMNS if any(e.metrics.values.get(c[1]) is not None for e in evaluations)]
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:

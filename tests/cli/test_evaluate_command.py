@@ -92,21 +92,6 @@ def test_configs_are_trained_once(tmp_path: Path, command: Command) -> None:
     assert (code, "--set needs --config" in err) == (2, True)
 
 
-def test_two_evaluations_are_compared(
-    run_folder: Path, padim_folder: Path, tmp_path: Path, command: Command
-) -> None:
-    for name, model in (("a", run_folder), ("b", padim_folder)):
-        assert command("evaluate", ["--model", model, "--output", tmp_path / name])[0] == 0
-    compare = ["--compare", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "c"]
-    code, out, _ = command("evaluate", compare)
-    assert code == 0
-    assert "of 6 images changed verdict" in out
-    assert _names(tmp_path / "c") == {"comparison.html", "comparison.csv"}
-    assert command("evaluate", compare)[0] == 2
-    code, _, err = command("evaluate", ["--compare", tmp_path, tmp_path, "--output", tmp_path])
-    assert (code, "holds no evaluation" in err) == (2, True)
-
-
 @pytest.mark.parametrize("flags", [[], ["--side-by-side"]])
 def test_infer_draws_as_asked(
     flags: list[str], run_folder: Path, product: Path, tmp_path: Path, command: Command

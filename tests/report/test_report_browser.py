@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +23,6 @@ from anomaly.evaluation.metrics.images import confusion
 from anomaly.evaluation.weaknesses import Weakness
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
-from anomaly.report.comparison import Change, Comparison
-from anomaly.report.comparison_page import comparison_html
 from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
 
@@ -567,19 +565,12 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
         assert name in names
     assert "line\\u000abreak\\u2028.png" in names
     assert "\\u202egnp.elbisrever\\u202c.png" in names
-    for page in (index_html([category], [], {category.name: HOSTILE[1]}), _compared(HOSTILE)):
-        file = tmp_path / "page.html"
-        file.write_text(page, "utf-8", errors="replace")
-        browser.open(file)
-        assert browser.evaluate("window.hacked === undefined")
-        assert browser.evaluate("document.querySelectorAll('script, img').length") == 0
-
-
-def _compared(names: Sequence[str]) -> str:
-    changes = tuple(
-        Change(name, name, name, (1.0, 2.0), ("good", "reject"), (0.5, 1.5)) for name in names
-    )
-    return comparison_html(Comparison((names[0], names[1]), {names[0]: ({}, {})}, changes, (0, 1)))
+    file = tmp_path / "page.html"
+    page = index_html([category], [], {category.name: HOSTILE[1]})
+    file.write_text(page, "utf-8", errors="replace")
+    browser.open(file)
+    assert browser.evaluate("window.hacked === undefined")
+    assert browser.evaluate("document.querySelectorAll('script, img').length") == 0
 
 
 def test_the_policy_forbids_what_is_not_in_the_page(browser: Browser, tmp_path: Path) -> None:
