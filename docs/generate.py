@@ -1,6 +1,6 @@
-"""What the documentation takes from the code: settings, messages, the drawing of rooms, figures.
+"""What the documentation takes from the code: settings, the drawing of rooms, figures.
 
-    python docs/generate.py    # writes docs/settings.md and docs/troubleshooting.md anew
+    python docs/generate.py    # writes docs/settings.md anew
 
 `make docs` loads it as MkDocs' hooks: pages that lie outside docs/ (the change log, the benchmarks)
 join the site, and `<!-- name -->` in a page becomes what is generated under that name.
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Files of the repository that the site shows, by their place in it.
 OUTSIDE = {
     "benchmarks.md": "benchmarks/RESULTS.md",
@@ -45,7 +44,6 @@ IN_PRODUCTION = {
     "On the line": "line.md",
     "The service": "service.md",
     "Label parts": "labelling.md",
-    "From camera to PLC": "station.md",
     "A model in other engines": "deployment.md",
     "Many images, many machines": "scale.md",
 }
@@ -115,13 +113,6 @@ def settings_page() -> str:
         parts.append("\n".join([f"## {title}", "", about, "", *HEAD, *rows]) + "\n")
     parts.insert(1, "\n".join(["## The whole", "", *HEAD, *top]) + "\n")
     return "\n".join(parts)
-
-
-def troubleshooting_page() -> str:
-    """The page of remedies, which are written by hand, with all messages at its end."""
-    from messages import with_messages
-
-    return with_messages(TROUBLESHOOTING.read_text("utf-8"), ROOT / "anomaly")
 
 
 # What several settings take, or a setting several times: its title, key, and what it is for.
@@ -341,4 +332,3 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 if __name__ == "__main__":
     (ROOT / "docs" / "settings.md").write_text(settings_page(), "utf-8")
-    TROUBLESHOOTING.write_text(troubleshooting_page(), "utf-8")

@@ -14,7 +14,7 @@ from conftest import REPOSITORY, TINY, train_arguments
 from anomaly import cli
 from anomaly.cli import annex
 
-_ANNEXES = ("station", "line", "cluster", "export", "sample_data")
+_ANNEXES = ("line", "cluster", "export", "sample_data")
 # Imports every module, then trains, scores and evaluates, and asks for a command of an annex.
 _PROGRAM = """
 import pkgutil, sys

@@ -1,4 +1,4 @@
-"""The command line: `anomaly <command>`, `python -m anomaly <command>`, `scripts/<command>.py`."""
+"""The command line: `anomaly <command>`, or `python -m anomaly <command>`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ log = logging.getLogger(__name__)
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),
-    "station": ("station", "camera"),
     "cluster": ("manifest", "merge-results"),
     "export": ("export", "features", "register"),
     "sample_data": ("demo", "sample-data"),
 }
 _SCORING = (
-    *("benchmark", "camera", "deploy", "infer", "evaluate"),
-    *("register", "selfcheck", "serve", "station"),
+    *("benchmark", "deploy", "infer", "evaluate"),
+    *("register", "selfcheck", "serve"),
 )
 _GARBAGE = 10_000  # objects made since the last search for garbage
 _HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
@@ -242,7 +241,7 @@ def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def annex(name: str) -> Any:
-    """A module of an annex: of `station`, `line`, `cluster`, `export` or `sample_data`.
+    """A module of an annex: of `line`, `cluster`, `export` or `sample_data`.
 
     The core runs without them, so that it imports none at its top.
 

@@ -341,29 +341,6 @@ def _report(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "a folder for report.html and tables as CSV files", "an earlier report")
 
 
-def _station(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the station's YAML file"
-    )
-    add_device(parser)
-
-
-def _camera(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", nargs="?", metavar="CAMERA", help="take a picture with this camera"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the picture to this file (.png, .tif, .tiff, .bmp)",
-    )
-    parser.add_argument(
-        "--model", type=Path, help="compare the picture with this model's training images"
-    )
-    add_device(parser)
-
-
 def _manifest(parser: argparse.ArgumentParser) -> None:
     images = (
         "image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
@@ -410,8 +387,6 @@ ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "drift": _drift,
     "feedback": _feedback,
     "report": _report,
-    "station": _station,
-    "camera": _camera,
     "manifest": _manifest,
     "merge-results": _merge_results,
 }

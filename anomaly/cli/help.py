@@ -98,16 +98,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "serve --models line --record line.sqlite",
             "serve --models line --host 0.0.0.0 --token-file token --webhook http://plc.example",
         ),
-        "station": (
-            "take a picture of each part on a line and tell the machine the verdict in time",
-            "station --config line.yaml",
-            "station --config line.yaml --device cpu --threads 2",
-        ),
-        "camera": (
-            "list cameras, or take a picture and say how sharp and how bright it is",
-            "camera",
-            "camera usb:0 --output first.png --model runs/part",
-        ),
         "selfcheck": (
             "score known parts before a shift and name scores that have changed",
             "selfcheck --model line/part --golden golden --record",

@@ -5,7 +5,6 @@
     promises   rates that the thresholds of each model promise
     feedback   people's judgements; an empty verdict withdraws one; a trigger refuses changes
     marks      masks of defects, as PNG files, that people have drawn beside their feedback
-    triggers   one row for each part of a station, which several pictures may show
     outboxes   the last part that each receiver has confirmed
     acknowledgements   who acknowledged which alarm, when, and when it ended
 
@@ -47,7 +46,7 @@ _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
-INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM {}
+INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM parts
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
 # The last judgement of each image, unless it was withdrawn.
@@ -124,7 +123,7 @@ class Record:
         self._places: tuple[object, ...] = ()
         self._head = -1  # a descriptor of the file
         self._gone = False
-        self._receivers: dict[str, str] = {}  # the table of rows that each takes
+        self._receivers: set[str] = set()
         self.last = 0
         self._held: int | None = None  # bytes of pictures; None until they are counted
         self._needed = 0  # bytes that the last write needed
@@ -192,8 +191,8 @@ class Record:
                 db.execute("DELETE FROM sqlite_sequence WHERE name = 'parts'")
                 db.execute("INSERT INTO sqlite_sequence VALUES ('parts', ?)", (self.last,))
             self.last, self._held = max(self.last, newest), None
-            for receiver, table in self._receivers.items():
-                db.execute(_RECEIVER.format(table), (receiver, self.last * (table == "parts")))
+            for receiver in self._receivers:
+                db.execute(_RECEIVER, (receiver, self.last))
         except BaseException:
             db.close()
             raise
@@ -226,11 +225,11 @@ class Record:
         existing = next(folder for folder in self.file.absolute().parents if folder.is_dir())
         return shutil.disk_usage(existing).free
 
-    def send_to(self, receiver: str, table: str = "parts") -> None:
+    def send_to(self, receiver: str) -> None:
         """Register a receiver; a new one gets only rows from now on."""
         with self.changing() as db:
-            db.execute(_RECEIVER.format(table), (receiver, self.last * (table == "parts")))
-            self._receivers[receiver] = table
+            db.execute(_RECEIVER, (receiver, self.last))
+            self._receivers.add(receiver)
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
         """Record results; they are on disk when this returns.

@@ -138,7 +138,7 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     with open_to_read(record) as db:
         db.create_function("decider", 1, decider)
         db.executescript(script.format_map(values))
-        if not db.execute("SELECT EXISTS (SELECT 1 FROM outcomes WHERE age = 0)").fetchone()[0]:
+        if not db.execute("SELECT EXISTS (SELECT 1 FROM seen WHERE age = 0)").fetchone()[0]:
             first, last = db.execute("SELECT MIN (time), MAX (time) FROM parts").fetchone()
             content = (
                 f"its parts are from {first[:16]} to {last[:16]} UTC"

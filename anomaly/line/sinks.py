@@ -1,4 +1,4 @@
-"""Receivers of results: a webhook, a topic of an MQTT broker, or a CSV file.
+"""Receivers of results: a webhook, or a topic of an MQTT broker.
 
 Only the configured address is contacted; redirects and the environment's proxies are ignored.
 Messages and logs name scheme, host and port, no more: the rest of an address
@@ -17,20 +17,16 @@ import ssl
 import threading
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from anomaly.errors import AnomalyError, OutputError, why
-from anomaly.files.tables import csv_text
-from anomaly.files.writing import GrowingFile
 from anomaly.line.record import Record
 from anomaly.version import __version__
 
 _SECONDS = 5.0  # limit for connecting and for each answer
 _SHORT_BYTES = 65_536  # of an answer's body, which nobody reads
 _ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
-_CSV_COLUMNS = ("id", "time", "state", "verdict", "sent", "score", "milliseconds", "reason")
 _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 
 
@@ -217,35 +213,6 @@ class Mqtt:
         return client
 
 
-class CsvFile:
-    """A CSV file with a line for each part of a station.
-
-    Args:
-        file: created if missing; lines are appended.
-
-    Raises:
-        OutputError: it can't be written.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.shown = self.name = str(file)
-        text = file.read_text("utf-8") if file.exists() else ""
-        self._file = GrowingFile(file, file.stat().st_size if text else 0)
-        last = text[:-1].rpartition("\n")[2].partition(",")[0]
-        self._last = int(last) if last.isdecimal() else 0
-        if not text:
-            self._file.append(csv_text([_CSV_COLUMNS]).encode())
-
-    def send(self, message: bytes, key: str) -> None:
-        """Add a row, unless it was added before the last process ended; see `Sink`."""
-        row = json.loads(message)
-        if row["id"] > self._last:
-            self._file.append(csv_text([[row[name] for name in _CSV_COLUMNS]]).encode())
-
-    def close(self) -> None:
-        """Nothing: every row is in the file already."""
-
-
 def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult, int]:
     try:
         parts = urlsplit(url)
@@ -285,8 +252,8 @@ def _reason(error: Exception) -> str:
 log = logging.getLogger(__name__)
 
 _UNSENT = """
-SELECT id, model, line FROM {}
-WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) AND line != '' ORDER BY id LIMIT ?
+SELECT id, model, line FROM parts
+WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT ?
 """
 _AT_ONCE = 100  # rows read at a time
 _TRIES = 5  # for a row that the receiver refuses
@@ -301,11 +268,10 @@ class Outbox:
     Args:
         record: of the rows; sends those from now on, or from where the last process has stopped.
         sink: the receiver.
-        table: of the rows, `parts` or `triggers`.
     """
 
-    def __init__(self, record: Record, sink: Sink, table: str = "parts") -> None:
-        self._record, self._sink, self._table = record, sink, table
+    def __init__(self, record: Record, sink: Sink) -> None:
+        self._record, self._sink = record, sink
         self._queued: deque[tuple[int, str, str]] = deque()
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver last accepted a row
@@ -319,7 +285,7 @@ class Outbox:
         return self._sink.shown
 
     def __enter__(self) -> Outbox:
-        self._record.send_to(self._sink.name, self._table)
+        self._record.send_to(self._sink.name)
         self._thread.start()
         return self
 
@@ -367,9 +333,7 @@ class Outbox:
             Seconds to wait before the next one.
         """
         if not self._queued:
-            self._queued.extend(
-                self._record.read(_UNSENT.format(self._table), (self._sink.name, _AT_ONCE))
-            )
+            self._queued.extend(self._record.read(_UNSENT, (self._sink.name, _AT_ONCE)))
         if not self._queued:
             return _LOOK_SECONDS
         number, model, line = self._queued[0]

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -181,9 +180,6 @@ def test_every_command_that_writes_minds_the_lock(
     write_part(golden / "a.png", seed=1)
     out = tmp_path / "out"
     record = out / "record.db"
-    line = {"model": model, "cameras": {"top": {"source": golden}}, "record": record}
-    settings = json.dumps({**line, "trigger": {"interval": 1}, "part_seconds": 1}, default=str)
-    (golden / "line.yaml").write_text(settings)
     process = {place: occupied(place) for place in (out, model, golden, record)}
     before = _files(tmp_path)
     export = ["--model", model, "--to", "onnx", "--golden", golden, "--output", out]
@@ -194,11 +190,10 @@ def test_every_command_that_writes_minds_the_lock(
     lines += [("deploy", ["--to", model, "--back"], model)]
     lines += [("update", update, out), ("merge", [model, model, "--output", out], out)]
     lines += [("report", ["--record", record, "--from", "2026-05-01", "--output", out], out)]
-    lines += [("station", ["--config", golden / "line.yaml"], record)]
     # These write one file that appears whole, add to a record or a store, or run others; shards
     # share their folder.
     single = {"manifest", "merge-results", "drift", "region", "feedback", "demo", "tune"}
-    single |= {"register", "camera"}
+    single |= {"register"}
     nothing = {"check", "layers", "completion", "benchmark"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:

@@ -12,23 +12,17 @@ CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model
     json_extract (line, '$.threshold') AS reject, strftime ('{bucket}', time, 'localtime') AS bucket
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
     WHERE time >= '{earliest}' AND time < '{end}' ORDER BY parts.id;
--- What became of each part: a station's may have several pictures, or none.
-CREATE TEMP TABLE outcomes AS SELECT time < '{begin}' AS age,
-    CASE state WHEN 'sent' THEN verdict ELSE state END AS outcome,
-    strftime ('{bucket}', time, 'localtime') AS bucket
-    FROM main.triggers WHERE time >= '{earliest}' AND time < '{end}' AND line <> '';
-INSERT INTO outcomes SELECT age, outcome, bucket FROM seen WHERE NOT EXISTS (SELECT 1 FROM outcomes);
 CREATE TEMP VIEW counted AS
-    SELECT 1 AS place, 'all parts' AS what, age, COUNT (*) AS parts FROM outcomes GROUP BY age
+    SELECT 1 AS place, 'all parts' AS what, age, COUNT (*) AS parts FROM seen GROUP BY age
     UNION ALL SELECT * FROM (VALUES (2, 'good', 0, 0), (3, 'review', 0, 0), (4, 'reject', 0, 0))
     UNION ALL SELECT CASE outcome WHEN 'good' THEN 2 WHEN 'review' THEN 3 WHEN 'reject' THEN 4
-        ELSE 5 END, outcome, age, COUNT (*) FROM outcomes GROUP BY outcome, age
+        ELSE 5 END, outcome, age, COUNT (*) FROM seen GROUP BY outcome, age
     UNION ALL SELECT 7, 'false rejects', age, SUM (outcome = 'reject' AND judged = 'good')
         FROM seen GROUP BY age
     UNION ALL SELECT 8, 'escapes', age, SUM (outcome = 'good' AND judged = 'defect')
         FROM seen GROUP BY age;
 CREATE TEMP VIEW yields AS
-    WITH totals AS (SELECT 1.0 * SUM (age = 0) AS now, NULLIF (1.0 * SUM (age), 0) AS before FROM outcomes),
+    WITH totals AS (SELECT 1.0 * SUM (age = 0) AS now, NULLIF (1.0 * SUM (age), 0) AS before FROM seen),
     pairs AS (SELECT what, SUM ((age = 0) * parts) AS now, SUM (age * parts) AS before
         FROM counted GROUP BY place, what ORDER BY place, what)
     SELECT what AS outcome, pairs.now AS parts, pairs.now / totals.now AS share, pairs.before AS before,
@@ -67,7 +61,7 @@ CREATE TEMP VIEW zones AS SELECT decided_by AS "decided by",
     SUM (outcome = 'good') AS good, SUM (outcome = 'reject' AND judged = 'good') AS "false rejects"
     FROM seen WHERE age = 0 AND decided_by <> '' GROUP BY 1 ORDER BY 2 + 3 DESC, 1;
 CREATE TEMP VIEW times AS SELECT bucket AS time, COUNT (*) AS parts, SUM (outcome = 'good') AS good,
-    SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM outcomes
+    SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM seen
     WHERE age = 0 GROUP BY 1 ORDER BY 1;
 -- In the order of the parts; without those that people have called defects.
 CREATE TEMP VIEW scores AS SELECT model_id, score FROM seen
