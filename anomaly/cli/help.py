@@ -59,11 +59,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "update --model runs/part --good confirmed --output runs/part_2",
             "update --model runs/part --feedback line.sqlite --output runs/part_2",
         ),
-        "merge": (
-            "join models trained with the same settings, e.g. of two lines or two lots",
-            "merge runs/line_1 runs/line_2 --output runs/both",
-            "merge runs/lot_* --output runs/part --overwrite",
-        ),
     },
     "run": {
         "infer": (

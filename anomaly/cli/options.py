@@ -348,14 +348,6 @@ def _update(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
-def _merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "models", type=Path, nargs="+", metavar="MODEL", help="two or more runs or model folders"
-    )
-    add_output(parser, "the new run's folder")
-    add_device(parser)
-
-
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
@@ -564,7 +556,6 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "tune": _tune,
     "missed": _missed,
     "update": _update,
-    "merge": _merge,
     "infer": _infer,
     "explain": _explain,
     "benchmark": _benchmark,

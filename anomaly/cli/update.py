@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     check_images(options, "good", "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
-    check_run_folder(output, [folder])
+    check_run_folder(output, folder)
     with locked(output):
         claim(output, RUN, overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:

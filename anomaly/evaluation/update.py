@@ -202,7 +202,7 @@ class Update:
             for part in self.compared.get(GOLDEN_PARTS, ())
         }
         golden = None if parts is None else (parts, scores)
-        return keep_run(self.detector, output, [source], golden=golden, overwrite=overwrite)
+        return keep_run(self.detector, output, source, golden=golden, overwrite=overwrite)
 
     @property
     def moved(self) -> ThresholdChange:

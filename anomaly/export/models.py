@@ -264,7 +264,7 @@ def export_model(
             write_vectors(vectors, named, paths, camera)
         write_export(draft, values)
     is_new = own is not parent
-    record = made_of([source], own, values["model_id"]) if is_new else training_record(source)
+    record = made_of(source, own, values["model_id"]) if is_new else training_record(source)
     if record:  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values

@@ -249,7 +249,7 @@ def learned_again(
     again = replace(
         new,
         thresholds=thresholds,
-        manifest={**detector.manifest, "parents": [detector.model_id]},
+        manifest={**detector.manifest, "parent": detector.model_id},
         changes=(*detector.changes, made | {"model_before": detector.model_id}),
         model_id="",
         folder=None,

@@ -3,7 +3,7 @@
 What this program has written is recognised by its file names, and is never an input.
 
 Who writes a model, or anything else of a run, holds the lock of the run's folder: `train`, `start`,
-`update`, `merge`, `calibrate`, `deploy` and `export`. (For a model folder that lies in no run it is
+`update`, `calibrate`, `deploy` and `export`. (For a model folder that lies in no run it is
 the lock of that folder.) Who only reads models, as `serve` does, holds none; its record, a file
 that it writes to as long as it runs, has a lock of its own.
 

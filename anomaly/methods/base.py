@@ -152,23 +152,6 @@ def is_finite(values: Array) -> bool:
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
 
 
-def check_disjoint(numbers: Sequence[Mapping[int, int]]) -> None:
-    """Refuse to merge models that have learned from the same images.
-
-    Args:
-        numbers: as `Fitter.merged` takes them.
-
-    Raises:
-        ModelError: an image was learned from more than once.
-    """
-    several = sum(map(len, numbers)) - len({i for known in numbers for i in known.values()})
-    if several:
-        raise ModelError(
-            f"{several} training images are in more than one of the models and would count twice; "
-            "merge models that share no images"
-        )
-
-
 Progress: TypeAlias = Callable[[int, int], None]
 # Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
 Align: TypeAlias = "Callable[[Sequence[Tensor]], Tensor]"
@@ -348,19 +331,6 @@ class Fitter(Protocol[S]):
             ModelError: the method can't add to what it has learned.
         """
         raise ModelError("the model's method can't learn more images; train again with all of them")
-
-    def merged(self, scorers: Sequence[S], numbers: Sequence[Mapping[int, int]]) -> S:
-        """One scorer of everything that several scorers have learned.
-
-        Args:
-            scorers: of these settings.
-            numbers: for each of them the training images it has learned from, and which numbers
-                these get; an image that several have learned from gets one.
-
-        Raises:
-            ModelError: the method can't join what it has learned, or not from these images.
-        """
-        raise ModelError("the model's method can't be merged; train one with the images of all")
 
     def held_out(
         self, scorer: S, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from anomaly.methods.base import (
     Progress,
     Scorer,
     axis_length,
-    check_disjoint,
     check_tensors,
 )
 from anomaly.runtime.parallel import parallel_map
@@ -106,7 +104,7 @@ class PatchSubspace(Scorer):
         mean: (D,) float32.
         basis: (D, k) float32, orthonormal columns: the leading principal axes.
         statistics: moments of the patches learned from; None in an exported model. They aren't
-            needed to score, but with them the model learns more images, is merged, and is
+            needed to score, but with them the model learns more images and is
             cross-fitted without a second reading.
     """
 
@@ -309,17 +307,6 @@ class SubspaceFitter(Fitter[PatchSubspace]):
         It gives what a fit on all images would.
         """
         return replace(self, base=scorer.learned)
-
-    def merged(
-        self, scorers: Sequence[PatchSubspace], numbers: Sequence[Mapping[int, int]]
-    ) -> PatchSubspace:
-        """The subspace of all images together.
-
-        Raises:
-            ModelError: an image was learned from more than once.
-        """
-        check_disjoint(numbers)
-        return self._subspaces([reduce(PatchStatistics.merge, (s.learned for s in scorers))])[0]
 
     def held_out(
         self, scorer: PatchSubspace, patches: PatchSet, folds: Sequence[Fold], *, grouped: bool

@@ -122,7 +122,7 @@ class _Manifest(Part):
     files: _Files
     training_images: Annotated[dict[str, _Sha256], Field(min_length=1)]
     refused_images: dict[str, _Index]
-    parents: Annotated[list[_ModelId], Field(min_length=1)] = _ABSENT
+    parent: _ModelId = _ABSENT
 
 
 def read_json(file: Path) -> Any:
@@ -319,21 +319,21 @@ def find_products(folder: str | Path) -> dict[str, Path]:
     return {}
 
 
-def check_run_folder(folder: Path, sources: Iterable[Path] = ()) -> None:
+def check_run_folder(folder: Path, source: Path | None = None) -> None:
     """See that a folder may become a run: among runs it would hide them, see `find_products`.
 
     Args:
         folder: it needn't exist.
-        sources: the model folders that the run's model is made of.
+        source: the model folder that the run's model is made of.
 
     Raises:
-        OutputError: it is one of the sources, or its run; or it holds runs, and is none.
+        OutputError: it is the source, or its run; or it holds runs, and is none.
         ModelError: it holds parts of one.
     """
     place = folder.resolve()
-    if any(place in (model.resolve(), model.resolve().parent) for model in sources):
+    if source is not None and place in (source.resolve(), source.resolve().parent):
         raise OutputError(
-            f"{folder} is one of the models to merge and isn't replaced; name another folder"
+            f"{folder} holds the model to update and isn't replaced; name another folder"
         )
     if _model_at(folder) is None and (inside := _models_inside(folder)):
         raise OutputError(

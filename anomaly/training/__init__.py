@@ -1,1 +1,1 @@
-"""Good images -> a model and its thresholds; updates and merges of models."""
+"""Good images -> a model and its thresholds; updates of models."""

@@ -105,17 +105,17 @@ def train_run(
 def keep_run(
     detector: Model,
     output: Path,
-    sources: Sequence[Path],
+    source: Path,
     *,
     golden: tuple[Path, Answers] | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Write the run of a model made from others (updated, merged).
+    """Write the run of a model made from another one.
 
     Args:
         detector: the model.
         output: the run's folder.
-        sources: runs or model folders of the models that it was made of.
+        source: run or model folder of the model that it was made of.
         golden: a folder of golden parts that go along, and what the model says of them.
         overwrite: replace an earlier run there, its golden parts included, once the model is
             written.
@@ -134,21 +134,19 @@ def keep_run(
         with appearing(output / "golden") as draft:
             shutil.copytree(parts, draft, dirs_exist_ok=True)
             write_record(draft, model_id, answers)
-    write(output / "train.json", as_json(made_of(sources, detector, model_id)))
+    write(output / "train.json", as_json(made_of(source, detector, model_id)))
     return model_id
 
 
-def made_of(sources: Sequence[Path], detector: Model, model_id: str) -> dict[str, Any]:
-    """The content of train.json for a model made from others.
+def made_of(source: Path, detector: Model, model_id: str) -> dict[str, Any]:
+    """The content of train.json for a model made from another one.
 
     Args:
-        sources: their runs or model folders. Where not all of them were trained on one data set,
-            nothing says where that of the new model is.
+        source: run or model folder of the other one, whose data set is that of the new model.
         detector: the new model.
         model_id: its id.
     """
-    folders = {str(training_record(source).get("data_folder", "")) for source in sources}
-    folder = folders.pop() if len(folders) == 1 else ""
+    folder = str(training_record(source).get("data_folder", ""))
     return {
         "name": detector.config.name,
         **({"data_folder": folder} if folder else {}),

@@ -119,7 +119,7 @@ def learn(
             **known,
             "training_images": {**known["training_images"], **hashes},
             "refused_images": {**known["refused_images"], **left_out},
-            **({"parents": [detector.model_id]} if detector.model_id else {}),
+            **({"parent": detector.model_id} if detector.model_id else {}),
         },
         model_id="",
         folder=None,
@@ -225,8 +225,8 @@ def lineage(detector: Model) -> frozenset[str]:
         with suppress(
             ValueError, AttributeError
         ):  # the history isn't protected: a line may be edited
-            ids += str(from_json(line).get("model_before", "")).split()
-    return frozenset({detector.model_id, *detector.manifest.get("parents", ()), *ids} - {""})
+            ids.append(str(from_json(line).get("model_before", "")))
+    return frozenset({detector.model_id, detector.manifest.get("parent", ""), *ids} - {""})
 
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:

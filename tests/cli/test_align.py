@@ -168,13 +168,6 @@ def test_an_export_says_the_same(plates: Path, tmp_path: Path, command: Command)
     assert {row["verdict"] for row in one} > {"reject"}
 
 
-def test_models_of_other_poses_arent_merged(plates: Path, tmp_path: Path, command: Command) -> None:
-    one, _ = trained(command, plates, tmp_path / "one")
-    other, _ = trained(command, write(tmp_path / "plates", turn=5), tmp_path / "other")
-    code, _, err = command("merge", [one, other, "--output", tmp_path / "merged"])
-    assert (code, "parts lie in other poses" in err) == (2, True)
-
-
 def test_an_explanation_compares_equal_places(
     plates: Path, tmp_path: Path, command: Command
 ) -> None:

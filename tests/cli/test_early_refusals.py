@@ -67,7 +67,6 @@ def _check(arguments: str, code: int, message: str, folder: Path) -> None:
         ("train --config folder --set mode.kind=padim", 2, "unknown key 'mode'"),
         ("check --config nowhere", 2, "no config nowhere"),
         ("train --help", 0, "usage:"),
-        ("merge nowhere elsewhere --output o", 2, "no model at nowhere"),
         ("serve --models nowhere", 2, "no model at nowhere"),
         ("features --backbone resnet18 --input nowhere --output o", 2, "--input nowhere doesn't"),
         ("features --backbone resnet18 --weights n.pth --input . --output o", 2, "n.pth doesn't"),

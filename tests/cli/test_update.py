@@ -80,7 +80,7 @@ def test_good_parts_under_another_lamp_are_learned(
     assert "good" not in verdicts(new, lamp / "defects")
     assert {f.name: sha256_of(f) for f in (run / "model").iterdir()} == before
     parent, child = load_model(run, "cpu"), load_model(new, "cpu")
-    assert child.manifest["parents"] == [parent.model_id]
+    assert child.manifest["parent"] == parent.model_id
     assert len(child.manifest["training_images"]) == 24
     assert child.thresholds is not None
     assert child.thresholds.images == 24
@@ -233,7 +233,7 @@ def test_what_may_not_be_learned(
     (run / "model" / "thresholds.json").write_text("null\n")
     assert "than when it was written" in refused("--good", lamp / "good", model=run)
     code, _, err, _ = update(run, "--good", lamp / "good", output="run")
-    assert (code, "is one of the models to merge and isn't replaced" in err) == (2, True)
+    assert (code, "holds the model to update and isn't replaced" in err) == (2, True)
 
 
 def test_golden_parts_go_along(run_folder: Path, lamp: Path, update: Any, command: Command,

@@ -64,7 +64,7 @@ def test_it_is_another_model_with_the_same_patches_in_its_bank(
     said = json.loads((int8 / "model" / "export.json").read_text())
     record = json.loads((int8 / "train.json").read_text())
     assert said["source_model_id"] == parent.model_id != detector.model_id == record["model_id"]
-    assert detector.manifest["parents"] == [parent.model_id]
+    assert detector.manifest["parent"] == parent.model_id
     assert detector.manifest["training_images"] == parent.manifest["training_images"]
     assert said["precision"] == detector.extractor.precision == "int8"
     assert said["learned_again"]["calibrated_on"] == said["learned_again"]["golden_images"] == 12

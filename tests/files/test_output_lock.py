@@ -188,7 +188,7 @@ def test_every_command_that_writes_minds_the_lock(
     update = ["--model", model, "--good", golden, "--output", out]
     lines += [("export", export, out), ("serve", serve, record)]
     lines += [("deploy", ["--to", model, "--back"], model)]
-    lines += [("update", update, out), ("merge", [model, model, "--output", out], out)]
+    lines += [("update", update, out)]
     lines += [("report", ["--record", record, "--from", "2026-05-01", "--output", out], out)]
     # These write one file that appears whole, add to a record or a store, or run others; shards
     # share their folder.

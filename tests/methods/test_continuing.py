@@ -1,4 +1,4 @@
-"""Scorers that learn more, and scorers that are joined, against one that learns all at once."""
+"""Scorers that learn more, against one that learns all at once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,6 @@ def _batches(patches: torch.Tensor, first: int = 0, size: int = 4) -> PatchList:
         PatchBatch(part, tuple(range(first + i * size, first + i * size + len(part))))
         for i, part in enumerate(parts)
     )
-
-
-def _numbers(*counts: int) -> list[dict[int, int]]:
-    starts = [sum(counts[:k]) for k in range(len(counts))]
-    return [{i: start + i for i in range(n)} for n, start in zip(counts, starts, strict=True)]
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 4 * DIM * 25])
@@ -114,14 +109,6 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
     _same(longer, whole, patches)
 
 
-@pytest.mark.parametrize("counts", [(5, 4), (9, 30), (30, 20), (20, 5, 7)])
-def test_merged_gaussians_are_those_of_a_fit_on_all(counts: Sequence[int]) -> None:
-    parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
-    fitter = GaussianFitter(10).prepared(DIM, CPU)
-    merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
-    _same(merged, fitter.fit(_batches(torch.cat(parts))), torch.cat(parts))
-
-
 def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> None:
     patches = _patches(60, 0)
     fitter = GaussianFitter(10).prepared(DIM, CPU)
@@ -142,46 +129,22 @@ def _same(found: object, expected: object, patches: torch.Tensor) -> None:
     torch.testing.assert_close(*scores, rtol=2e-3, atol=1e-4)
 
 
-def test_merged_banks_hold_every_patch_once() -> None:
-    fitter = MemoryBankFitter(coreset_ratio=0.3)
-    first, second = (fitter.fit(_batches(_patches(8, k))) for k in (0, 1))
-    merged = fitter.merged([first, second], _numbers(8, 8))
-    assert torch.equal(merged.vectors, torch.cat([first.vectors, second.vectors]))
-    assert torch.equal(merged.origins[: len(first.origins)], first.origins)
-    assert (merged.origins[len(first.origins) :, 0] - second.origins[:, 0] == 8).all()
-    assert merged.covering_radius == max(first.covering_radius, second.covering_radius)
-    assert not merged.exact
-    # The second bank is the first one's, and has learned two images more.
-    grown = fitter.incremental(first, 8).fit(_batches(_patches(2, 5, shift=2), first=8))
-    numbers = [{i: i for i in range(8)}, {i: i for i in range(10)}]
-    assert torch.equal(fitter.merged([first, grown], numbers).vectors, grown.vectors)
-
-
-def test_gaussians_refuse_images_that_would_count_twice() -> None:
-    fitter = GaussianFitter(10).prepared(DIM, CPU)
-    scorer = fitter.fit(_batches(_patches(8, 0)))
-    with pytest.raises(ModelError, match="3 training images"):
-        fitter.merged([scorer, scorer], [{i: i for i in range(8)}, {i: i + 5 for i in range(8)}])
-
-
 @pytest.mark.parametrize("counts", [(5, 4), (20, 5, 7)])
-def test_subspaces_that_learn_more_or_are_merged_are_those_of_a_fit_on_all(
+def test_subspaces_that_learn_more_are_those_of_a_fit_on_all(
     counts: Sequence[int],
 ) -> None:
     parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
     patches, fitter = torch.cat(parts), SubspaceFitter(components=4)
     whole = fitter.fit(_batches(patches))
-    merged = fitter.merged([fitter.fit(_batches(p)) for p in parts], _numbers(*counts))
     grown, known = fitter.fit(_batches(parts[0])), counts[0]
     for part in parts[1:]:
         growing = fitter.incremental(grown, known)
         grown, known = growing.fit(_batches(part, first=known)), known + len(part)
-    for found in (merged, grown):
-        assert found.statistics.count == whole.statistics.count
-        torch.testing.assert_close(found.statistics.mean, whole.statistics.mean, rtol=1e-8, atol=0)
-        scatter = whole.statistics.scatter
-        torch.testing.assert_close(found.statistics.scatter, scatter, rtol=1e-8, atol=1e-8)
-        torch.testing.assert_close(found.score(patches).scores, whole.score(patches).scores)
+    assert grown.statistics.count == whole.statistics.count
+    torch.testing.assert_close(grown.statistics.mean, whole.statistics.mean, rtol=1e-8, atol=0)
+    scatter = whole.statistics.scatter
+    torch.testing.assert_close(grown.statistics.scatter, scatter, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(grown.score(patches).scores, whole.score(patches).scores)
     # What a fold of the last images leaves out is taken off all of them.
     fold = tuple(range(known - 2, known))
     ((_, left),) = growing.held_out(
@@ -189,8 +152,6 @@ def test_subspaces_that_learn_more_or_are_merged_are_those_of_a_fit_on_all(
     )
     expected = fitter.fit(_batches(patches[:-2]))
     torch.testing.assert_close(left.score(patches).scores, expected.score(patches).scores)
-    with pytest.raises(ModelError, match="training images are in more than one of the models"):
-        fitter.merged([whole, whole], [{0: 0, 1: 1}, {0: 1, 1: 2}])
 
 
 def test_a_method_that_cannot_says_so() -> None:
@@ -198,5 +159,3 @@ def test_a_method_that_cannot_says_so() -> None:
     scorer = fitter.fit(_batches(_patches(3, 0)))
     with pytest.raises(ModelError, match="train again"):
         fitter.incremental(scorer, 3)
-    with pytest.raises(ModelError, match="train one with the images of all"):
-        fitter.merged([scorer, scorer], _numbers(3, 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from anomaly.errors import ConfigError, DataError, ModelError
 from anomaly.scoring import arrangement as module
 from anomaly.scoring.arrangement import Arrangement
 from anomaly.storage.load import load_model
-from anomaly.training.merge import merge
 from anomaly.training.update import learn
 
 _KINDS = np.eye(8, dtype=np.float32) * 4  # background and parts
@@ -182,8 +180,6 @@ def test_a_model_keeps_it_and_rows_say_it(tmp_path: Path, command: Command) -> N
     model = load_model(run, "cpu")
     with pytest.raises(ModelError, match="train again with all good images"):
         learn(model, [], scratch=tmp_path)
-    with pytest.raises(ModelError, match="can't be merged"):
-        merge([model, replace(model, model_id="")], ["a", "b"])
     both = zip(detector.thresholds.good.image, plain.thresholds.good.image, strict=True)  # type: ignore[union-attr]
     assert all(joined >= patches for joined, patches in both)
     arguments = ["--model", run, "--to", "onnx", "--output", tmp_path / "onnx", "--golden", new]

@@ -16,7 +16,7 @@ def write_history(folder: Path, *changes: tuple[str, str]) -> None:
     (folder / HISTORY).write_text("\n".join([*lines, ""]))
 
 
-@pytest.mark.parametrize("what", ["updated", "merged", "learned again in"])
+@pytest.mark.parametrize("what", ["updated", "learned again in"])
 def test_scores_changed_with_the_last_that_was_learned(what: str, tmp_path: Path) -> None:
     write_history(tmp_path, ("threshold", "a"), (what, "b"), ("threshold", "c"), ("good", "d"))
     assert thresholds_alone_differ(tmp_path) == {"c", "d"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anomaly.arrays import Array
-from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import (
     Align,
     Fitter,
@@ -19,7 +19,6 @@ from anomaly.methods.base import (
     PatchSet,
     Progress,
     Scorer,
-    check_disjoint,
 )
 from anomaly.methods.padim.accumulator import GaussianAccumulator
 from anomaly.methods.padim.gaussian import (
@@ -202,7 +201,7 @@ class GaussianFitter(Fitter[PatchGaussian]):
         sums: GaussianAccumulator | None = None
         if self.base is not None:
             grid, projection = self.base.grid, self.base.projection
-            sums = self._sums_of([(self.base, self.learned)])
+            sums = self._sums_of(self.base)
         for batch in batches:
             embeddings = batch.embeddings
             if sums is None:
@@ -227,32 +226,12 @@ class GaussianFitter(Fitter[PatchGaussian]):
         """
         return replace(self, drawn=scorer.projection, base=scorer, learned=learned)
 
-    def merged(
-        self, scorers: Sequence[PatchGaussian], numbers: Sequence[Mapping[int, int]]
-    ) -> PatchGaussian:
-        """The Gaussians of all images together.
-
-        Raises:
-            ModelError: an image was learned from more than once, or grids differ.
-        """
-        check_disjoint(numbers)
-        first = scorers[0]
-        for scorer in scorers[1:]:
-            if scorer.grid != first.grid:
-                raise ModelError(
-                    f"one learned {first.grid[0]}×{first.grid[1]} patches of each image, another "
-                    f"{scorer.grid[0]}×{scorer.grid[1]}; merge models of one image shape"
-                )
-        sums = self._sums_of(list(zip(scorers, map(len, numbers), strict=True)))
-        return self._gaussian(sums, first.projection, first.grid)
-
-    def _sums_of(self, parts: Sequence[tuple[PatchGaussian, int]]) -> GaussianAccumulator:
-        """The sums behind several Gaussians."""
-        mean = parts[0][0].mean
-        sums = GaussianAccumulator(mean.shape[1], mean.shape[2], mean.device, self.memory_limit)
-        for scorer, images in parts:
-            exact = scorer.mean.double().sum(0)
-            sums.take(exact, scorer.whitening, images, self.regularisation)
+    def _sums_of(self, base: PatchGaussian) -> GaussianAccumulator:
+        """The sums behind learned Gaussians."""
+        mean = base.mean.double().sum(0)
+        positions, dimensions = mean.shape
+        sums = GaussianAccumulator(positions, dimensions, mean.device, self.memory_limit)
+        sums.take(mean, base.whitening, self.learned, self.regularisation)
         return sums
 
     def _gaussian(

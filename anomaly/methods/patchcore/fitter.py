@@ -164,24 +164,6 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""
         return replace(self, base=scorer)
 
-    def merged(
-        self, scorers: Sequence[MemoryBank], numbers: Sequence[Mapping[int, int]]
-    ) -> MemoryBank:
-        """All vectors of several banks; a patch that more than one has kept, once."""
-        places: dict[tuple[int, int, int], int] = {}
-        count = 0
-        for bank, new_number in zip(scorers, numbers, strict=True):
-            for image, row, column in bank.origins.tolist():
-                places.setdefault((new_number[image], row, column), count)
-                count += 1
-        vectors = torch.cat([bank.vectors for bank in scorers])[list(places.values())]
-        origins = torch.tensor(list(places), dtype=torch.int32, device=vectors.device)
-        radius = max(bank.covering_radius for bank in scorers)
-        merged = replace(
-            scorers[0], vectors=vectors, origins=origins, covering_radius=radius, exact=False
-        )
-        return merged.spaced()
-
     def _projection_of(self, bank: MemoryBank) -> Tensor:
         return self.projection(bank.dimensions).to(bank.vectors.device)
 
