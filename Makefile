@@ -46,6 +46,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.structure
 
 # The site, in site/: works from disk and asks nothing of a network.
 docs: $(VENV)/.docs

@@ -1,4 +1,4 @@
-"""The peer's side of `fit`, `infer` and `scale`: runs in anomalib's own environment.
+"""The peer's side of `fit` and `infer`: runs in anomalib's own environment.
 
 Prints one line `RESULT {json}`. The network is the same as ours, with the same weights:
 torchvision's ResNet-50 with the stride in the first 1×1 convolution.

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from anomaly.methods.patchcore.coreset import covering_radius, greedy_k_center, random_projection
-from benchmarks.inputs import embeddings, machine, of_few_dimensions
+from benchmarks.process import machine
 
+PATCHES_AN_IMAGE = 1024
 # Prints the seconds that the given numbers of steps take, its random projection included, each at
 # its quickest of three, and keeps the picks of the last.
 ANOMALIB = """
@@ -42,6 +43,49 @@ for steps in map(int, sys.argv[3:]):
     print("SECONDS", min(seconds))
 numpy.save(sys.argv[1], numpy.array([int(pick) for pick in picks]))
 """
+
+
+def embeddings(file: Path | None, count: int, dim: int = 1536) -> Tensor:
+    """The first `count` rows of a .npy of (N, D) float32, or as many generated ones."""
+    if file is None:
+        return generated(count, dim)
+    rows = np.load(file, mmap_mode="r")
+    if len(rows) < count:
+        raise SystemExit(f"{file} holds {len(rows)} embeddings; {count} are needed")
+    return torch.from_numpy(np.array(rows[:count]))
+
+
+def whole_images(file: Path, count: int) -> Tensor:
+    """`count` rows of a .npy of (N, D) float32: whole images, evenly spread over the file."""
+    rows = np.load(file, mmap_mode="r")
+    images, wanted = len(rows) // PATCHES_AN_IMAGE, count // PATCHES_AN_IMAGE
+    if images < wanted:
+        raise SystemExit(f"{file} holds {images} images' embeddings; {wanted} are needed")
+    grouped = rows[: images * PATCHES_AN_IMAGE].reshape(images, PATCHES_AN_IMAGE, -1)
+    chosen = [(2 * i + 1) * images // (2 * wanted) for i in range(wanted)]
+    return torch.from_numpy(grouped[chosen].reshape(wanted * PATCHES_AN_IMAGE, -1))
+
+
+def generated(count: int, dim: int, seed: int = 0) -> Tensor:
+    """Clusters with a falling spectrum, neighbours alike: most variance in some 50 dimensions."""
+    g = torch.Generator().manual_seed(seed)
+    spectrum = torch.arange(1, dim + 1, dtype=torch.float32).pow(-0.75)
+    axes = torch.linalg.qr(torch.randn(dim, dim, generator=g)).Q
+    centres = 6 * torch.randn(200, dim, generator=g) * spectrum
+    blocks = []
+    for start in range(0, count, 16384):
+        n = min(16384, count - start)
+        which = torch.randint(len(centres), (n,), generator=g)
+        spread = 0.5 + 2 * torch.rand(n, 1, generator=g)
+        noise = torch.randn(n, dim, generator=g) * spectrum
+        blocks.append((centres[which] + spread * noise) @ axes.T)
+    return torch.cat(blocks)
+
+
+def of_few_dimensions(count: int, dim: int, true: int, seed: int = 0) -> Tensor:
+    """Normal numbers (count, dim) that lie in a subspace of `true` dimensions."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(count, true, generator=g) @ torch.randn(true, dim, generator=g)
 
 
 def textbook(points: Tensor, steps: int, first: int) -> tuple[list[int], float]:

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.inputs import machine
-from benchmarks.process import Outcome, run
+from benchmarks.process import Outcome, machine, run
 
 PEER = Path(__file__).with_name("anomalib_side.py")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
@@ -30,7 +29,6 @@ MODELS = {
     "PatchCore 10 %": ["--kind", "patchcore", "--ratio", "0.1"],
     "PaDiM 100": ["--kind", "padim", "--dimensions", "100"],
     "PaDiM 550": ["--kind", "padim", "--dimensions", "550"],
-    "subspace": ["--kind", "subspace"],
 }
 
 

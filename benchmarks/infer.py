@@ -9,10 +9,6 @@ which is also measured as exported to ONNX. Both sides write PNG: ours at twice 
 the peer's default panels of 256 px. *Images a second* is without start and imports; ours loads the
 model, the peer doesn't. Latency is that of a single image in a warm process, from file to scores
 and anomaly map.
-
-    python -m benchmarks.infer --stages RUN --images FOLDER
-
-prints what each stage takes of a core instead, see `benchmarks.stages`.
 """
 
 from __future__ import annotations
@@ -24,11 +20,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from anomaly.imaging.listing import list_images
 from benchmarks.fit import MODELS, PEER
-from benchmarks.inputs import machine
-from benchmarks.process import Outcome, run
-from benchmarks.stages import show
+from benchmarks.process import Outcome, machine, run
 
 COMMAND: list[object] = [sys.executable, "-m", "anomaly"]
 SMALL = "timm/tf_efficientnet_lite2"
@@ -118,10 +111,9 @@ def sides(args: argparse.Namespace, place: Path) -> list[Side]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--train", type=Path, help="a folder of good images")
+    parser.add_argument("--train", type=Path, required=True, help="a folder of good images")
     parser.add_argument("--images", type=Path, required=True, help="a folder to score")
-    parser.add_argument("--weights", type=Path, help="ResNet-50, .safetensors")
-    parser.add_argument("--stages", type=Path, metavar="RUN", help="of this model, nothing else")
+    parser.add_argument("--weights", type=Path, required=True, help="ResNet-50, .safetensors")
     parser.add_argument("--model", choices=MODELS, default="PatchCore 1 %")
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--anomalib-python", type=Path, help="an interpreter that has anomalib")
@@ -129,11 +121,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     print(machine() + "\n")
-    if args.stages:
-        show(args.stages, list_images(args.images))
-        return
-    if not (args.train and args.weights):
-        parser.error("--train and --weights are needed, or --stages")
     images = args.images.absolute()
     with tempfile.TemporaryDirectory() as folder:
         made = sides(args, Path(folder))

@@ -1,4 +1,4 @@
-"""Our side of `fit`, `infer` and `scale`, as one process. Prints one line `RESULT {json}`."""
+"""Our side of `fit` and `infer`, as one process. Prints one line `RESULT {json}`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,17 @@ from anomaly.training.fit import train as learn
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    model: dict[str, Any] = {
+    model = {
         "kind": args.kind,
         "coreset_ratio": args.ratio,
         "dimensions": args.dimensions,
     }
-    if args.vectors:
-        model["coreset_size"] = args.vectors
     settings = {
         "image": {"resize": args.size},
         "backbone": {"name": args.backbone, "weights": args.weights},
         "model": model,
         "precision": args.precision,
         "batch_size": args.batch,
-        "memory_limit": args.memory_limit,
     }
     start = time.perf_counter()
     config = parse_config(settings, "benchmark")
@@ -104,12 +101,10 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--kind", default="patchcore")
     parser.add_argument("--ratio", type=float, default=0.01)
-    parser.add_argument("--vectors", type=int, help="of the bank, instead of --ratio")
     parser.add_argument("--dimensions", type=int, default=100)
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--memory-limit", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--singles", type=int, default=60)

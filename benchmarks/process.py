@@ -1,9 +1,10 @@
-"""Run a program, and watch the memory of its whole process tree."""
+"""What all benchmarks share: the machine in words, and a program with its process tree's memory."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import threading
 import time
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _LOOK = 0.05  # seconds from one look at a process tree to the next, at least
 # Of one processor, which what is measured lacks: the kernel counts gigabytes page by page.
@@ -103,3 +106,36 @@ def _cpu(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine() -> str:
+    """What the figures depend on, in a line."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    return (
+        f"{_processor()} ({_instructions()}), {torch.get_num_threads()} threads, "
+        f"{device}, torch {torch.__version__}, load {load:.1f} at the start"
+    )
+
+
+def _processor() -> str:
+    """The processor's model where the system says it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
+
+
+def _instructions() -> str:
+    """Those that torch computes with, and whether bfloat16 and sums of 8-bit products are there."""
+    read = getattr(torch.cpu, "get_capabilities", None)  # newer than the oldest torch we take
+    if read is None:
+        return torch.backends.cpu.get_cpu_capability()
+    there = [name for name, is_there in read().items() if is_there is True]
+    further = [
+        sign if any(mark in name for name in there) else f"no {sign}"
+        for mark, sign in (("bf16", "bf16"), ("vnni", "VNNI"))
+    ]
+    return ", ".join([torch.backends.cpu.get_cpu_capability(), *further])

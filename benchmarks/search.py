@@ -23,7 +23,8 @@ from torch import Tensor
 from anomaly.methods.patchcore.coreset import greedy_k_center, random_projection
 from anomaly.methods.patchcore.distances import Dtype
 from anomaly.methods.patchcore.search import METHODS, ExactIndex, NearestNeighbors, quickest_screen
-from benchmarks.inputs import PATCHES_AN_IMAGE, embeddings, generated, machine, whole_images
+from benchmarks.coreset import PATCHES_AN_IMAGE, embeddings, generated, whole_images
+from benchmarks.process import machine
 
 # Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they
 # take the next method's cores.

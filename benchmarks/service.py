@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.inputs import machine
+from benchmarks.process import machine
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
-"""How large the package is, and how much of it hangs on what: a table to read before a clean-up.
+"""How large the package is, and how much of it hangs on what; `make check` runs it.
 
     python -m benchmarks.structure [--names] [--path]
 
-The annexes are what the core doesn't import: `line`, `cluster`, `export`, `sample_data`. An
-importer is a module with an import statement, wherever in it that stands and whatever it is for
-(types, too); circles are those of imports that can run, also inside functions. A name that a
-package's `__init__` passes on counts for the module that defines it; passing it on doesn't count as
-importing it, but in `anomaly/__init__.py`, whose names are the API.
+No count may be above its limit in `[tool.structure]` of pyproject.toml. Lines of code are without
+docstrings, comments and blank lines. The core is all but what helps before and after a model
+(`_DESK`), the line and the cluster. An option counts once for each command that has it, without
+those that all commands have. An importer is a module with an import statement, wherever in it that
+stands and whatever it is for (types, too), and so are circles. A name that a package's `__init__`
+passes on counts for the module that defines it; passing it on doesn't count as importing it, but
+in `anomaly/__init__.py`, whose names are the API.
 The path of one image is what `infer` runs from the file to the row of a PNG, decoding and drawing
 included, which are made to run in this process for it; loading the model and what a command prints
 aren't part of it.
@@ -21,19 +23,31 @@ import sys
 import tempfile
 import threading
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+from pydantic import BaseModel
+
+from anomaly.cli import options_of
+from anomaly.cli.help import COMMANDS
+from anomaly.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
-ANNEXES = ("line", "cluster", "export", "sample_data")
-_SHORT = 130  # code lines below which a module with one importer had better be part of it
+# What helps a person before and after the model, by the beginnings of its files' names.
+_DESK = (
+    *("sample_data", "cli/start", "cli/check", "cli/tune", "cli/update", "cli/calibrate"),
+    *("cli/missed", "cli/selfcheck", "cli/region", "training/tuning", "training/update"),
+    *("evaluation/weaknesses", "evaluation/update", "evaluation/recalibrate"),
+    *("calibration/production", "datasets/check", "explain/missed", "explain/other_settings"),
+)
+_NOT_CORE = ("line", "cluster", *_DESK)
 # A bank of 4,096 vectors, which is searched as banks of a usual size are.
 _FAST = ("backbone.name=resnet18", "backbone.weights=random", "model.coreset_size=4096")
 _SKIPPED = {
@@ -100,12 +114,11 @@ class Imports:
         return (alias.asname or alias.name) not in used
 
     def cycles(self) -> list[set[str]]:
-        """Groups of modules that import one another, at the top or inside functions."""
+        """Groups of modules that import one another, wherever and whatever for."""
         imports: dict[str, set[str]] = defaultdict(set)
         for module in self.trees:
-            types = self._for_types(module)
             for node in self._statements(module):
-                if node not in types and isinstance(node, ast.ImportFrom) and node.module:
+                if isinstance(node, ast.ImportFrom) and node.module:
                     for alias in node.names:
                         name = f"{node.module}.{alias.name}"
                         imports[module].add(name if name in self.trees else node.module)
@@ -130,16 +143,6 @@ class Imports:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anomaly")
             }
         )
-
-    def _for_types(self, module: str) -> set[ast.AST]:
-        return {
-            node
-            for block in ast.walk(self.trees[module])
-            if isinstance(block, ast.If)
-            and isinstance(block.test, ast.Name)
-            and block.test.id == "TYPE_CHECKING"
-            for node in ast.walk(block)
-        }
 
 
 def _reached(start: str, imports: dict[str, set[str]]) -> set[str]:
@@ -271,63 +274,104 @@ def trace() -> Route:
     return path
 
 
-def _code(package: Path, lines: dict[str, int], module: str) -> int:
-    place = Path(*module.split(".")[1:])
-    return lines.get(f"{place}.py", lines.get(f"{place}/__init__.py", 0))
-
-
 def _must(main: Callable[[list[str]], int], *arguments: object) -> None:
     if code := main([str(one) for one in arguments]):
         raise SystemExit(f"{arguments[0]} ended with {code}")
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", action="store_true", help="list what has one importer")
-    parser.add_argument("--path", action="store_true", help="list the modules of an image's path")
-    options = parser.parse_args()
-    package = ROOT / "anomaly"
-    imports = Imports(package)
-    sources = {file: file.read_text("utf-8") for file in package.rglob("*.py")}
-    lengths = [n for tree in imports.trees.values() for n in function_lengths(tree)]
-    single = sorted((m, *who) for m, who in imports.edges.items() if len(who) == 1)
-    serving = sorted((*name, *who) for name, who in imports.names.items() if len(who) == 1)
-    lines = {
-        file.relative_to(package).as_posix(): code_lines(text, ast.parse(text))
-        for file, text in sources.items()
+def options() -> list[tuple[str, str]]:
+    """(command, option) of each option that not every command has."""
+    every = {command: set(options_of(command)) for command in COMMANDS}
+    common = set.intersection(*every.values())
+    return [(command, name) for command, names in every.items() for name in names - common]
+
+
+def settings(section: type[BaseModel] = Config) -> list[str]:
+    """The settings of the config, dotted."""
+    names = []
+    for name, field in section.model_fields.items():
+        inner = _section(field.annotation)
+        names += [name] if inner is None else [f"{name}.{one}" for one in settings(inner)]
+    return names
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section, get_args(annotation))), None)
+
+
+def _code_lines(folder: Path) -> dict[str, int]:
+    """Lines of code by file, relative to the folder."""
+    return {
+        file.relative_to(folder).as_posix(): code_lines(text, ast.parse(text))
+        for file in sorted(folder.rglob("*.py"))
+        for text in [file.read_text("utf-8")]
     }
-    core = {file: count for file, count in lines.items() if not file.startswith(ANNEXES)}
-    short = [(module, *rest) for module, *rest in single if _code(package, lines, module) < _SHORT]
-    path = trace()
-    rows = {
-        "entries of anomaly/": sum(not p.name.startswith("__pyc") for p in package.iterdir()),
+
+
+def counts(imports: Imports, path: Route) -> dict[str, float]:
+    """All counts by name."""
+    lines = _code_lines(ROOT / "anomaly")
+    texts = [file.read_text("utf-8") for file in (ROOT / "anomaly").rglob("*.py")]
+    lengths = [n for tree in imports.trees.values() for n in function_lengths(tree)]
+    pairs = {(who, what) for what, who_all in imports.edges.items() for who in who_all}
+    single = [what for what, who in imports.edges.items() if len(who) == 1]
+    pages = [file.read_text("utf-8") for file in (ROOT / "docs").rglob("*.md")]
+    return {
+        "code lines": sum(lines.values()),
+        "core code lines": sum(n for file, n in lines.items() if not file.startswith(_NOT_CORE)),
+        "characters of source": sum(map(len, texts)),
+        "test code lines": sum(_code_lines(ROOT / "tests").values()),
         "files": len(lines),
-        "files of the core": len(core),
         "modules with one importer": len(single),
-        f"of them under {_SHORT} lines": len(short),
-        "names imported across modules": len(imports.names),
-        "of them by one importer": len(serving),
+        "imports a module": round(len(pairs) / len(lines), 2),
+        "names imported by one module": sum(len(who) == 1 for who in imports.names.values()),
         "import circles": len(imports.cycles()),
         "imports inside functions": len(imports.inside_functions()),
         "modules on an image's path": len(path.modules),
-        "calls between them on it": len(path.calls),
-        "lines": sum(len(text.splitlines()) for text in sources.values()),
-        "lines of code": sum(lines.values()),
-        "lines of code of the core": sum(core.values()),
+        "calls between them": len(path.calls),
+        "commands": len(COMMANDS),
+        "options": len(options()),
+        "settings": len(settings()),
+        "words of docs": sum(len(text.split()) for text in pages),
+        "benchmark files": len(list((ROOT / "benchmarks").glob("*.py"))),
+        "scripts": len(list((ROOT / "scripts").glob("*.py"))),
         "functions": len(lengths),
         "function lines, median": median(lengths),
         "function lines, most": max(lengths),
     }
-    for what, count in rows.items():
-        print(f"{what:<32}{count:>8g}")
-    if options.names:
-        print(f"\none importer, under {_SHORT} lines:")
-        print("\n".join(f"  {module} <- {who}" for module, who in short))
+
+
+def limits() -> dict[str, float]:
+    """The highest counts allowed, from pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    return dict(tomllib.loads(text)["tool"]["structure"])
+
+
+def main() -> None:
+    """Print the table; exit with 1 where a count is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", action="store_true", help="list what has one importer")
+    parser.add_argument("--path", action="store_true", help="list the modules of an image's path")
+    given = parser.parse_args()
+    imports, path, most = Imports(ROOT / "anomaly"), trace(), limits()
+    found = counts(imports, path)
+    for what, count in found.items():
+        limit = f"at most {most[what]:g}" if what in most else ""
+        print(f"{what:<32}{count:>10g}   {limit}".rstrip())
+    if given.names:
+        print("\none importer:")
+        print(*sorted((m, *who) for m, who in imports.edges.items() if len(who) == 1), sep="\n")
         print("\nnames for one importer:")
-        print("\n".join(f"  {module}.{name} <- {who}" for module, name, who in serving))
-    if options.path:
+        print(*sorted((*n, *w) for n, w in imports.names.items() if len(w) == 1), sep="\n")
+    if given.path:
         print("\npath:", *sorted(path.modules), sep="\n  ")
+    if unknown := most.keys() - found.keys():
+        raise SystemExit(f"[tool.structure] limits what isn't counted: {', '.join(unknown)}")
+    above = [what for what, limit in most.items() if found[what] > limit]
+    if above:
+        raise SystemExit(f"above the limits of [tool.structure]: {', '.join(above)}")
 
 
 if __name__ == "__main__":

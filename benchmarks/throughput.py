@@ -37,7 +37,7 @@ from anomaly.scoring.image_statistics import statistics_of
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import save
 from anomaly.training.fit import train
-from benchmarks.inputs import machine
+from benchmarks.process import machine
 
 _LEARNED = 32
 _BANK_IMAGES = 209  # MVTec AD's bottle

@@ -33,7 +33,7 @@ from anomaly.runtime.parallel import one_blas_thread
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
 LEAST_WEIGHT = 1e-4
 # A defect reaches down to this share of the way from the image's usual value to the highest value
-# within so many patches; chosen by `benchmarks.regions`.
+# within so many patches; chosen by widths and heights of ground-truth masks.
 _EXTENT = 0.6
 _REACH = 2
 _HELD_PIXELS = 8_000_000

@@ -71,8 +71,8 @@ def banks_without(
     went. All folds together cost one search of the patches among the bank's projected vectors and K
     small selections, where refits would cost K selections among all patches.
 
-    The bias, measured with two banks of 10 %, an earlier default, against refits of the same size
-    (`python -m benchmarks.calibration --refits`): image scores are 0.1 % higher in the mean on
+    The bias, measured with two banks of 10 %, an earlier default, against refits of the same
+    size: image scores are 0.1 % higher in the mean on
     MVTec AD bottle and the sample set's plate, 0.4 % lower on its fabric. On bottle the 5 % and
     95 % quantiles of single ones are −1.3 % and +1.8 %, the extremes −3.8 % and +3.0 %. Refits with
     another seed differ from refits as much: by 0.0, +0.2 and −0.8 % in the mean.
