@@ -29,10 +29,10 @@ _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),
     "cluster": ("manifest", "merge-results"),
     "export": ("export", "features", "register"),
-    "sample_data": ("demo", "sample-data"),
+    "sample_data": ("demo",),
 }
 _SCORING = (
-    *("benchmark", "deploy", "infer", "evaluate"),
+    *("deploy", "infer", "evaluate"),
     *("register", "selfcheck", "serve"),
 )
 _GARBAGE = 10_000  # objects made since the last search for garbage

@@ -10,14 +10,6 @@ from pathlib import Path
 from anomaly.cli.options import add_device, add_output, add_paths, add_settings, number
 
 
-def _sample_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, default=Path("data/sample"), help="where the products go"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other images")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier set there")
-
-
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
@@ -377,7 +369,6 @@ def _merge_results(parser: argparse.ArgumentParser) -> None:
 
 # By command.
 ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "sample-data": _sample_data,
     "demo": _demo,
     "export": _export,
     "features": _features,

@@ -22,11 +22,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "region photographs/001.png",
             "region photographs/001.png --output region.yaml --no-open",
         ),
-        "sample-data": (
-            "generate a small data set to try things on",
-            "sample-data --output data/sample",
-            "sample-data --output data/other --seed 7",
-        ),
     },
     "train and judge": {
         "train": (
@@ -75,11 +70,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "write a trained model for ONNX Runtime or OpenVINO",
             "export --model runs/part --to onnx --output runs/part_onnx",
             "export --model runs/part --to openvino --precision int8 --output runs/part_int8",
-        ),
-        "benchmark": (
-            "measure milliseconds by stage on this machine, against a time budget",
-            "benchmark --model runs/part --budget 200ms",
-            "benchmark --model runs/part --images camera --engine onnx --engine openvino",
         ),
         "register": (
             "log a model in MLflow, as the next version of a registered one",
@@ -141,13 +131,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "join the results of a large job's machines, and check that none is missing",
             "merge-results job.json results --output results.csv",
             "merge-results job.json s3://bucket/results --output results.csv --overwrite",
-        ),
-    },
-    "the shell": {
-        "completion": (
-            "print a shell script that completes commands and options",
-            "completion",
-            "completion > ~/.local/share/bash-completion/completions/anomaly",
         ),
     },
 }

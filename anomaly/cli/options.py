@@ -92,12 +92,12 @@ def number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
 
 
-_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def duration(text: str) -> float:
     """Seconds of an option such as `10m`, for `argparse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} isn't a time; write it like 90s, 10m or 1h")
     return float(found[1]) * _SECONDS[found[2]]
@@ -492,21 +492,6 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
-def _benchmark(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="the run, or its model/ folder")
-    add(
-        "--budget", type=duration, metavar="TIME", help="time from one part to the next, e.g. 200ms"
-    )
-    add_paths(
-        parser, "--images", "images of parts (default: golden parts, otherwise training images)"
-    )
-    exports = "also measure an export for this engine; may be repeated"
-    add("--engine", action="append", choices=("onnx", "openvino"), default=[], help=exports)
-    add("--json", action="store_true", help="print all figures as JSON")
-    add_device(parser)
-
-
 def _selfcheck(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
     parser.add_argument(
@@ -541,10 +526,6 @@ def _layers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _completion(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
-
-
 # By command.
 OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "check": _check,
@@ -558,8 +539,6 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "update": _update,
     "infer": _infer,
     "explain": _explain,
-    "benchmark": _benchmark,
     "selfcheck": _selfcheck,
     "layers": _layers,
-    "completion": _completion,
 }

@@ -43,7 +43,7 @@ TEST_IMAGES = {
 HOW_TO_GET_MVTEC = (
     "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "
     "unpack it, and point data.root at the folder that holds the categories "
-    "(--set data.root=/path/to/mvtec_ad). `anomaly sample-data` makes a data set to try things on."
+    "(--set data.root=/path/to/mvtec_ad). `anomaly demo` makes a data set to try things on."
 )
 
 

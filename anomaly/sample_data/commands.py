@@ -1,4 +1,4 @@
-"""`anomaly sample-data`: two generated products; `anomaly demo`: everything once, on these."""
+"""`anomaly demo`: two generated products, and everything once on these."""
 
 from __future__ import annotations
 
@@ -17,25 +17,12 @@ _DATA = Path("data/sample")
 _RUNS = {"plate": "brushed_plate", "fabric": "woven_fabric"}
 
 
-def _sample_data(options: argparse.Namespace) -> int:
-    """Generate the data set."""
-    with locked(options.output), ProgressLine() as progress:
-        write_sample_data(
-            options.output,
-            seed=options.seed,
-            overwrite=options.overwrite,
-            progress=partial(progress, "images"),
-        )
-    print(f"{', '.join(PRODUCTS)} in {options.output}")
-    return 0
-
-
 def _demo(options: argparse.Namespace) -> int:
     """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
     output: Path = options.output
     runs = {name: str(output / name) for name in _RUNS}
     settings, computes = passed_on(options)
-    steps = [["sample-data", "--output", str(_DATA)]]
+    steps: list[list[str]] = []
     for name, product in _RUNS.items():
         config = ["--config", f"sample_{product}.yaml", *settings]
         steps.append(["train", *config, "--output", runs[name], *computes])
@@ -44,6 +31,9 @@ def _demo(options: argparse.Namespace) -> int:
         steps.append(["infer", "--model", runs[name], *where, *computes])
     evaluation = output / "evaluation"
     steps.append(["evaluate", "--model", *runs.values(), "--output", str(evaluation), *computes])
+    with locked(_DATA), ProgressLine() as progress:
+        write_sample_data(_DATA, overwrite=True, progress=partial(progress, "images"))
+    print(f"{', '.join(PRODUCTS)} in {_DATA}")
     for step in steps:
         if code := execute([*step, "--overwrite"]):
             return code
@@ -53,7 +43,4 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {
-    "sample-data": _sample_data,
-    "demo": _demo,
-}
+COMMANDS = {"demo": _demo}

@@ -11,7 +11,7 @@ from anomaly.cli import main
 from anomaly.export.feature_files import read_features
 from anomaly.sample_data import write_sample_data
 
-fabric = Path("data/sample/woven_fabric")  # what `anomaly sample-data` makes
+fabric = Path("data/sample/woven_fabric")  # what `anomaly demo` makes
 if not fabric.is_dir():
     write_sample_data(Path("sample"), products=["woven_fabric"], n_train=1, n_good=1)
     fabric = Path("sample/woven_fabric")

@@ -17,20 +17,23 @@ def test_each_step_is_a_command_and_a_failing_one_ends_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     steps: list[Sequence[str]] = []
-    codes = iter([0] * 6 + [0, 3])
+    codes = iter([0] * 5 + [3])
 
     def execute(arguments: Sequence[str]) -> int:
         cli._parser(arguments[0]).parse_args(arguments)  # exits where it can't
         steps.append(arguments)
         return next(codes)
 
+    made: list[Path] = []
+    monkeypatch.setattr(commands, "write_sample_data", lambda root, **more: made.append(root))
     monkeypatch.setattr(commands, "execute", execute)
     assert main(["demo", "--output", "all", "--set", "image.area=128", "--device", "cpu"]) == 0
-    order = ["sample-data", "train", "train", "infer", "infer", "evaluate"]
+    order = ["train", "train", "infer", "infer", "evaluate"]
     assert [step[0] for step in steps] == order
     assert all("--overwrite" in step for step in steps)
-    assert all("image.area=128" in step for step in steps[1:3])
+    assert all("image.area=128" in step for step in steps[:2])
     assert str(tmp_path / "all" / "evaluation" / "index.html") in capsys.readouterr().out
     assert main(["demo"]) == 3  # its training couldn't use some images
-    assert [step[0] for step in steps[6:]] == order[:2]
+    assert [step[0] for step in steps[5:]] == order[:1]
+    assert made == [Path("data/sample")] * 2
     assert "Look at" not in capsys.readouterr().out

@@ -79,16 +79,17 @@ def test_every_command_takes_the_options(name: str) -> None:
 
 
 def test_a_log_file_that_cannot_be_written(tmp_path: Path, command: Command) -> None:
-    code, out, err = command("completion", ["--log-file", tmp_path])
+    code, out, err = command("check", ["--config", "folder", "--log-file", tmp_path])
     assert (code, out) == (2, "")
     assert err.startswith(f"error: --log-file {tmp_path} can't be written: ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full: /dev/full")
-def test_a_full_disk_ends_the_log_and_not_the_command(command: Command) -> None:
-    code, out, err = command("completion", ["--log-file", "/dev/full"])
-    assert code == 0
-    assert "complete -o default" in out
+def test_a_full_disk_ends_the_log_and_not_the_command(product: Path, command: Command) -> None:
+    asked = ["--config", "folder", "--set", f"data.root={product / 'train' / 'good'}"]
+    _, plain, _ = command("check", asked)
+    code, out, err = command("check", [*asked, "--log-file", "/dev/full"])
+    assert (code, out) == (0, plain)
     assert err.startswith("warning: the log file ends here: ")
     assert len(err.splitlines()) == 1
 

@@ -22,7 +22,7 @@ from anomaly.sample_data import write_sample_data
 @pytest.fixture(scope="module")
 def sample_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sample")
-    write_sample_data(folder, seed=0)
+    write_sample_data(folder)
     return folder / "brushed_plate"
 
 

@@ -194,7 +194,7 @@ def test_every_command_that_writes_minds_the_lock(
     # share their folder.
     single = {"manifest", "merge-results", "drift", "region", "feedback", "demo", "tune"}
     single |= {"register"}
-    nothing = {"check", "layers", "completion", "benchmark"}
+    nothing = {"check", "layers"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:
         code, said, err = command(name, arguments)
@@ -222,7 +222,6 @@ def _commands(
         ("explain", ["--model", model, "--input", image, "--output", out], out),
         ("missed", [image, "--model", model, "--output", out], out),
         ("features", [*features, "--output", out], out),
-        ("sample-data", ["--output", out], out),
         ("calibrate", ["--model", model, "--review-rate", 0.2], model),
         ("calibrate", ["--model", model / "model", "--review-rate", 0.2], model),
         ("selfcheck", ["--model", model, "--golden", golden, "--record"], golden),
@@ -233,7 +232,7 @@ _TURNS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(12))
 def test_two_processes_of_each_command_twenty_times(
     index: int, tmp_path: Path, run_folder: Path, command: Command
 ) -> None:
