@@ -31,10 +31,7 @@ _ANNEXES = {
     "export": ("export", "features", "register"),
     "sample_data": ("demo",),
 }
-_SCORING = (
-    *("deploy", "infer", "evaluate"),
-    *("register", "selfcheck", "serve"),
-)
+_SCORING = ("deploy", "infer", "evaluate", "register", "selfcheck", "serve")
 _GARBAGE = 10_000  # objects made since the last search for garbage
 _HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 
