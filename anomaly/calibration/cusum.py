@@ -24,35 +24,31 @@ class Level:
 
     Attributes:
         name: of the level, for people.
-        value: a score, or another figure of a part.
+        value: a score.
         promised: the share of parts above it that nobody need be surprised at.
         limit: the cumulative sum that raises the alarm.
-        after: the share of parts above it once they have changed, which the sum is tuned to; None
-            for twice the odds.
     """
 
     name: str
     value: float
     promised: float
     limit: float
-    after: float | None = None
 
     def gain(self, above: bool) -> float:
         """The log-likelihood ratio that a part adds to the sum."""
-        return gains(self.promised, self.after)[above]
+        return gains(self.promised)[above]
 
 
-def gains(promised: float, after: float | None = None) -> tuple[float, float]:
-    """The sum's increments for a part below and a part above the level, see `Level`."""
-    if after is None:
-        after = 2 * promised / (1 + promised)
+def gains(promised: float) -> tuple[float, float]:
+    """The sum's increments for a part below and a part above the level; tuned to twice the odds."""
+    after = 2 * promised / (1 + promised)
     return math.log((1 - after) / (1 - promised)), math.log(after / promised)
 
 
 @lru_cache(maxsize=64)
-def limit_of(promised: float, chance: float, after: float | None = None) -> float:
+def limit_of(promised: float, chance: float) -> float:
     """The alarm limit: the sum that `HORIZON` normal parts reach with a given chance at most."""
-    down, up = gains(promised, after)
+    down, up = gains(promised)
     # The sum that starts anew at each part is a martingale, and there are as many as parts (Ville).
     highest = math.log(HORIZON / chance)
     # A cell of the chain is a fraction of `down`, one by which `up` is little more than a number of
@@ -95,7 +91,6 @@ class Watched:
         alarm: the part that has raised the alarm, counted from 0; None while none has.
         since: the part from which on there were more than promised, as the sum tells.
         sums: the sum after each part; None where they aren't kept.
-        ends: whether the alarm ends by itself, once as many parts lie below as have raised it.
     """
 
     level: Level
@@ -104,7 +99,6 @@ class Watched:
     alarm: int | None = None
     since: int = 0
     sums: list[float] | None = None
-    ends: bool = False
 
     def add(self, value: float, number: int) -> None:
         """Count one more part."""
@@ -117,6 +111,3 @@ class Watched:
             self.sums.append(self.sum)
         if self.alarm is None and self.sum >= self.level.limit:
             self.alarm = number
-        if self.ends:
-            self.sum = min(self.sum, self.level.limit)
-            self.alarm = self.alarm if self.sum else None

@@ -128,9 +128,7 @@ def _run(options: argparse.Namespace) -> int:
         criteria["data_root"] = str(options.data_root)
     images = {name: one.named_hashes() for name, one in scored.items()}
     record = change(criteria, before, new, images, recall)
-    good_images = scored.get("good", scored.get("production"))
-    pictures = good_images.pictures() if good_images else None
-    model_id = replace_thresholds(options.model, new, record, pictures)
+    model_id = replace_thresholds(options.model, new, record)
     history = find_model(options.model) / HISTORY
     print(
         f"new thresholds saved: model {model.model_id} is now {model_id}; all changes are listed "

@@ -30,7 +30,6 @@ from anomaly.maps.regions import strips
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.scene import LEAST_PICTURES, Picture, evenly
 from anomaly.storage.thresholds import change
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ class HeldOutImage:
         sha256: of the file.
         reason: why a person has to look whatever the score; empty where there is none.
         zones: the scores of these zones.
-        picture: what the image looks like, see `anomaly.scoring.scene.picture_of`.
     """
 
     path: Path
@@ -56,7 +54,6 @@ class HeldOutImage:
     sha256: str
     reason: str
     zones: tuple[float, ...] = ()
-    picture: Picture | None = None
 
 
 @dataclass(frozen=True)
@@ -85,17 +82,6 @@ class HeldOutScores:
     def named_hashes(self) -> dict[str, str]:
         """sha256 of each image that was scored, by its path."""
         return {str(image.path): image.sha256 for image in self.images}
-
-    def pictures(self) -> Picture | None:
-        """Pictures (P, SIDE, SIDE, 4) of these images, with which later scenes are compared.
-
-        None where they are too few for that.
-        """
-        known = [im.picture for im in self.images if not im.reason and im.picture is not None]
-        known = [picture for picture in known if picture.size]
-        if len(known) < LEAST_PICTURES:
-            return None
-        return np.stack([known[i] for i in evenly(len(known))])
 
     def good_scores(self) -> GoodScores:
         """What thresholds are found with, where all of these images are good.
@@ -184,13 +170,7 @@ def score_held_out(
             path = Path(paths[result.index])
             score, *zones = result.scores
             scored[result.index] = HeldOutImage(
-                path,
-                score,
-                _peak(result),
-                sha256,
-                result.reason,
-                tuple(zones),
-                result.statistics.picture,
+                path, score, _peak(result), sha256, result.reason, tuple(zones)
             )
         met.add(sha256)
     if not scored:
@@ -278,17 +258,7 @@ def recalibrated(
     hashes = {"good": unseen.named_hashes()} if unseen else {}
     made = change(asked, detector.thresholds, limits, hashes) | {"model_before": detector.model_id}
     changes = (*detector.changes, made)
-    statistics = detector.training_statistics
-    if unseen and statistics and (pictures := unseen.pictures()) is not None:
-        statistics = replace(statistics, pictures=pictures)
-    return replace(
-        detector,
-        thresholds=limits,
-        training_statistics=statistics,
-        model_id="",
-        folder=None,
-        changes=changes,
-    )
+    return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
 
 
 def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds:

@@ -22,13 +22,11 @@ class Finished:
         index: its place in the list of files.
         row: its row of results.
         regions: its marked regions, if wanted.
-        scene: its figures from `SceneWatch.judged`, to resume a run.
     """
 
     index: int
     row: Row
     regions: tuple[MarkedRegion, ...] = ()
-    scene: tuple[float, ...] = ()
 
 
 class Record(Protocol):
@@ -131,9 +129,7 @@ class RunJournal(Journal):
         """Read a batch of an earlier run."""
         for image in line["images"]:
             regions = tuple(MarkedRegion(**region) for region in image["regions"])
-            self.done[image["index"]] = Finished(
-                image["index"], Row(**image["row"]), regions, tuple(image["scene"])
-            )
+            self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
 
     def in_order(self) -> list[Finished]:
         """All finished images, in order of the files."""

@@ -25,7 +25,6 @@ from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
 from anomaly.scoring.prediction import Prediction
 from anomaly.scoring.predictor import AnyModel
-from anomaly.scoring.scene import SceneWatch
 
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # for their pictures after a stop
@@ -58,7 +57,6 @@ def infer(
     progress: Progress = lambda done, total: None,
     thumbnails: Thumbnails | None = None,
     scored: Callable[[Prediction], None] = lambda prediction: None,
-    scene: SceneWatch | None = None,
 ) -> None:
     """Score the images that aren't in the record yet.
 
@@ -73,13 +71,12 @@ def infer(
         stopped: whether to stop; scored images are then still drawn and kept for a few seconds.
         progress: called with images done in this run, and the number to do.
         thumbnails: gets small heatmaps of the images that matter most.
-        scored: called with each prediction, before scene changes are judged.
-        scene: watches the images, if they are in the parts' order; else None.
+        scored: called with each prediction.
 
     Raises:
         OutputError: results can't be written.
     """
-    _Run(model, inputs, record, decoders, stopped, thumbnails, scored, scene).score(progress)
+    _Run(model, inputs, record, decoders, stopped, thumbnails, scored).score(progress)
 
 
 def infer_files(
@@ -105,7 +102,7 @@ def infer_files(
         decoders: started.
         stopped: whether to stop; the journal then lacks some files.
         progress: called with images done in this run, and the number to do.
-        scored: called with each prediction, before scene changes are judged.
+        scored: called with each prediction.
 
     Returns:
         Small heatmaps for the page, if wanted.
@@ -116,11 +113,6 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
-    # Files of one folder, by name, count as parts in a row; subfolders hold kinds or lots.
-    scene = SceneWatch(model.models) if len({path.parent for path in paths}) == 1 else None
-    if scene is not None:
-        for image in journal.done.values():
-            scene.add(image.row.product, image.scene)
     decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
@@ -135,7 +127,6 @@ def infer_files(
                 progress=progress,
                 thumbnails=thumbnails,
                 scored=scored,
-                scene=scene,
             )
     except OutputError as error:
         failure = error
@@ -182,7 +173,6 @@ class _Run:
     stopped: Callable[[], bool]
     thumbnails: Thumbnails | None
     scored: Callable[[Prediction], None]
-    scene: SceneWatch | None
     # The index of each batch's last image, and how many images it has.
     batches: dict[int, int] = field(default_factory=dict)
     # In the batches' order: results whose pictures may be unfinished, and the finished images of #
@@ -190,7 +180,6 @@ class _Run:
     behind: deque[_Scored | UnusableImage] = field(default_factory=deque)
     finished: list[Finished] = field(default_factory=list)
     begun: dict[int, float] = field(default_factory=dict)
-    figures: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def score(self, progress: Progress) -> None:
         paths, detector = self.inputs.paths, self.model
@@ -228,8 +217,6 @@ class _Run:
             self.behind.append(result)
         else:
             self.scored(result)
-            if self.scene is not None:
-                result, self.figures[result.index] = self.scene.judged(result)
             i, options = result.index, self._render_options(result)
             path, name = self.inputs.paths[i], self.inputs.pictures[i]
             drawn = self.decoders.finish(i, path, result.source_map, name, options)
@@ -277,8 +264,7 @@ class _Run:
         if self.thumbnails and drawn.small:
             odd = bool(prediction.reason)
             self.thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
-        figures = self.figures.pop(prediction.index, ())
-        return Finished(prediction.index, row, prediction.placed(drawn.regions), figures)
+        return Finished(prediction.index, row, prediction.placed(drawn.regions))
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds

@@ -21,7 +21,6 @@ from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lin
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.encoding import Thumbnails
 from anomaly.scoring.predictor import AnyModel
-from anomaly.scoring.scene import SceneWatch
 
 _POLL_SECONDS = 0.5
 # Largest share of the time for listing the folders.
@@ -234,7 +233,6 @@ def watch(
     arrivals = Arrivals(folders, journal.earlier, settle)
     complaint = reported = ""
     numbers: dict[str, int] = {}  # for repeated names
-    scene = SceneWatch(model.models)
     while not stopped():
         looking()
         begun = time.monotonic()
@@ -254,15 +252,7 @@ def watch(
             names = picture_names(paths, folders, partial(picture_exists, output), numbers)
             inputs = Inputs(paths, names, options)
             journal.arrived = list(ready.items())
-            infer(
-                model,
-                inputs,
-                journal,
-                decoders,
-                stopped=stopped,
-                thumbnails=thumbnails,
-                scene=scene,
-            )
+            infer(model, inputs, journal, decoders, stopped=stopped, thumbnails=thumbnails)
         _pause(polled + max(_POLL_SECONDS, (polled - begun) / _POLL_SHARE), stopped)
 
 

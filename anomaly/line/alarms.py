@@ -59,8 +59,6 @@ def alarms_of(models: Iterable[ModelSlot], record: Record, stopping: bool) -> It
             yield Alarm(slot.state, slot.name, slot.trouble)
         if slot.refused:
             yield Alarm("refused", slot.name, slot.trouble)
-        if scene := slot.scene:
-            yield Alarm("scene", slot.name, scene)
         drift = slot.drifted()
         if drift["alarm"]:
             yield Alarm("drift", slot.name)

@@ -35,7 +35,6 @@ from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.scene import SceneWatch
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,6 @@ class Engine:
         most_waiting: int = 64,
     ) -> None:
         self.name, self.model = name, model
-        self.scene = SceneWatch(model.models)
         self._recorder = recorder
         self._most, self._workers = most_waiting, workers
         # Images in tiles stay in memory whole until they are scored: few of them at once.
@@ -205,8 +203,6 @@ class Engine:
             unfinished = {item.index for item in gathered}
             try:
                 for result in self._score(gathered):
-                    if isinstance(result, Prediction):
-                        result, _ = self.scene.judged(result)
                     self._draw(result)
                     unfinished.discard(result.index)
             except Exception as error:  # an error in this program mustn't end the service

@@ -233,8 +233,7 @@ class InspectionService:
 
         Returns:
             `ready`; `reason`, why not; `models`, the state of each; `record`, the last removal or
-            replacement of the record's file, else empty; `scene`, by model, what has changed in
-            the scene.
+            replacement of the record's file, else empty.
         """
         models = self.registry.models.values()
         states = {slot.name: slot.state for slot in models}
@@ -246,7 +245,6 @@ class InspectionService:
         if trouble := self.record.trouble():
             reasons.append(f"parts can't be recorded: {trouble.replace(place, name)}")
         health = {"models": states, "record": self.record.changed.replace(place, name)}
-        health["scene"] = {slot.name: slot.scene for slot in models if slot.scene}
         return {"ready": not reasons, "reason": "; ".join(reasons), **health}
 
     def stop(self) -> None:
@@ -304,7 +302,6 @@ _OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
     ("model_loaded", "1 while a model is in memory", lambda slot: slot.engine is not None),
     ("model_bytes", "Memory of a model in bytes", lambda slot: slot.memory if slot.engine else 0),
     ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
-    ("scene_changed", "1 while the scene is changed", lambda slot: bool(slot.scene)),
     ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
 )
 _OF_THE_RECORD: tuple[tuple[str, str, Callable[[Record], float]], ...] = (

@@ -188,12 +188,6 @@ class ModelSlot:
         engine = self.engine
         return self.grown + max(self.beside, engine.resident if engine else 0)
 
-    @property
-    def scene(self) -> str:
-        """What has changed in the scene rather than the parts; empty if nothing has."""
-        engine = self.engine
-        return "; ".join(engine.scene.changed.values()) if engine else ""
-
     def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
         """Submit one part to the version in use, once it is loaded; see `Engine.submit`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.errors import ModelError
 from anomaly.imaging.loading import NetworkInput
-from anomaly.scoring.scene import SIDE, Picture, evenly, picture_of
 
 Floats = NDArray[np.float64]
 
 QUIET = 0.02  # contrast, below which a ratio to it means nothing
 # Brightness that differs less, all over an image, is one value and the rounding of resizing it.
 BLANK = 1e-4
-_NO_PICTURE: Picture = np.zeros(0, np.float16)
 _GREY = 1 / 255  # mean difference between channels, below which an image has no colours
 
 
@@ -40,7 +38,6 @@ class ImageStatistics:
         darkest: the lowest brightness of a pixel.
         brightest: the highest.
         colour: sum of the differences between their channels, in [0, 1] each.
-        picture: see `picture_of`; empty where it wasn't kept.
     """
 
     pixels: float
@@ -53,7 +50,6 @@ class ImageStatistics:
     darkest: float
     brightest: float
     colour: float = 0.0
-    picture: Picture = field(default_factory=lambda: _NO_PICTURE)
 
     def __add__(self, other: ImageStatistics) -> ImageStatistics:
         names = [field.name for field in fields(self)]
@@ -97,7 +93,7 @@ class ImageStatistics:
 
 
 class StatisticsSums:
-    """Collects statistics of images tile by tile, and evenly spread pictures.
+    """Collects statistics of images tile by tile.
 
     Their embeddings are float32 rows of one array: small arrays that stay among large ones that go
     keep the memory of these from being used again.
@@ -112,14 +108,11 @@ class StatisticsSums:
     def __init__(self, images: Iterable[int]) -> None:
         self.of_image: dict[int, ImageStatistics] = {}
         self._row_of = {image: row for row, image in enumerate(images)}
-        self._pictured = {*evenly(len(self._row_of))}
         self._embeddings: NDArray[np.float32] | None = None
 
     def add(self, image: int, tile: ImageStatistics) -> None:
         """Add one of an image's tiles."""
         known, row = self.of_image.get(image), self._row_of[image]
-        if row not in self._pictured:
-            tile = replace(tile, picture=_NO_PICTURE)
         total = tile if known is None else known + tile
         if self._embeddings is None:
             self._embeddings = np.empty((len(self._row_of), len(tile.embedding)), np.float32)
@@ -146,9 +139,8 @@ def statistics_of(
     norms = module_of(flat).linalg.norm(flat.reshape(len(flat), -1), None, 1)
     squares = np.square(as_numpy(norms).astype(np.float64)).tolist()
     patches = [flat.shape[1] if mask is None else int(mask.sum()) for mask in masks]
-    rows, columns = map(len, batch[0].layout.axes)
     return [
-        measure(item.pixels, total, square, count, mask, item.tile, (rows, columns))
+        measure(item.pixels, total, square, count, mask)
         for item, total, square, count, mask in zip(
             batch, sums, squares, patches, masks, strict=True
         )
@@ -161,8 +153,6 @@ def measure(
     squared: float,
     patches: int,
     inside: NDArray[np.bool_] | None = None,
-    tile: tuple[int, int] = (0, 0),
-    tiles: tuple[int, int] = (1, 1),
 ) -> ImageStatistics:
     """The statistics of one network input or tile.
 
@@ -172,13 +162,10 @@ def measure(
         squared: sum of the squares of all values of theirs.
         patches: how many those are.
         inside: (h, w), which they are; None for all.
-        tile: row and column of this tile.
-        tiles: rows and columns of tiles.
     """
     red, green, blue = np.moveaxis(pixels, 2, 0)
     light = (red + green + blue) / np.float32(3)  # a fifth of the time that `mean` takes
     edges = np.abs(cv2.Laplacian(light, cv2.CV_32F))
-    picture = picture_of(pixels, edges, inside, tile, tiles)
     colour = np.maximum(np.abs(red - green), np.abs(green - blue))
     if inside is not None:
         size = (light.shape[1], light.shape[0])
@@ -196,7 +183,6 @@ def measure(
         float(light.min(initial=np.inf)),
         float(light.max(initial=-np.inf)),
         float(colour.sum(dtype=np.float64)),
-        picture,
     )
 
 
@@ -241,7 +227,6 @@ class TrainingStatistics:
         variance: (D,) theirs.
         spread: standard deviation of the patches' embeddings within an image, over all values.
         farthest: (K, D) mean embeddings of the training images that are farthest from the others.
-        pictures: (P, SIDE, SIDE, 4) of some of them, evenly spread, see `picture_of`.
         images: that this was learned from; fewer than `LEAST_IMAGES` don't show what is far
             outside, but are kept to be joined with more.
     """
@@ -252,14 +237,12 @@ class TrainingStatistics:
     variance: Floats
     spread: float
     farthest: Floats
-    pictures: Picture
     images: int
 
     @classmethod
     def of(cls, statistics: Sequence[ImageStatistics]) -> TrainingStatistics:
         """Learn from training images, one at least."""
         figures = np.array([[*image.figures().values()] for image in statistics])
-        pictures = np.array([s.picture for s in statistics if s.picture.size], np.float16)
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
         mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(statistics)) / len(statistics)
         squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(statistics))
@@ -270,7 +253,6 @@ class TrainingStatistics:
             variance=squares / max(len(statistics) - 1, 1),
             spread=float(np.mean([image.variance() for image in statistics])) ** 0.5 + 1e-12,
             farthest=mean[None],
-            pictures=pictures.reshape(-1, SIDE, SIDE, 4)[evenly(len(pictures))],
             images=len(statistics),
         )
         kept = [statistics[place].mean_embedding() for place in model._farthest_of(statistics)]
@@ -285,13 +267,13 @@ class TrainingStatistics:
         """The statistics of the images of both together.
 
         Exactly, but that the farthest image is looked for among those that were the farthest of
-        either, and that pictures that are kept of either count alike.
+        either.
 
         Args:
             other: of further images.
         """
         images, others = self.images, other.images
-        count, pictures = images + others, np.concatenate([self.pictures, other.pictures])
+        count = images + others
         apart = np.square(self.mean - other.mean) * images * others / count
         squares = self.variance * (images - 1) + other.variance * (others - 1) + apart
         seen = {
@@ -305,7 +287,6 @@ class TrainingStatistics:
             variance=squares / (count - 1),
             spread=((images * self.spread**2 + others * other.spread**2) / count) ** 0.5,
             farthest=np.concatenate([self.farthest, other.farthest]),
-            pictures=pictures[evenly(len(pictures))],
             images=count,
         )
         order = np.argsort(-model._from_others(model.farthest), kind="stable")
@@ -396,7 +377,6 @@ class TrainingStatistics:
             "variance": self.variance,
             "spread": np.array(self.spread),
             "farthest": self.farthest,
-            "pictures": self.pictures,
         }
 
     @classmethod
@@ -408,12 +388,9 @@ class TrainingStatistics:
         """
         dimensions = {"bounds": 2, "mean": 1, "variance": 1, "spread": 0, "farthest": 2}
         kinds = {name: (count, "float64") for name, count in dimensions.items()}
-        kinds["pictures"] = 4, "float16"
         if (
             {name: (value.ndim, value.dtype.name) for name, value in tensors.items()} != kinds
             or not all(np.isfinite(v).all() for v in tensors.values())
-            or tensors["pictures"].shape[1:] != (SIDE, SIDE, 4)
-            or not len(tensors["pictures"])
             or tensors["bounds"].shape != (len(_LEAST_FACTOR), 4)
             or tensors["variance"].shape != tensors["mean"].shape
             or tensors["farthest"].shape[1:] != tensors["mean"].shape
@@ -430,7 +407,6 @@ class TrainingStatistics:
             variance=tensors["variance"],
             spread=float(tensors["spread"]),
             farthest=tensors["farthest"],
-            pictures=tensors["pictures"],
             images=images,
         )
 

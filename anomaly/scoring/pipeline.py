@@ -40,7 +40,6 @@ from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics
 from anomaly.scoring.prediction import Patches, Prediction, combined, verdict
 from anomaly.scoring.predictor import Predictor
 from anomaly.scoring.rules import Judge, Zone
-from anomaly.scoring.scene import LEAST_PICTURES, Scene
 
 if TYPE_CHECKING:
     import torch
@@ -290,14 +289,6 @@ class Model(Predictor):
             if verdict(score, self.thresholds, "") == "good"
             else patches.misarranged,
         )
-
-    @cached_property
-    def scene(self) -> Scene | None:
-        """The scene of the training images; None with too few images."""
-        known, turned = self.training_statistics, self.config.model.turned_copies != "none"
-        if known is None or len(known.pictures) < LEAST_PICTURES:
-            return None
-        return Scene(known.pictures, turned=turned)
 
     def review_reason(self, statistics: ImageStatistics) -> str:
         """The reason for review whatever the score; empty without one."""

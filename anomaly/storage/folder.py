@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = "anomaly-model/2"
+FORMAT = "anomaly-model/3"
 _SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
@@ -112,7 +112,7 @@ class _Files(Part):
 
 
 class _Manifest(Part):
-    format: Literal["anomaly-model/2"]
+    format: Literal["anomaly-model/3"]
     software_version: str
     name: str
     seed: _Index

@@ -11,19 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors.numpy import save_file as save_numpy
-
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.calibration.thresholds import Calibration
 from anomaly.errors import ModelError
-from anomaly.files.writing import as_json, from_json, share
+from anomaly.files.writing import as_json, from_json
 from anomaly.storage.folder import (
     AGAIN,
     HISTORY,
     MANIFEST,
-    STATISTICS,
     appearing,
     checked,
     file_entry,
@@ -31,7 +26,6 @@ from anomaly.storage.folder import (
     model_id,
     read_json,
     read_manifest,
-    read_tensors,
     write_manifest,
 )
 from anomaly.version import __version__
@@ -106,20 +100,13 @@ def _possible(threshold: Threshold) -> bool:
     )
 
 
-def replace_thresholds(
-    folder: Path,
-    thresholds: Thresholds,
-    record: dict[str, Any],
-    pictures: NDArray[np.float16] | None = None,
-) -> str:
+def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
     """Give a model other thresholds; everything else in the folder stays as it is.
 
     Args:
         folder: the model folder, or the run that holds it as `model/`.
         thresholds: the new ones.
         record: what its history is to say; the model's ids before and after are added.
-        pictures: (P, SIDE, SIDE, 4), small pictures of the images that the thresholds come from,
-            with which later scenes are compared; None to keep those that the model has.
 
     Returns:
         The id of the model with these thresholds.
@@ -131,21 +118,13 @@ def replace_thresholds(
     folder = find_model(folder, exported=False)
     manifest = read_manifest(folder)
     before = model_id(folder)
-    changed = [*_FILES]
-    usual: dict[str, NDArray[Any]] = {}
-    if pictures is not None and STATISTICS in manifest["files"]:
-        usual = {**read_tensors(folder / STATISTICS), "pictures": pictures}
-        changed.append(STATISTICS)
     with appearing(folder) as draft:
         # A bank may take gigabytes, and doesn't change: the new folder has the same files by link.
         for file in folder.iterdir():
-            if file.is_file() and file.name not in (*changed, MANIFEST, HISTORY):
+            if file.is_file() and file.name not in (*_FILES, MANIFEST, HISTORY):
                 _link(file, draft / file.name)
         write_thresholds(draft, thresholds)
-        if usual:
-            save_numpy(usual, draft / STATISTICS)
-            share(draft / STATISTICS)
-        manifest["files"] |= {name: file_entry(draft / name) for name in changed}
+        manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
         write_manifest(draft, manifest)
         after = model_id(draft)
         write_history(draft, read_history(folder), [record | {"model_before": before}], after)

@@ -78,10 +78,7 @@ def test_a_run_over_products_goes_on_where_it_was_broken_off(
     assert infer(command, product_runs, tmp_path / "whole", *more)[0] == 0
     done = json.loads((tmp_path / "whole" / "results.done.json").read_text())
     lines = (tmp_path / "whole" / "results.jsonl").read_text().splitlines()
-    batch = [
-        {"index": i, "row": json.loads(line), "regions": [], "scene": []}
-        for i, line in enumerate(lines)
-    ]
+    batch = [{"index": i, "row": json.loads(line), "regions": []} for i, line in enumerate(lines)]
     journal = [json.dumps({"about": done["about"]}), json.dumps({"images": batch[:8]})]
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     (tmp_path / "half" / "results.done.json").unlink()

@@ -18,8 +18,7 @@ from anomaly.line.slot import ModelSlot
 
 
 def test_each_alarm_names_what_is_wrong(tmp_path: Path) -> None:
-    scene = SimpleNamespace(changed={"": "brightness is 18 % lower"})
-    engine = cast(Any, SimpleNamespace(scene=scene))
+    engine = cast(Any, SimpleNamespace())
     slots = [
         ModelSlot("cup", tmp_path, trouble="weights.safetensors isn't as it was written"),
         ModelSlot("disc", tmp_path, engine=engine, trouble="golden/3.png: reject, was good"),
@@ -31,7 +30,6 @@ def test_each_alarm_names_what_is_wrong(tmp_path: Path) -> None:
             ("failed:cup", "error"),
             ("loading:ring", "error"),
             ("refused:disc", "warning"),
-            ("scene:disc", "warning"),
         ]
         assert "cup has failed" in listed[0]["text"]
         assert "weights.safetensors isn't as it was written" in listed[0]["text"]
@@ -46,7 +44,7 @@ def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(
 ) -> None:
     file, current = (
         tmp_path / "line.sqlite",
-        [Alarm("scene", "disc", "brightness is 9 % lower")],
+        [Alarm("refused", "disc", "golden/9.png: reject")],
     )
     with closing(Record(file)) as record:
         alarms = Alarms(record, lambda: current)
@@ -55,19 +53,19 @@ def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(
             return [alarm["seen"] and alarm["seen"]["who"] for alarm in alarms.now()]
 
         assert seen() == [None]
-        for key, who in (("drift:disc", "Ada"), ("scene:disc", "")):
+        for key, who in (("drift:disc", "Ada"), ("refused:disc", "")):
             with pytest.raises(DataError):
                 alarms.acknowledge(key, who)
-        alarms.acknowledge("scene:disc", "Ada")
+        alarms.acknowledge("refused:disc", "Ada")
         assert seen() == ["Ada"]
-        current[0] = Alarm("scene", "disc", "brightness is 12 % lower")
+        current[0] = Alarm("refused", "disc", "golden/12.png: reject")
         current.append(Alarm("drift", "disc"))
         assert seen() == ["Ada", None]
         alarms = Alarms(record, lambda: current)  # a restart
         assert seen() == ["Ada", None]
-        current[0] = Alarm("scene", "disc", "sharpness is 12 % lower")
+        current[0] = Alarm("refused", "disc", "golden/12.png: review")
         assert seen() == [None, None]
-        alarms.acknowledge("scene:disc", "Bob")
+        alarms.acknowledge("refused:disc", "Bob")
         monkeypatch.setattr("anomaly.line.alarms._SECONDS", 0.01)
         kept, current[:] = current[:], []
         with alarms:  # over, though nobody asks
@@ -78,4 +76,4 @@ def test_an_acknowledged_alarm_is_loud_again_when_it_comes_back_or_changes(
         assert seen() == [None, None]
     with closing(sqlite3.connect(file)) as db:
         rows = db.execute("SELECT alarm, who, time <> '', ended <> '' FROM acknowledgements")
-        assert rows.fetchall() == [("scene:disc", "Ada", 1, 1), ("scene:disc", "Bob", 1, 1)]
+        assert rows.fetchall() == [("refused:disc", "Ada", 1, 1), ("refused:disc", "Bob", 1, 1)]

@@ -39,8 +39,7 @@ def line(tmp_path: Path) -> Iterator[InspectionService]:
     with InspectionService(
         {}, Record(tmp_path / "l.sqlite"), device=torch.device("cpu"), limits=limits
     ) as service:
-        parts = {"resident": 0, "submit": busy, "scene": SimpleNamespace(changed={})}
-        engine = cast(Any, SimpleNamespace(__exit__=lambda: None, **parts))
+        engine = cast(Any, SimpleNamespace(__exit__=lambda: None, resident=0, submit=busy))
         service.registry.models["disc"] = ModelSlot("disc", tmp_path, engine=engine)
         yield service
 
@@ -111,7 +110,7 @@ def test_health_and_figures_say_what_became_of_the_record(line: InspectionServic
         return {name[15:]: float(v) for name, v, *_ in lines if name.startswith("anomaly_record_")}
 
     file = line.record.file
-    fine = {"ready": True, "reason": "", "models": {"disc": "ready"}, "record": "", "scene": {}}
+    fine = {"ready": True, "reason": "", "models": {"disc": "ready"}, "record": ""}
     assert line.health() == fine
     file.unlink()
     told = line.health()
