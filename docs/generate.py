@@ -43,7 +43,6 @@ OUTSIDE |= {
 IN_PRODUCTION = {
     "On the line": "line.md",
     "The service": "service.md",
-    "Label parts": "labelling.md",
     "A model in other engines": "deployment.md",
     "Many images, many machines": "scale.md",
 }

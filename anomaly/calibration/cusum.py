@@ -90,7 +90,6 @@ class Watched:
         above: parts above it so far.
         alarm: the part that has raised the alarm, counted from 0; None while none has.
         since: the part from which on there were more than promised, as the sum tells.
-        sums: the sum after each part; None where they aren't kept.
     """
 
     level: Level
@@ -98,7 +97,6 @@ class Watched:
     above: int = 0
     alarm: int | None = None
     since: int = 0
-    sums: list[float] | None = None
 
     def add(self, value: float, number: int) -> None:
         """Count one more part."""
@@ -107,7 +105,5 @@ class Watched:
         if self.sum == 0.0 and self.alarm is None:
             self.since = number
         self.sum = max(0.0, self.sum + self.level.gain(above))
-        if self.sums is not None:
-            self.sums.append(self.sum)
         if self.alarm is None and self.sum >= self.level.limit:
             self.alarm = number

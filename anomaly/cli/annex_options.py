@@ -177,12 +177,6 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "token only this machine has access",
     )
     parser.add_argument(
-        "--users",
-        type=Path,
-        metavar="FILE",
-        help="a file with a line `name: token` for each user, instead of one token for all",
-    )
-    parser.add_argument(
         "--webhook",
         metavar="URL",
         help="also post every row to this address, until it is accepted (default: "
@@ -203,13 +197,6 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         default=64,
         metavar="N",
         help="most parts that may wait for a model (default: 64)",
-    )
-    more.add_argument(
-        "--memory",
-        type=number,
-        metavar="MB",
-        help="memory for models; the least recently used model makes room for another and is "
-        "loaded again on request (default: all stay)",
     )
     more.add_argument(
         "--keep-good",
@@ -266,12 +253,6 @@ def _drift(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="chance of an alarm in 2,000 parts that haven't changed (0.05)",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write a page of charts here (replaced each time)",
-    )
 
 
 def _feedback(parser: argparse.ArgumentParser) -> None:
@@ -291,7 +272,7 @@ def _feedback(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="write the pictures of all judged parts to this folder: a folder for each "
-        "model, with good/ and defect/TYPE/, and masks of defects as ground_truth/TYPE/",
+        "model, with good/ and defect/TYPE/",
     )
     parser.add_argument("--type", default="", help="kind of defect")
     parser.add_argument("--note", default="", help="free text")

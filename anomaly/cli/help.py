@@ -96,12 +96,12 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "feedback": (
             "record what parts of a line really were, or list these records",
             "feedback --record line.sqlite --parts 1041 --verdict defect --type scratch",
-            "feedback --record line.sqlite --verdict good --pictures confirmed",
+            "feedback --record line.sqlite --pictures judged",
         ),
         "drift": (
             "check whether parts still look like the good images behind the thresholds",
             "drift --model line/part --record line.sqlite",
-            "drift --model runs/part --rows results/monday/results.csv --output drift.html",
+            "drift --model runs/part --rows results/monday/results.csv",
         ),
         "report": (
             "write up a shift, a day or a month of a line: yield, judgements, drift, cost",

@@ -23,12 +23,11 @@ from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, PictureRequest, Scored
-from anomaly.line.feedback import mask_of, queue
 from anomaly.line.guard import author
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, Period, report
 from anomaly.line.service import InspectionService
-from anomaly.line.slot import ModelSlot
+from anomaly.line.slot import AGAIN_SECONDS, ModelSlot
 from anomaly.version import __version__
 
 _T = TypeVar("_T")
@@ -38,10 +37,6 @@ _PAGE = {
     "/": ("line.html", "text/html"),
     "/line.css": ("line.css", "text/css"),
     "/line.js": ("line.js", "text/javascript"),
-    "/label": ("label.html", "text/html"),
-    "/label.css": ("label.css", "text/css"),
-    "/label.js": ("label.js", "text/javascript"),
-    "/parts.js": ("parts.js", "text/javascript"),
     "/zoom.js": ("zoom.js", "text/javascript"),
     "/words.js": ("words.js", "text/javascript"),
     "/words.json": ("words.json", "application/json"),
@@ -54,24 +49,6 @@ Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
 
 
 _Model = Annotated[str, Query(description="only parts of this model", max_length=300)]
-_Pixel = Annotated[float, Field(ge=-1e6, le=1e6)]
-
-
-class Stroke(BaseModel):
-    """A brush stroke."""
-
-    radius: float = Field(gt=0, le=1e6)
-    points: list[tuple[_Pixel, _Pixel]] = Field(min_length=1)
-
-
-class Mark(BaseModel):
-    """Where a defect is, in pixels of the photograph that `/v1/parts/N/photograph` gives."""
-
-    width: int = Field(ge=1, le=1_000_000, description="width of that photograph in pixels")
-    rectangles: list[tuple[_Pixel, _Pixel, _Pixel, _Pixel]] = Field(
-        [], description="left, top, right and bottom edges"
-    )
-    strokes: list[Stroke] = []
 
 
 class Feedback(BaseModel):
@@ -80,7 +57,6 @@ class Feedback(BaseModel):
     model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
 
     verdict: Literal["good", "defect", ""] = Field(description="empty withdraws the last judgement")
-    mark: Mark | None = None
     defect_type: str = Field("", max_length=80)
     note: str = Field("", max_length=2000)
     who: str = Field("", max_length=80)
@@ -110,7 +86,6 @@ def make_app(service: InspectionService) -> FastAPI:
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
-    _alarm_routes(app, service)
     _report_route(app, service)
     _page_routes(app)
     return app
@@ -148,7 +123,8 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
     ) -> JSONResponse:
         slot = _taking(service, name)
         wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
-        if not (slot.now and slot.now.marks) and (wanted.mask or wanted.regions):
+        has_thresholds = slot.now is not None and slot.now.model.thresholds is not None
+        if not has_thresholds and (wanted.mask or wanted.regions):
             raise HTTPException(
                 400,
                 f"{name} has no thresholds, so it has no masks or regions; include only the "
@@ -190,7 +166,7 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
 def _taking(service: InspectionService, name: str) -> ModelSlot:
     slot = _slot(service, name)
     if reason := "the service is stopping" if service.stopping else slot.unusable:
-        raise BusyError(reason, 5)
+        raise BusyError(reason, AGAIN_SECONDS)
     return slot
 
 
@@ -216,6 +192,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
     health_now = _for_all(lambda: service.health())
     metrics_now = _for_all(lambda: service.metrics.text())
+    alarms_now = _for_all(lambda: service.alarms())
 
     @app.get(
         "/v2/health/ready",
@@ -224,6 +201,10 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
     async def ready() -> JSONResponse:
         health = await health_now()
         return _TextResponse(health, 200 if health["ready"] else 503)
+
+    @app.get("/v1/alarms", summary="Current alarms, errors first")
+    async def alarms() -> dict[str, Any]:
+        return {"alarms": await alarms_now()}
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def metrics() -> Response:
@@ -290,38 +271,21 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
                 part=number,
                 defect_type=judgement.defect_type,
                 note=judgement.note,
-                mark=_mask(service, number, judgement),
             )
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         service.changed(number)
         return service.part(number) or {}
 
-    @app.post("/v1/parts/{number}/{kept}", summary="Keep a part as a missed defect or golden part")
-    def keep(
-        number: Number,
-        kept: Literal["missed", "golden"],
-        request: Request,
-        who: Annotated[str, Query(max_length=80)] = "",
+    @app.post("/v1/parts/{number}/missed", summary="Keep a part as a missed defect")
+    def missed(
+        number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
     ) -> dict[str, Any]:
-        add = service.keep_missed if kept == "missed" else service.keep_golden
         try:
-            add(number, author(request, who))
+            service.keep_missed(number, author(request, who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}
-
-    @app.get(
-        "/v1/labelling", summary="Unjudged parts with a picture, the most useful to judge first"
-    )
-    def labelling(
-        model: str = "", limit: Annotated[int, Query(ge=1, le=500)] = 50
-    ) -> dict[str, Any]:
-        return queue(service.record.file, model, limit)
-
-    @app.get("/v1/user", summary="The user whose token was sent; empty if tokens have no names")
-    def user(request: Request) -> dict[str, str]:
-        return {"user": request.scope["user"]}
 
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     def counts(
@@ -351,42 +315,10 @@ def _picture(number: int, picture: bytes | None) -> Response:
     return Response(picture, media_type="image/jpeg", headers=kept)
 
 
-def _mask(service: InspectionService, number: int, judgement: Feedback) -> bytes:
-    """The mask of a judgement's mark; empty without one. Raises DataError if it can't be made."""
-    if (mark := judgement.mark) is None:
-        return b""
-    file = service.picture_file(number)
-    if judgement.verdict != "defect" or file is None:
-        why = "no picture of it is kept" if file is None else "only defects are marked"
-        raise DataError(f"part {number} can't be marked: {why}; nothing was recorded")
-    strokes = [(stroke.radius, stroke.points) for stroke in mark.strokes]
-    return mask_of(file, mark.width, mark.rectangles, strokes)
-
-
 async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
     yield "retry: 1000\n\n"
     async for event in followed:
         yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
-
-
-def _alarm_routes(app: FastAPI, service: InspectionService) -> None:
-    alarms_now = _for_all(lambda: service.alarms.now())
-
-    @app.get("/v1/alarms", summary="Current alarms, and who has acknowledged them")
-    async def alarms() -> dict[str, Any]:
-        return {"alarms": await alarms_now()}
-
-    @app.post("/v1/alarms/acknowledge", summary="Acknowledge an alarm")
-    def acknowledge(
-        request: Request,
-        key: Annotated[str, Body(max_length=300)],
-        who: Annotated[str, Body(max_length=80)] = "",
-    ) -> dict[str, Any]:
-        try:
-            service.alarms.acknowledge(key, author(request, who))
-        except DataError as error:
-            raise HTTPException(409, str(error)) from None
-        return {"alarms": service.alarms.now()}
 
 
 def _report_route(app: FastAPI, service: InspectionService) -> None:
@@ -409,7 +341,7 @@ def _page_routes(app: FastAPI) -> None:
 
 def _page_file(name: str, kind: str) -> Response:
     text = _asset(name)
-    if name == "line.css":  # the look of all pages
+    if name == "line.css":
         text = _asset("base.css", "report") + text
     return Response(text, media_type=kind)
 

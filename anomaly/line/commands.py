@@ -17,9 +17,9 @@ from anomaly.cli.common_options import (
 )
 from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import AnomalyError, DataError, ModelError, some, why
-from anomaly.files.writing import like, sha256_of, write
+from anomaly.files.writing import like, sha256_of
 from anomaly.line import report, serve
-from anomaly.line.drift import Drift, drift_html, levels_of, read_scores
+from anomaly.line.drift import Drift, levels_of, read_scores
 from anomaly.line.feedback import model_folder, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, passing_defects
@@ -85,7 +85,7 @@ def _drift(options: argparse.Namespace) -> int:
             f"--defects is {options.defects:g} (must be 0 to 0.5) and --false-alarms is "
             f"{options.false_alarms:g} (must be between 0 and 1)"
         ) from None
-    drift = Drift(levels, keep=True).add_all(stream.scores)
+    drift = Drift(levels).add_all(stream.scores)
     for line in stream.notes:
         log.log(NOTE, line)
     lines = [
@@ -96,10 +96,6 @@ def _drift(options: argparse.Namespace) -> int:
     ]
     lines.extend(filter(None, drift.flagged(thresholds.calibration.review, str(options.model))[1:]))
     print("\n".join(lines))
-    if options.output is not None:
-        facts = f"{drift.parts} parts of {options.rows}, {options.model}"
-        write(options.output, drift_html(drift, stream.scores, lines, facts))
-        print(f"charts in {options.output}")
     alarm = drift.alarm
     if alarm is None:
         print("no drift")
@@ -169,11 +165,8 @@ def _feedback(options: argparse.Namespace) -> int:
 def _save(record: Path, folder: Path) -> int:
     for model, counts in save_pictures(record, folder).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
-        masks = f", {counts['masks']} with a mask" if counts["masks"] else ""
         place = folder / model_folder(model)
-        print(
-            f"{model}: {counts['good']} good, {counts['defect']} defective{masks}{lost}; in {place}"
-        )
+        print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
     return 0
 
 

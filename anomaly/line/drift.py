@@ -9,7 +9,6 @@ cumulative sum watches each level (`anomaly.calibration.cusum`).
 
 from __future__ import annotations
 
-import html
 import math
 import sqlite3
 import threading
@@ -31,7 +30,6 @@ from anomaly.files.tables import read_rows
 from anomaly.files.writing import from_json
 from anomaly.inference.rows import Row
 from anomaly.line.record import is_sqlite, open_to_read
-from anomaly.report.page import page, utc_now
 
 FALSE_ALARMS = 0.05
 
@@ -77,11 +75,10 @@ class Drift:
 
     Args:
         levels: as `levels_of` gives them.
-        keep: whether to keep all sums: for a chart, but not for an endless stream.
     """
 
-    def __init__(self, levels: Sequence[Level], *, keep: bool = False) -> None:
-        self.watched = [Watched(level, sums=[] if keep else None) for level in levels]
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self.watched = [Watched(level) for level in levels]
         self.parts = 0
 
     def add(self, score: float) -> None:
@@ -131,108 +128,6 @@ class Drift:
             counted = above, self.parts, review.false_rejects
             return compare_flagged(*counted), flagged_line(*counted, model)
         return "as promised", ""
-
-
-_WIDTH, _HEIGHT = 1000, 200
-_LEFT, _BELOW = 70, 32  # beside and below a chart, for its numbers
-_TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_POINTS = 500  # of a line on the chart
-_STEPS = 60  # stretches of parts that shares are counted over
-
-
-def drift_html(drift: Drift, scores: Sequence[float], lines: Sequence[str], facts: str) -> str:
-    """The page of charts.
-
-    Args:
-        drift: of all parts, made with `keep`.
-        scores: the parts' scores, in the same order.
-        lines: the results, as in `Drift.lines`.
-        facts: which model and which parts, in words.
-    """
-    alarm = drift.alarm
-    verdict = (
-        "No drift is seen."
-        if alarm is None
-        else f"The parts have drifted: alarm at part {(alarm.alarm or 0) + 1}."
-    )
-    state = "" if alarm is None else " alarm"
-    listed = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    charts = "".join(_chart(watched, np.asarray(scores)) for watched in drift.watched)
-    body = (
-        f'<main class="drift"><h1>Drift</h1><p class="verdict{state}">{html.escape(verdict)}</p>'
-        f'<p class="soft">{html.escape(facts)} · {utc_now()}</p><ul>{listed}</ul>{charts}</main>'
-    )
-    return page("Drift", body, styles=("base.css", "drift.css"))
-
-
-def _chart(watched: Watched, scores: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
-    level, count, kept = watched.level, max(len(scores), 2), watched.sums or []
-    at = np.unique(np.linspace(0, max(len(scores) - 1, 0), _POINTS).astype(int)).tolist()
-    highest = max(level.limit * 1.25, max(kept, default=0.0))
-    sums = _line([(i / (count - 1), kept[i] / highest) for i in at if kept], "sum")
-    shares = _shares(scores > level.value)
-    marks = _horizontal(level.limit / highest, "limit", "alarm")
-    marks += "".join(
-        f'<line class="at" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT}"/>'
-        for x in ([] if watched.alarm is None else [round(_WIDTH * watched.alarm / (count - 1), 1)])
-    )
-    most = max(level.promised * 1.25, *(share for _, share in shares), 0.01)
-    counted = _line([(x, share / most) for x, share in shares], "share")
-    promised = _horizontal(level.promised / most, "promised", percent(level.promised))
-    parts = len(scores)
-    shares_axes, sums_axes = _axes(percent(most), parts), _axes(f"{highest:.3g}", parts)
-    title = html.escape(f"{level.name}: parts that score above {level.value:.4g}")
-    return (
-        f'<section class="card"><h2>{title}</h2>'
-        f"<h3>Share of parts above it, over time</h3>{_svg(shares_axes + promised + counted)}"
-        f"<h3>Cumulative sum</h3>{_svg(sums_axes + marks + sums)}</section>"
-    )
-
-
-def _shares(above: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[float, float]]:
-    """The middle of each stretch of parts, from 0 to 1, and the share above in it."""
-    pieces = np.array_split(above, min(_STEPS, max(1, len(above) // 10)))
-    ends = np.cumsum([len(piece) for piece in pieces])
-    total = max(int(ends[-1]), 1)
-    return [
-        ((end - len(piece) / 2) / total, float(piece.mean()))
-        for piece, end in zip(pieces, ends.tolist(), strict=True)
-        if len(piece)
-    ]
-
-
-def _line(points: Sequence[tuple[float, float]], name: str) -> str:
-    drawn = " ".join(f"{_WIDTH * x:.1f},{_HEIGHT * (1 - y):.1f}" for x, y in points)
-    return f'<polyline class="{name}" points="{drawn}"/>'
-
-
-def _horizontal(y: float, name: str, label: str) -> str:
-    height = round(_HEIGHT * (1 - y), 1)
-    return (
-        f'<line class="{name}" x1="0" x2="{_WIDTH}" y1="{height}" y2="{height}"/>'
-        f'<text x="{_WIDTH - 4}" y="{height - 4}">{html.escape(label)}</text>'
-    )
-
-
-def _axes(top: str, parts: int) -> str:
-    """A chart's frame: from 0 up to a value, and the numbers of the parts, counted from 1."""
-    drawn = (
-        f'<path class="axis" d="M0 0V{_HEIGHT}H{_WIDTH}"/><text x="-8" y="6">{html.escape(top)}'
-        f'</text><text x="-8" y="{_HEIGHT}">0</text>'
-    )
-    numbers = {1 + round(share * (max(parts, 1) - 1)): share for share in _TICKS}
-    for number, share in numbers.items():
-        x, label = round(_WIDTH * share, 1), f"part {number}" if number == 1 else f"{number:,}"
-        drawn += (
-            f'<path class="axis" d="M{x} {_HEIGHT}v6"/>'
-            f'<text class="below" x="{x}" y="{_HEIGHT + 24}">{label}</text>'
-        )
-    return drawn
-
-
-def _svg(content: str) -> str:
-    size = f"{-_LEFT} -12 {_LEFT + _WIDTH + 24} {_HEIGHT + 12 + _BELOW}"
-    return f'<svg viewBox="{size}" role="img">{content}</svg>'
 
 
 _NEEDED = ("status", "image_score", "model_id")

@@ -78,7 +78,7 @@ class _Part:
     data: bytes
     name: str
     wanted: PictureRequest
-    done: Future[Scored]
+    done: Future[Scored] = field(default_factory=Future)
     begun: float = field(default_factory=time.perf_counter)
 
 
@@ -104,7 +104,7 @@ class Engine:
     ) -> None:
         self.name, self.model = name, model
         self._recorder = recorder
-        self._most, self._workers = most_waiting, workers
+        self._most = most_waiting
         # Images in tiles stay in memory whole until they are scored: few of them at once.
         self._most_begun = workers if model.config.image.tile else most_waiting
         self._held_back: deque[_Part] = deque()
@@ -136,22 +136,11 @@ class Engine:
         """Number of accepted parts without an answer."""
         return len(self._parts)
 
-    @property
-    def resident(self) -> int:
-        """Memory of the decoding processes in bytes; 0 if the system doesn't report it."""
-        return self._decoders.resident
-
-    def begun(self) -> int:
-        """`resident`, after all decoding processes have started."""
-        list(self._decoders.map(len, [()] * self._workers))
-        return self.resident
-
     def submit(
         self,
         data: bytes,
         name: str = "",
         wanted: PictureRequest | None = None,
-        done: Future[Scored] | None = None,
     ) -> Future[Scored]:
         """Accept one part.
 
@@ -159,7 +148,6 @@ class Engine:
             data: the image file's bytes.
             name: the image's name in its row; never used as a path.
             wanted: what to draw.
-            done: the future to set, if a caller already waits on one.
 
         Raises:
             BusyError: too many parts are waiting.
@@ -172,9 +160,7 @@ class Engine:
                     f"again in {seconds} s",
                     seconds,
                 )
-            part = _Part(
-                next(self._numbers), data, name, wanted or PictureRequest(), done or Future()
-            )
+            part = _Part(next(self._numbers), data, name, wanted or PictureRequest())
             self._parts[part.index] = part
             self._held_back.append(part)
         self._begin()

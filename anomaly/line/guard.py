@@ -48,9 +48,8 @@ class Guard:
 
     Args:
         app: the ASGI application behind it.
-        tokens: by user, shown as `Authorization: Bearer TOKEN`, or as the password that a browser
-            asks for beside the user's name. The token of a user without a name goes with any; with
-            no tokens only this machine may ask.
+        token: shown as `Authorization: Bearer TOKEN`, or as the password that a browser asks for
+            beside a name; empty for none, and only this machine may ask.
         limits: of bodies.
         count: called with the status of each answer.
     """
@@ -58,12 +57,12 @@ class Guard:
     def __init__(
         self,
         app: Callable[[Any, Any, Any], Awaitable[None]],
-        tokens: Mapping[str, str],
+        token: str,
         limits: Limits | None = None,
         count: Callable[[int], object] = lambda status: None,
     ) -> None:
         self._app = app
-        self._tokens = tokens
+        self._token = token
         self._limits = limits or Limits()
         self._count = count
 
@@ -89,8 +88,7 @@ class Guard:
             await send(message)
 
         try:
-            user = self._user(scope, headers)
-            body.welcome = user is not None
+            body.welcome = self._welcome(scope, headers)
             connection = scope.get("state", {}).get("connection")
             leaves = not body.welcome or not (connection is None or connection.let_in())
             if scope["path"] not in _ALWAYS:
@@ -102,7 +100,7 @@ class Guard:
             body.check_head()
             if not image:
                 await body.read()
-            await self._app({**scope, "user": user or ""}, body.receive, answer)
+            await self._app(scope, body.receive, answer)
         except HTTPException as refused:
             response = JSONResponse(
                 {"detail": refused.detail}, refused.status_code, refused.headers
@@ -111,28 +109,21 @@ class Guard:
         except ClientDisconnect:
             pass
 
-    def _user(self, scope: Scope, headers: Mapping[bytes, str]) -> str | None:
-        """The user; empty if the token has no name, None for a supervisor without a token."""
+    def _welcome(self, scope: Scope, headers: Mapping[bytes, str]) -> bool:
+        """Whether the request has access; False for a supervisor without a token."""
         host = headers.get(b"host", "")
-        if not self._tokens and not is_loopback(_netloc(f"//{host}")[1]):
+        if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
             raise refusal(403, "without a token only this machine may ask, as localhost")
         origin = headers.get(b"origin")
         if origin is not None and _netloc(origin)[0] != host:
             raise refusal(403, "requests from pages of other sites are refused")
-        user = self._user_of(headers) if self._tokens else ""
-        if user is not None or scope["path"] in _OPEN:
-            return user
+        shown = credentials(headers.get(b"authorization", ""))[1]
+        if not self._token or hmac.compare_digest(shown.encode(), self._token.encode()):
+            return True
+        if scope["path"] in _OPEN:
+            return False
         ask = {"WWW-Authenticate": 'Basic realm="anomaly", charset="UTF-8"'}
         raise refusal(401, "the token is missing or wrong", ask)
-
-    def _user_of(self, headers: Mapping[bytes, str]) -> str | None:
-        """The user whose token was sent, without a name or with the user's own."""
-        name, token = credentials(headers.get(b"authorization", ""))
-        shown, owner = token.encode(), None
-        for user, own in self._tokens.items():  # compares all tokens, so that the time reveals none
-            if hmac.compare_digest(shown, own.encode()) and (not user or name in (None, user)):
-                owner = user
-        return owner
 
 
 class _Body:
@@ -250,21 +241,21 @@ def check_charset(content_type: str) -> None:
 
 
 def author(request: Request, typed: str) -> str:
-    """Author of a judgement: the token's user; without users, the typed or logged-in name."""
+    """Author of a judgement: the typed name, else the name given beside the token."""
     login = credentials(request.headers.get("authorization", ""))[0]
-    return visible((request.scope["user"] or typed.strip() or login or "")[:80])
+    return visible((typed.strip() or login)[:80])
 
 
-def credentials(authorization: str) -> tuple[str | None, str]:
-    """The user's name and the token in an Authorization header; no name beside a bearer's token."""
+def credentials(authorization: str) -> tuple[str, str]:
+    """Name and token in an Authorization header; a bearer's token has no name."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
-        return None, value.strip()
+        return "", value.strip()
     if scheme.lower() == "basic":
         with suppress(ValueError):
             user, _, token = base64.b64decode(value, validate=True).decode().partition(":")
             return user, token
-    return None, ""
+    return "", ""
 
 
 def _netloc(address: str) -> tuple[str, str]:

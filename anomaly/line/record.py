@@ -4,9 +4,7 @@
     pictures   image file and small heatmap of some parts; the oldest are deleted above a size limit
     promises   rates that the thresholds of each model promise
     feedback   people's judgements; an empty verdict withdraws one; a trigger refuses changes
-    marks      masks of defects, as PNG files, that people have drawn beside their feedback
     outboxes   the last part that each receiver has confirmed
-    acknowledgements   who acknowledged which alarm, when, and when it ended
 
 It has a write-ahead log, and each batch is one transaction: after `add` returns, its rows survive
 a crash. It notices when the file is removed or replaced; SQLite alone would go on writing to the
@@ -298,7 +296,6 @@ class Record:
         sha256: str = "",
         defect_type: str = "",
         note: str = "",
-        mark: bytes = b"",
     ) -> int | None:
         """Record a person's judgement of a part.
 
@@ -309,7 +306,6 @@ class Record:
             sha256: of the image; taken from the part where there is one.
             defect_type: kind of defect.
             note: free text.
-            mark: mask of the defect, a PNG file of the image's size; empty for none.
 
         Returns:
             The part's number; None for an image that was never scored here.
@@ -324,13 +320,11 @@ class Record:
             else:
                 newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
                 part = db.execute(newest, (sha256,)).fetchone()[0]
-            cursor = db.execute(
+            db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (part, sha256, who, verdict, defect_type, note, time_now()),
             )
-            if mark:
-                db.execute("INSERT INTO marks VALUES (?, ?)", (cursor.lastrowid, mark))
         return part
 
     def check_part(self, number: int) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +15,11 @@ import numpy as np
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
 from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
-from anomaly.imaging.decoder_pool import resident_bytes
 from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image
 from anomaly.line.engine import Engine
 from anomaly.line.record import Recorder
-from anomaly.line.slot import Limits, ModelSlot, Version
-from anomaly.runtime.devices import release_memory
+from anomaly.line.slot import ModelSlot, Version
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import EXPORT, MANIFEST, check_run_folder, model_id
 from anomaly.storage.golden import (
@@ -56,17 +51,12 @@ class ModelRegistry:
     A thread loads the models; until then the service is alive, but not ready. Afterwards the
     thread checks for folders whose files have changed, and loads these.
 
-    With a memory limit, too, every model is loaded once. When another model needs the memory, the
-    least recently used one is unloaded, idle models first; its accepted parts are finished. Parts
-    for an unloaded model wait, and all of them are accepted once it is loaded, so that two models
-    can take turns.
-
     Args:
         folders: the models' folders by name.
         recorder: records the results.
         device: that the networks run on.
         workers: decoding processes of each model.
-        limits: of waiting parts and memory.
+        waiting_parts: most parts of each model that may wait.
     """
 
     def __init__(
@@ -76,20 +66,14 @@ class ModelRegistry:
         *,
         device: torch.device,
         workers: int,
-        limits: Limits | None = None,
+        waiting_parts: int = 64,
     ) -> None:
-        self._limits = limits or Limits()
-        record, waiting = recorder.record, self._limits.waiting_parts
-        self._awake = threading.Event()
-        wake = self._awake.set
-        self.models = {
-            name: ModelSlot(name, folder, record.file, most_waiting=waiting, wake=wake)
-            for name, folder in folders.items()
-        }
+        record = recorder.record.file
+        self.models = {name: ModelSlot(name, folder, record) for name, folder in folders.items()}
         self._recorder = recorder
         self._device = device
         self._workers = workers
-        self._memory = self._limits.memory
+        self._waiting_parts = waiting_parts
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
@@ -98,35 +82,19 @@ class ModelRegistry:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
         self._closing.set()
-        self._awake.set()
         self._thread.join()
         for slot in self.models.values():
-            slot.let_go()
-
-    def stop(self) -> None:
-        """Refuse all parts that wait for a model."""
-        for slot in self.models.values():
-            slot.stop()
+            slot.close()
 
     def _keep_up(self) -> None:
-        if self._memory is not None:
-            self._warm_up()
         for slot in self.models.values():
-            self._load_asked()
             if not self._closing.is_set():
                 slot.seen = slot.tried = stamp_of(slot.folder)
                 self._load(slot)
-        looked = time.monotonic()
-        while not self._closing.is_set():
-            self._awake.wait(_LOOK_SECONDS)
-            self._awake.clear()
-            self._load_asked()
-            if time.monotonic() >= looked + _LOOK_SECONDS:
-                for slot in self.models.values():
-                    self._look(slot)
-                looked = time.monotonic()
+        while not self._closing.wait(_LOOK_SECONDS):
+            for slot in self.models.values():
+                self._look(slot)
 
     def _look(self, slot: ModelSlot) -> None:
         stamp = stamp_of(slot.folder)
@@ -135,102 +103,44 @@ class ModelRegistry:
             slot.tried = stamp
             self._load(slot)
 
-    def _load_asked(self) -> None:
-        """Load the models that parts wait for; one whose files have changed is for `_look`."""
-        since = {name: slot.waits_since for name, slot in self.models.items()}
-        for name in sorted((n for n, s in since.items() if s), key=lambda n: since[n] or 0.0):
-            slot = self.models[name]
-            if not self._closing.is_set() and stamp_of(slot.folder) == slot.tried:
-                self._load(slot)
-
     def _load(self, slot: ModelSlot) -> None:
-        again = slot.tried == slot.passed
         try:
-            version, engine = self._version(slot, slot.now if again else None)
+            version, engine = self._version(slot)
         except AnomalyError as error:
-            reason = visible(str(error))
+            slot.trouble = visible(str(error))
         except Exception as error:  # one model's error mustn't stop the others
             log.exception("%s can't be loaded", slot.name)
-            reason = f"loading failed: {type(error).__name__}"
+            slot.trouble = f"loading failed: {type(error).__name__}"
         else:
-            slot.passed = slot.tried
-            if slot.now and slot.now.model_id != version.model_id:
-                log.info("%s now serves model %s", slot.name, version.model_id)
-            self._recorder.record.promises[version.model_id] = version.promise
+            model_id = version.model.model_id
+            if slot.now and slot.now.model.model_id != model_id:
+                log.info("%s now serves model %s", slot.name, model_id)
+            self._recorder.record.promises[model_id] = version.promise
             slot.use(version, engine)
             return
-        slot.refuse(reason, stays=not again)
         if slot.engine:
             log.error(
                 "the new version of %s was refused; the previous version stays in use: %s",
                 slot.name,
-                reason,
+                slot.trouble,
             )
         else:
-            log.error("%s can't be served: %s", slot.name, reason)
+            log.error("%s can't be served: %s", slot.name, slot.trouble)
 
-    def _version(self, slot: ModelSlot, passed: Version | None) -> tuple[Version, Engine]:
-        """Load a model's folder; check and measure it unless it has passed before."""
+    def _version(self, slot: ModelSlot) -> tuple[Version, Engine]:
+        """Load and check a model's folder."""
         if not slot.folder.is_dir():
             raise ModelError(f"its folder {slot.folder} is missing")
-        if not passed:
-            size = sum(file.stat().st_size for file in slot.folder.iterdir() if file.is_file())
-            self._refuse_above_limit(size, "its files have")
-            slot.grown = max(size, slot.grown)
-        self._make_room(slot, slot.memory)
-        before = _resident()
         model = load_model(slot.folder, self._device)
-        with ExitStack() as undone:
-            engine = undone.enter_context(
-                Engine(
-                    slot.name,
-                    model,
-                    self._recorder,
-                    workers=self._workers,
-                    most_waiting=self._limits.waiting_parts,
-                )
-            )
-            if not passed:
-                checked = check(model, slot.folder, self._workers)
-                passed = Version.of(model, slot.folder, checked)
-                beside, grown = engine.begun(), max(size, _resident() - before)
-                self._refuse_above_limit(grown + beside, "in memory it takes")
-                self._make_room(slot, grown + beside)
-                slot.grown, slot.beside = grown, beside
-            undone.pop_all()
-        return passed, engine
-
-    def _make_room(self, slot: ModelSlot, needed: int) -> None:
-        """Unload other models until a model fits, or none can be unloaded."""
-        while self._memory is not None:
-            loaded = [model for model in self.models.values() if model.engine]
-            # If a slot's new version was refused, its version in use exists only in memory.
-            others = [model for model in loaded if model is not slot and not model.refused]
-            if not others or sum(model.memory for model in loaded) + needed <= self._memory:
-                return
-            last = min(others, key=lambda model: (model.waiting > 0, model.asked))
-            log.info("%s was unloaded to make room for %s", last.name, slot.name)
-            last.let_go()
-
-    def _refuse_above_limit(self, size: int, what: str) -> None:
-        if self._memory is not None and size > self._memory:
-            raise ModelError(
-                f"{what} {size / 1e6:.0f} MB, more than the memory limit for all models "
-                f"({self._memory / 1e6:.0f} MB); give a larger --memory"
-            )
-
-    def _warm_up(self) -> None:
-        """Load the libraries of the first model, so that their memory isn't counted as its own."""
-        with suppress(Exception):  # reported when the model is loaded for use
-            folder = next(iter(self.models.values())).folder
-            check(load_model(folder, self._device), folder, self._workers)
-
-
-def _resident() -> int:
-    """Bytes that this process uses, without freed ones; 0 if the system doesn't report it."""
-    gc.collect()
-    release_memory()
-    return resident_bytes(os.getpid())
+        version = Version.of(model, slot.folder, check(model, slot.folder, self._workers))
+        engine = Engine(
+            slot.name,
+            model,
+            self._recorder,
+            workers=self._workers,
+            most_waiting=self._waiting_parts,
+        )
+        return version, engine.__enter__()
 
 
 _TOLERANCE = 0.01  # largest change of a golden part's score, as in `selfcheck`

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     _check(options)
-    tokens = _tokens(options)
-    _check_open(options, tokens)
+    token = _token(options)
+    _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
     for name in product_folders(options.models):
@@ -46,11 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
         device, threads = device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
-        limits = replace(
-            Limits.of(round(options.max_body * 1e6)),
-            waiting_parts=options.queue,
-            memory=None if options.memory is None else round(options.memory * 1e6),
-        )
+        limits = replace(Limits.of(round(options.max_body * 1e6)), waiting_parts=options.queue)
         service = InspectionService(
             folders,
             Record(record, Keeping(options.keep_good, options.keep_pictures)),
@@ -65,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
-            serve(service, listener, tokens, lambda: stop.signal is not None)
+            serve(service, listener, token, lambda: stop.signal is not None)
         log.info("stopped; all accepted parts are answered and recorded")
     return 0
 
@@ -86,7 +82,6 @@ def _check(options: argparse.Namespace) -> None:
         ("--port", options.port, 0, 65535),
         ("--max-body", options.max_body, 0.001, 4000),
         ("--queue", options.queue, 1, 10000),
-        ("--memory", 1 if options.memory is None else options.memory, 1, 10**7),
         ("--keep-good", options.keep_good, 0, 1),
         ("--keep-pictures", options.keep_pictures, 0, 10**7),
     ):
@@ -94,72 +89,34 @@ def _check(options: argparse.Namespace) -> None:
             raise AnomalyError(f"{name} is {value}; it must be {low} to {high}")
 
 
-def _tokens(options: argparse.Namespace) -> dict[str, str]:
-    """Tokens by user; a token for all has an empty user."""
+def _token(options: argparse.Namespace) -> str:
+    """The token; empty without one."""
     token, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), f"${TOKEN_VARIABLE}"
     if options.token_file is not None:
-        token, origin = _text("--token-file", options.token_file).strip(), str(options.token_file)
+        try:
+            token, origin = options.token_file.read_text("utf-8-sig").strip(), options.token_file
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it isn't text"
+            raise AnomalyError(f"--token-file {options.token_file} can't be read: {why}") from None
         if not token:
             raise AnomalyError(f"--token-file {origin} is empty")
-    if options.users is None:
-        if token:
-            _check_token(token, origin)
-        return {"": token} if token else {}
-    if token:
-        raise AnomalyError(
-            f"give either --users, or a token for all in {origin}; a camera gets a line in --users"
-        )
-    return read_users(options.users)
-
-
-def read_users(file: Path) -> dict[str, str]:
-    """Tokens by user, from a file with a line `name: token` for each; `#` begins a comment line.
-
-    Raises:
-        AnomalyError: it can't be read, or a line isn't as it has to be; no token is named.
-    """
-    users: dict[str, str] = {}
-    for at, line in enumerate(_text("--users", file).splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        where = f"{file} line {at}"
-        name, _, token = (part.strip().strip("'\"") for part in line.partition(":"))
-        if not name or not token or len(name) > 80 or not name.isprintable():
-            raise AnomalyError(f"{where} must be `name: token`, with a name of 1 to 80 characters")
-        _check_token(token, where)
-        if name in users or token in users.values():
-            raise AnomalyError(f"{where} has the name or the token of an earlier line; change it")
-        users[name] = token
-    if not users:
-        raise AnomalyError(f"{file} has no users; write a line `name: token` for each")
-    return users
-
-
-def _text(option: str, file: Path) -> str:
-    try:
-        return file.read_text("utf-8-sig")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it isn't text"
-        raise AnomalyError(f"{option} {file} can't be read: {why}") from None
-
-
-def _check_token(token: str, origin: str) -> None:
-    if len(token) < 16 or not token.isascii() or not token.isprintable():
+    if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
         raise AnomalyError(
             f"the token in {origin} must have 16 characters or more, all plain ASCII: "
             "openssl rand -hex 16 makes one"
         )
+    return token
 
 
-def _check_open(options: argparse.Namespace, tokens: Mapping[str, str]) -> None:
+def _check_open(options: argparse.Namespace, token: str) -> None:
     from anomaly.line.guard import is_loopback  # with FastAPI, which is optional
 
-    if not tokens and not is_loopback(options.host):
+    if not token and not is_loopback(options.host):
         raise AnomalyError(
             f"--host {options.host} opens the service to other machines, which needs a token; give "
-            f"--token-file or --users, or set ${TOKEN_VARIABLE}"
+            f"--token-file, or set ${TOKEN_VARIABLE}"
         )
-    if tokens and not is_loopback(options.host):
+    if token and not is_loopback(options.host):
         log.log(
             NOTE,
             "token and pictures are sent unencrypted; on a shared network, put a proxy with TLS "

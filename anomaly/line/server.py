@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -64,7 +64,7 @@ def listening(host: str, port: int) -> socket.socket:
 def serve(
     service: InspectionService,
     listener: socket.socket,
-    tokens: Mapping[str, str],
+    token: str,
     stopped: Callable[[], bool],
 ) -> None:
     """Answer requests until stopped; accepted parts are finished.
@@ -72,12 +72,12 @@ def serve(
     Args:
         service: open.
         listener: as `listening` gives it.
-        tokens: by user; each request has to send one. See `Guard`.
+        token: that each request has to send; empty for none. See `Guard`.
         stopped: whether to stop; called ten times a second.
     """
     guard = Guard(
         make_app(service),
-        tokens,
+        token,
         service.limits,
         lambda status: service.metrics.answers.labels(str(status)).inc(),
     )

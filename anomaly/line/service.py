@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from anomaly.errors import DataError, visible
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.read import MAX_PIXELS
-from anomaly.line.alarms import Alarms, alarms_of
 from anomaly.line.bodies import Bodies
 from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
@@ -25,7 +26,7 @@ from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import Limits, ModelSlot
 from anomaly.runtime.parallel import locked_cached_property
-from anomaly.storage.golden import keep_golden, keep_missed
+from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ class InspectionService:
         record: of all results; closed at the end.
         device: that the networks run on.
         workers: decoding processes of each model.
-        limits: of requests and models.
+        limits: of requests.
         sinks: receivers of all results.
     """
 
@@ -66,12 +67,14 @@ class InspectionService:
         self._outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._publish)
         self.registry = ModelRegistry(
-            folders, self._recorder, device=device, workers=workers, limits=self.limits
+            folders,
+            self._recorder,
+            device=device,
+            workers=workers,
+            waiting_parts=self.limits.waiting_parts,
         )
         self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
         self.stopping = False
-        models = self.registry.models.values()
-        self.alarms = Alarms(record, lambda: alarms_of(models, record, self.stopping))
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
         self._followers: set[_Follower] = set()
@@ -83,7 +86,6 @@ class InspectionService:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.registry)
-        self._open.enter_context(self.alarms)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,8 +110,11 @@ class InspectionService:
         if part is None or file is None:
             return None
         slot = self.registry.models.get(part["model"])
-        image = slot.now.long["config"]["image"] if slot and slot.now else {}
-        limits = image.get("max_pixels", MAX_PIXELS), image.get("bit_depth")
+        if slot is None or slot.now is None:
+            limits: tuple[int, int | None] = MAX_PIXELS, None
+        else:
+            image = slot.now.model.config.image
+            limits = image.max_pixels, image.bit_depth
         decoded = self._decoders.call(photograph, file, *limits, about=Path(part["path"]))
         return bytes(decoded)
 
@@ -149,46 +154,15 @@ class InspectionService:
         judgement = part.get("feedback")
         if part.get("verdict") != "good" or not judgement or judgement["verdict"] != "defect":
             raise DataError(f"part {number} isn't a defect that was called good; nothing was kept")
-        self._keep(
-            part, who, "known missed defect", lambda slot, *file: keep_missed(slot.folder, *file)
-        )
-
-    def keep_golden(self, number: int, who: str) -> None:
-        """Keep a part that its model judges correctly as a golden part; see `keep_missed`."""
-        part = self.record.part(number) or {}
-        if not (judgement := part.get("feedback")):
-            raise DataError(f"part {number} hasn't been judged; judge it first")
-
-        def keep(slot: ModelSlot, name: str, file: bytes) -> Path:
-            if slot.engine is None:
-                raise DataError(f"model {slot.name} isn't loaded; send it a part, then try again")
-            model, good = slot.engine.model, judgement["verdict"] == "good"
-            return keep_golden(model, slot.folder, name, file, good=good)
-
-        self._keep(part, who, "golden part", keep)
-
-    def _keep(
-        self,
-        part: dict[str, Any],
-        who: str,
-        what: str,
-        keep: Callable[[ModelSlot, str, bytes], Path],
-    ) -> None:
-        """Keep a judged part's picture beside its model, and note its kind and name.
-
-        `keep` takes the model, a name and the file, and returns the new file's path.
-        """
-        number, judgement = part["id"], part["feedback"]
         file, slot = self.picture_file(number), self.registry.models.get(part["model"])
         if file is None or slot is None:
             gone = "its picture isn't kept" if file is None else f"model {part['model']} is gone"
             raise DataError(
-                f"part {number} can't be kept: {gone}. Give the file to anomaly missed --keep, "
-                "or put it into the run's golden/ and record it with anomaly selfcheck "
-                "--record. serve --keep-good 1 keeps the pictures of all good parts"
+                f"part {number} can't be kept: {gone}. Give the file to anomaly missed --keep. "
+                "serve --keep-good 1 keeps the pictures of all good parts"
             )
-        kept = keep(slot, f"part-{number}", file)
-        note = "; ".join(filter(None, [judgement["note"], f"{what}: {kept.name}"]))
+        kept = keep_missed(slot.folder, f"part-{number}", file)
+        note = "; ".join(filter(None, [judgement["note"], f"known missed defect: {kept.name}"]))
         self.record.add_feedback(
             judgement["verdict"],
             who=who,
@@ -247,10 +221,13 @@ class InspectionService:
         health = {"models": states, "record": self.record.changed.replace(place, name)}
         return {"ready": not reasons, "reason": "; ".join(reasons), **health}
 
+    def alarms(self) -> list[dict[str, Any]]:
+        """The current alarms; see `alarms_of`."""
+        return alarms_of(self.registry.models.values(), self.record, self.stopping)
+
     def stop(self) -> None:
         """Disconnect followers and accept no more parts."""
         self.stopping = True
-        self.registry.stop()
         for follower in list(self._followers):
             follower.put(None)
 
@@ -273,6 +250,58 @@ class InspectionService:
     def _send_event(self, event: dict[str, Any]) -> None:
         for follower in list(self._followers):
             follower.put(event)
+
+
+_ERRORS = ("stopping", "unwritable", "failed", "loading")  # with one, the service isn't ready
+
+
+def alarms_of(models: Iterable[ModelSlot], record: Record, stopping: bool) -> list[dict[str, str]]:
+    """The current alarms, errors first.
+
+    Returns:
+        Of each: `kind`, its key in words.json, which holds the text in every language; `model`,
+        empty if it concerns all; `reason`, details that the kind's text doesn't give; `severity`,
+        `error` or `warning`; `text` in English.
+    """
+    alarms = sorted(_alarms(models, record, stopping), key=lambda alarm: alarm[0] not in _ERRORS)
+    return [
+        {
+            "kind": kind,
+            "model": model,
+            "reason": reason,
+            "severity": "error" if kind in _ERRORS else "warning",
+            "text": _words()[kind]["en"].format(model=model, reason=reason),
+        }
+        for kind, model, reason in alarms
+    ]
+
+
+def _alarms(
+    models: Iterable[ModelSlot], record: Record, stopping: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Kind, model and reason of each alarm."""
+    if stopping:
+        yield "stopping", "", ""
+    if trouble := record.trouble():
+        yield "unwritable", "", trouble
+    if record.changed:
+        yield "record", "", record.changed
+    for slot in models:
+        if slot.state in ("failed", "loading"):
+            yield slot.state, slot.name, slot.trouble
+        if slot.refused:
+            yield "refused", slot.name, slot.trouble
+        drift = slot.drifted()
+        if drift["alarm"]:
+            yield "drift", slot.name, ""
+        if drift["flagged"]:
+            yield "more" if drift["compared"] == "more" else "fewer", slot.name, ""
+
+
+@cache
+def _words() -> dict[str, dict[str, str]]:
+    words = files("anomaly.line").joinpath("assets", "words.json").read_text("utf-8")
+    return dict(json.loads(words))
 
 
 class _Follower:
@@ -298,9 +327,11 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _QUANTILES = (0.5, 0.9, 0.99)
 _LATEST = 1000  # scores of each model that the quantiles are of
 _OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
-    ("waiting_parts", "Accepted parts without an answer", lambda slot: slot.waiting),
-    ("model_loaded", "1 while a model is in memory", lambda slot: slot.engine is not None),
-    ("model_bytes", "Memory of a model in bytes", lambda slot: slot.memory if slot.engine else 0),
+    (
+        "waiting_parts",
+        "Accepted parts without an answer",
+        lambda slot: slot.engine.waiting if slot.engine else 0,
+    ),
     ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
     ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anomaly.errors import DataError, some, why
@@ -152,7 +151,9 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
             aren't recorded.
         OutputError: no room, or somebody else is changing the run.
     """
-    golden = _golden_in(folder)
+    if folder.name != "model":
+        raise DataError(f"{folder} is in no run, so it has no golden parts; give the run's folder")
+    golden = folder.parent / "golden"
     sha256 = hashlib.sha256(file).hexdigest()
     for learned, hashed in read_manifest(folder)["training_images"].items():
         if hashed == sha256:
@@ -161,51 +162,10 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
         for part in missed_parts(golden):
             if sha256_of(part) == sha256:
                 return part
-        place = golden / MISSED / _file_name(name, file)
+        stem = short_name(f"{Path(name).stem}-{sha256[:8]}")
+        place = golden / MISSED / f"{stem}.{suffix_of(file)}"
         _add(place, file, model_id(folder))
         return place
-
-
-def keep_golden(model: Model, folder: Path, name: str, file: bytes, *, good: bool) -> Path:
-    """Make a part that a model judges rightly one of its run's golden parts, with today's score.
-
-    Takes and returns what `keep_missed` does; `good` is whether people call the part good.
-
-    Raises:
-        DataError: as `keep_missed`, or the model says otherwise.
-        OutputError: as `keep_missed`.
-    """
-    golden = _golden_in(folder)
-    place = golden / _file_name(name, file)
-    with TemporaryDirectory() as scratch:
-        copy = Path(scratch, place.name)
-        copy.write_bytes(file)
-        answers = score_golden(model, [copy], Path(scratch), 1)
-    verdict = answers[place.name]["verdict"]
-    if (verdict == "good") != good:
-        raise DataError(
-            f"{name} is called {verdict} by the model and was judged otherwise; golden parts are "
-            "those that the model judges rightly"
-        )
-    with locked(folder.parent):
-        _begin(golden, model.model_id)
-        recorded = read_record(golden)
-        write_record(golden, recorded["model_id"], recorded["images"] | answers)
-        write(place, file)
-    return place
-
-
-def _golden_in(folder: Path) -> Path:
-    """The folder for golden parts of the run that a model folder is in."""
-    if folder.name != "model":
-        raise DataError(f"{folder} is in no run, so it has no golden parts; give the run's folder")
-    return folder.parent / "golden"
-
-
-def _file_name(name: str, file: bytes) -> str:
-    """A name for an image's file that no other image has."""
-    stem = short_name(f"{Path(name).stem}-{hashlib.sha256(file).hexdigest()[:8]}")
-    return f"{stem}.{suffix_of(file)}"
 
 
 def learned_as_good(image: object, name: str) -> DataError:

@@ -434,7 +434,7 @@ async def _through(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_a_token_is_asked_for_where_one_is_set() -> None:
-    guard = Guard(_through, {"": TOKEN})
+    guard = Guard(_through, TOKEN)
     basic = base64.b64encode(f"ada:{TOKEN}".encode()).decode()
     assert asked(guard, authorization=f"Bearer {TOKEN}") == 200
     assert asked(guard, authorization=f"Basic {basic}") == 200
@@ -448,7 +448,7 @@ def test_a_token_is_asked_for_where_one_is_set() -> None:
 
 
 def test_without_a_token_only_this_machine_may_ask() -> None:
-    guard = Guard(_through, {})
+    guard = Guard(_through, "")
     for host in ("localhost:8000", "127.0.0.1", "[::1]:80"):
         assert asked(guard, host=host) == 200
     for host in ("line", "127.0.0.1.evil.example", "10.0.0.1", "", "["):
@@ -459,7 +459,7 @@ def test_without_a_token_only_this_machine_may_ask() -> None:
 @pytest.mark.parametrize("path", ["/v1/parts/1/feedback", "/v1/models/disc/score"])
 def test_bodies_are_limited_whatever_their_framing(path: str) -> None:
     limits = Limits(10, short_bytes=10, receive_seconds=0.5, begin_seconds=0.2, bytes_a_second=20)
-    guard = Guard(_through, {}, limits)
+    guard = Guard(_through, "", limits)
     for method in ("POST", "GET", "DELETE"):
         for status, pieces, told in (
             (200, [b"12345", b"67890"], {"content_length": "10"}),
@@ -477,7 +477,7 @@ def test_bodies_are_limited_whatever_their_framing(path: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/parts/1/feedback", "/v1/models/disc/score"])
 def test_bodies_that_come_too_slowly_are_not_waited_for(path: str) -> None:
     limits = Limits(receive_seconds=0.6, begin_seconds=0.2, bytes_a_second=100)
-    guard = Guard(_through, {}, limits)
+    guard = Guard(_through, "", limits)
     told = {"host": "localhost", "transfer_encoding": "chunked"}
     for status, pieces, pause in (
         (200, [bytes(50)] * 2, 0.1),

@@ -80,7 +80,7 @@ def address(
     stop = threading.Event()
     listener = server.listening("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # slow readers are seen soon
-    running = threading.Thread(target=server.serve, args=(line, listener, {"": TOKEN}, stop.is_set))
+    running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
     running.start()
     end = time.monotonic() + 60
     while True:
@@ -100,7 +100,9 @@ def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) 
     leaving = cast(Any, SimpleNamespace(__exit__=lambda: said.append(served.short())))
     served = ModelSlot("disc", tmp_path, engine=leaving, trouble="it was bad")
     assert served.short()["refused"]
-    served.use(Version("2", "", True, {}, {}, None, None), cast(Any, SimpleNamespace()))
+    facts = {"model_id": "2", "method": "PaDiM", "unit": "", "config": SimpleNamespace(name="disc")}
+    version = Version(cast(Any, SimpleNamespace(**facts)), "", None, "")
+    served.use(version, cast(Any, SimpleNamespace()))
     assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]
 
 

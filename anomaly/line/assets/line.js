@@ -1,7 +1,6 @@
 // The page for the line: newest part, counts, strip and chart, live by server-sent events.
 // What clients and people have written is only ever put in place as text.
 
-import { at, digits, json, person, pictureAddress, showPerson, svgElement, VERDICTS } from "./parts.js";
 import { language, number, offerLanguages, word } from "./words.js";
 import { zoomable } from "./zoom.js";
 
@@ -9,6 +8,7 @@ const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
 const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
 const KEPT_AS = "known missed defect"; // in a note that the service adds
+const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
 
 let parts = []; // the newest first
 let chosen = null; // number of the part that is shown
@@ -22,15 +22,34 @@ let arrived = -HASTE; // when another part was put in place of the one that was 
 let connected = false; // whether parts are shown as they come
 let drafted = false; // something is typed that wasn't sent
 
+const at = (id) => document.getElementById(id);
+const digits = (value) => value.toLocaleString(language, { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
+const person = () => at("who").value.trim();
+// The hash keeps another record's part of this number out of the browser's memory.
+const pictureAddress = (part, kind) => `/v1/parts/${part.id}/${kind}?of=${part.image_sha256.slice(0, 16)}`;
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
 const verdictText = (part) => word(part.status === "ok" ? VERDICTS[part.verdict] || "no_verdict" : "not_read");
 const shown = () => parts.find((part) => part.id === chosen);
-const minute = (event) => new Date(event.time).toLocaleTimeString(language, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 const clock = (part) => new Date(part.time).toLocaleTimeString(language, { hourCycle: "h23" });
 const zoom = zoomable(at("frame"), at("picture"), (larger) => { close = larger; });
 
 // The part that isn't left for newer ones: somebody has chosen it, writes about it or looks closely.
 const held = () => (following && !drafted && !close ? undefined : shown());
+
+// The service's answer; a body is posted. Throws the reason of a refusal.
+async function json(path, body) {
+  const posted = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const response = await fetch(path, posted);
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.detail || response.statusText);
+  return answer;
+}
+
+function svgElement(tag, attributes) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
+}
 
 // Keeps a part among the newest ones, however old it is.
 function keep(part) {
@@ -71,37 +90,12 @@ async function counts() {
 }
 
 async function alarms() {
-  showAlarms((await json("/v1/alarms")).alarms);
-}
-
-function showAlarms(alarms) {
+  const { alarms } = await json("/v1/alarms");
   const ready = !alarms.some(({ severity }) => severity === "error");
   if (connected) state(ready ? "live" : "not_ready", ready);
   if (listed === JSON.stringify(alarms)) return; // else it would be read out again
   listed = JSON.stringify(alarms);
-  at("alarms").replaceChildren(...alarms.map((alarm) => {
-    const item = element("li", "", `${alarm.severity}${alarm.seen ? " seen" : ""}`);
-    const button = element("button", word("acknowledge"));
-    button.addEventListener("click", () => acknowledge(alarm.key));
-    const seen = alarm.seen && word("seen_by", { who: alarm.seen.who, time: minute(alarm.seen) });
-    item.append(element("span", word(alarm.kind, alarm)), seen ? element("small", seen) : button);
-    return item;
-  }));
-}
-
-async function acknowledge(key) {
-  const who = person();
-  if (!who) {
-    at("answer").textContent = word("name_first");
-    at("who").focus();
-    return;
-  }
-  localStorage.setItem("who", who);
-  try {
-    showAlarms((await json("/v1/alarms/acknowledge", { key, who })).alarms);
-  } catch (error) {
-    at("answer").textContent = word("not_noted", { reason: error.message });
-  }
+  at("alarms").replaceChildren(...alarms.map((alarm) => element("li", word(alarm.kind, alarm), alarm.severity)));
 }
 
 function state(key, good) {
@@ -431,7 +425,7 @@ at("models").addEventListener("change", () => {
 });
 addEventListener("resize", chart);
 setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
-showPerson().catch(() => {});
+at("who").value = localStorage.getItem("who") || "";
 offerLanguages(at("language"), () => {
   listed = "";
   refresh().catch(lost);

@@ -17,8 +17,6 @@ CREATE TABLE IF NOT EXISTS feedback (
     note TEXT NOT NULL, time TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS feedback_by_part ON feedback (part, id);
 CREATE INDEX IF NOT EXISTS feedback_by_image ON feedback (sha256, id);
-CREATE TABLE IF NOT EXISTS marks (
-    feedback INTEGER PRIMARY KEY REFERENCES feedback (id), png BLOB NOT NULL);
 CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
 CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
@@ -26,6 +24,3 @@ CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
 CREATE TABLE IF NOT EXISTS promises (model_id TEXT PRIMARY KEY, line TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS outboxes (
     sink TEXT PRIMARY KEY, sent INTEGER NOT NULL, refused INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS acknowledgements (
-    id INTEGER PRIMARY KEY, alarm TEXT NOT NULL, cause TEXT NOT NULL, who TEXT NOT NULL,
-    time TEXT NOT NULL, ended TEXT NOT NULL DEFAULT '');
