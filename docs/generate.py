@@ -104,11 +104,7 @@ def settings_page() -> str:
     for kind, (title, key, about) in SHARED_SECTIONS.items():
         rows = []
         for name, field in described["$defs"][kind]["properties"].items():
-            if kind == "ZoneConfig" and name == "png":  # which zones refuse
-                continue
-            owners = [c.__name__ for c in getattr(schema, kind).__mro__]
-            text = next(said[owner][name] for owner in owners if name in said.get(owner, {}))
-            rows.append(_row(f"{key}.{name}", field, text))
+            rows.append(_row(f"{key}.{name}", field, said[kind][name]))
         parts.append("\n".join([f"## {title}", "", about, "", *HEAD, *rows]) + "\n")
     parts.insert(1, "\n".join(["## The whole", "", *HEAD, *top]) + "\n")
     return "\n".join(parts)
@@ -121,9 +117,11 @@ SHARED_SECTIONS = {
         "…",
         "`image.region` and `image.ignore` take either a picture or polygons.",
     ),
-    "SmallestConfig": ("A smallest defect", "model.smallest_defect", "[More](rules.md)."),
-    "ZoneConfig": ("Zones", "zones.NAME", "Any number, by name. [More](rules.md)."),
-    "RuleConfig": ("Rules", "rules.…", "A list. [More](rules.md)."),
+    "SmallestConfig": (
+        "A smallest defect",
+        "model.smallest_defect",
+        "[More](false-rejects.md#the-smallest-defect).",
+    ),
 }
 HEAD = ["| key | value | default | |", "|---|---|---|---|"]
 

@@ -1,13 +1,12 @@
 """The pictures of the docs, made of what `anomaly demo` has written.
 
-    make demo && python docs/pictures.py    # writes heatmaps.jpg, report.jpg, moving.jpg, rules.jpg
+    make demo && python docs/pictures.py    # writes heatmaps.jpg, report.jpg, moving.jpg
 
 Needs Chromium for the report's.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-import yaml
 
 import anomaly
 from anomaly.imaging.pose import Motion, Pose
@@ -25,7 +23,6 @@ SHOWN = {
     ("plate", "brushed_plate"): ("scratch/000.png", "stain/000.png"),
     ("fabric", "woven_fabric"): ("colour_thread/000.png", "slub/000.png"),
 }
-DECIDED = ("scratch/003.png", "dent/001.png", "edge_nick/001.png", "good/000.png")
 MOVED = ("good/000.png", "scratch/000.png", "stain/000.png")
 SIDE, GAP = 260, 6
 WHITE = cv2.BORDER_CONSTANT, None, (255, 255, 255)
@@ -83,32 +80,6 @@ def moving(demo: Path) -> np.ndarray:
     return np.hstack(columns)[:-GAP, :-GAP]
 
 
-def rules(demo: Path) -> np.ndarray:
-    """Plates with the zone of docs/rules.md, their heatmaps, and what decided (H, W, 3)."""
-    plates = demo / "data" / "sample" / "brushed_plate"
-    example = re.search(r"```yaml\n(base:.*?)```", (DOCS / "rules.md").read_text(), re.S)
-    assert example is not None
-    settings = yaml.safe_load(example[1])
-    del settings["base"]
-    settings["backbone"] = {"name": "timm/tf_efficientnet_lite2"}
-    settings["model"] = {"coreset_ratio": 0.02}
-    detector = anomaly.fit(plates / "train" / "good", settings)
-    (zone,) = settings["zones"]["edge"]["polygons"]
-    columns = []
-    for name in DECIDED:
-        prediction = detector.predict(plates / "test" / name)
-        picture, heatmap = _read(plates / "test" / name), prediction.heatmap()[..., ::-1]
-        corners = np.rint(np.array(zone) * SIDE).astype(np.int32)
-        cv2.polylines(picture, [corners], True, (255, 255, 255), 1, cv2.LINE_AA)
-        caption = np.full((44, SIDE, 3), 255, np.uint8)
-        for line, text in enumerate((prediction.verdict, prediction.decided_by)):
-            place = 4, 17 + 19 * line
-            cv2.putText(caption, text, place, cv2.FONT_HERSHEY_SIMPLEX, 0.5, 0, 1, cv2.LINE_AA)
-        column = np.vstack([_stacked([picture, _small(heatmap)]), caption])
-        columns.append(cv2.copyMakeBorder(column, 0, 0, 0, GAP, *WHITE))
-    return np.hstack(columns)[GAP:, :-GAP]
-
-
 def _stacked(pair: list[np.ndarray]) -> np.ndarray:
     return np.vstack([cv2.copyMakeBorder(pair[0], 0, GAP, 0, 0, *WHITE), pair[1]])
 
@@ -129,7 +100,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pictures = {"heatmaps": heatmaps(demo), "report": report(demo, Path(folder))}
         pictures["moving"] = moving(demo)
-        pictures["rules"] = rules(demo)
     for name, picture in pictures.items():
         cv2.imwrite(str(DOCS / f"{name}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 82])
 

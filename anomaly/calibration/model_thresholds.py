@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +32,7 @@ _ASSUMES = "valid only for images like these: same lot, lamp and camera"
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds of an image, its pixels and its zones, with the scores behind them.
+    """Thresholds of an image and its pixels, with the scores behind them.
 
     Attributes:
         calibration: the review and the reject threshold, and what each does to good parts.
@@ -67,38 +66,6 @@ class Thresholds:
         """Number of good images behind the thresholds."""
         return len(self.good.image)
 
-    @cached_property
-    def zones(self) -> Mapping[str, Threshold]:
-        """The reject thresholds of zones with their own rate, in the zones' scores."""
-        return {
-            zone.name: threshold_for_false_reject_rate(zone.image, zone.reject_rate)
-            for zone in self.good.zones
-        }
-
-    def weight(self, zone: str) -> float:
-        """The factor that scales a zone's scores so that its threshold equals the image's."""
-        own = self.zones[zone].value
-        return self.image / own if own > 0 and self.image > 0 else 1.0
-
-    def image_score(self, scores: Sequence[float]) -> tuple[float, str]:
-        """The image score and the name of its zone; an empty name outside all zones.
-
-        It is the highest of the rest's score and of the zones', weighted: it is above the reject
-        threshold where one of them is above its own.
-
-        Args:
-            scores: of the rest, and of the zones that have a rate of their own, in their order.
-        """
-        best, decisive = scores[0], ""
-        for (name, own), score in zip(self.zones.items(), scores[1:], strict=True):
-            weighted = score * self.weight(name)
-            # By rounding alone, no score crosses its threshold.
-            if (weighted > self.image) != (score > own.value):
-                weighted = math.nextafter(self.image, math.inf) if score > own.value else self.image
-            if weighted > best:
-                best, decisive = weighted, name
-        return best, decisive
-
     def verdict(self, score: float) -> str:
         """`good`, `review` or `reject`."""
         return self.calibration.verdict(score)
@@ -110,8 +77,7 @@ class Thresholds:
     def lines(self) -> list[str]:
         """Lines for people: the thresholds and their rates."""
         both = self.calibration
-        own = "; zones with their own rate are listed separately" if self.zones else ""
-        lines = [f"thresholds {self.label} on {self.good.source}{own}"]
+        lines = [f"thresholds {self.label} on {self.good.source}"]
         if self.review == self.image:
             lines.append(
                 f"reject threshold {self.image:.5g}, no review zone: {both.reject.statement}"
@@ -119,24 +85,7 @@ class Thresholds:
         else:
             lines.append(f"review threshold {self.review:.5g}: {both.review.statement}")
             lines.append(f"reject threshold {self.image:.5g}: {both.reject.statement}")
-        return [*lines, *self._zone_lines(), *self.good.cautions, _ASSUMES]
-
-    def _zone_lines(self) -> list[str]:
-        """Lines for people: the rates of zones, and of the whole image."""
-        if not self.zones:
-            return []
-        every = [self.image_score((row[1], *row[4]))[0] for row in self.good.rows()]
-        return [
-            *(
-                f"in zone {name}, reject threshold {own.value:.5g}: {own.statement}"
-                for name, own in self.zones.items()
-            ),
-            *(
-                f"{name} in the whole image, zones included: {threshold_at(value, every).statement}"
-                for name, value in {"review": self.review, "reject": self.image}.items()
-                if name == "reject" or self.review < self.image
-            ),
-        ]
+        return [*lines, *self.good.cautions, _ASSUMES]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
         """The good images that raise the reject threshold, the highest first.
@@ -202,11 +151,7 @@ class Thresholds:
             "review": _threshold_json(self.calibration.review),
             "reject": _threshold_json(self.calibration.reject),
             "pixel": self.pixel,
-        } | (
-            {"zones": {name: _threshold_json(own) for name, own in self.zones.items()}}
-            if self.zones
-            else {}
-        )
+        }
 
     @cached_property
     def _scale(self) -> ScoreScale:

@@ -25,7 +25,6 @@ class LeftOut(NamedTuple):
         image: its image score.
         peak: the highest value of its anomaly map.
         sha256: of its file; empty where it isn't known here.
-        zones: its scores in the zones that have a rate of their own.
     """
 
     place: int
@@ -33,25 +32,10 @@ class LeftOut(NamedTuple):
     image: float
     peak: float
     sha256: str = ""
-    zones: tuple[float, ...] = ()
 
 
-class ZoneScores(NamedTuple):
-    """Scores of good images in a zone.
-
-    Attributes:
-        name: of the zone.
-        reject_rate: the share of good parts that may be rejected for it.
-        image: of each image.
-    """
-
-    name: str
-    reject_rate: float
-    image: tuple[float, ...]
-
-
-# Name, image score, peak, sha256 and scores of zones of an image.
-Row: TypeAlias = tuple[str, float, float, str, tuple[float, ...]]
+# Name, image score, peak and sha256 of an image.
+Row: TypeAlias = tuple[str, float, float, str]
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,7 @@ class GoodScores:
 
     Attributes:
         names: of the n images.
-        image: their image scores; without the zones that have a rate of their own.
+        image: their image scores.
         peak: the highest value of each one's anomaly map.
         source: how many they are and how they were had, for people.
         groups: from how many groups (lots, or parts seen more than once) the images come; None
@@ -69,7 +53,6 @@ class GoodScores:
         hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
             all after training, whose images' hashes the model's manifest has by name.
         stood_out: how many images training has left out because they stood out from all others.
-        zones: the scores of the zones that have a rate of their own.
     """
 
     names: tuple[str, ...] = field(repr=False)
@@ -80,27 +63,21 @@ class GoodScores:
     left_out: tuple[LeftOut, ...] = ()
     hashes: tuple[str, ...] = field(default=(), repr=False)
     stood_out: int = 0
-    zones: tuple[ZoneScores, ...] = ()
 
     def rows(self) -> list[Row]:
         """A row for each image; the sha256 is empty if unknown."""
         hashes = self.hashes or ("",) * len(self.names)
-        zones = list(zip(*(zone.image for zone in self.zones), strict=True)) or [()] * len(hashes)
-        return list(zip(self.names, self.image, self.peak, hashes, zones, strict=True))
+        return list(zip(self.names, self.image, self.peak, hashes, strict=True))
 
     def with_rows(self, rows: Sequence[Row]) -> GoodScores:
         """A copy with other rows, at least one."""
-        names, image, peak, hashes, zones = zip(*rows, strict=True)
+        names, image, peak, hashes = zip(*rows, strict=True)
         return replace(
             self,
             names=names,
             image=image,
             peak=peak,
             hashes=hashes if any(hashes) else (),
-            zones=tuple(
-                zone._replace(image=scores)
-                for zone, scores in zip(self.zones, zip(*zones, strict=True), strict=True)
-            ),
         )
 
     def without(self, names: Sequence[str]) -> GoodScores:

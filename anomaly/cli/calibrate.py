@@ -85,11 +85,6 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     device, threads = device_and_threads(options)
     model = load_model(options.model, device)
-    if model.scored_zones and (options.cost_escape is not None or options.production):
-        raise AnomalyError(
-            "zones with a reject_rate keep their own thresholds, so costs and unsorted images "
-            "can't choose them; give --false-reject-rate, or --good with good images"
-        )
     scored = _score_images(options, model, threads)
     good, defects = _good_scores(options, model, scored), scored.get("defects")
     before = model.thresholds
@@ -323,7 +318,7 @@ def _print_recall(
         ("rejected", thresholds.image, choice and choice.rejected),
         ("caught", thresholds.review, choice and choice.caught),
     ):
-        rate = estimate or recall_at(value, defects.scores_by(thresholds), chosen=chosen)
+        rate = estimate or recall_at(value, defects.scores, chosen=chosen)
         expected = f"; {100 * rate.expected:.1f} % expected of new ones" if choice else ""
         print(
             f"of {rate.images} defects {rate.count} {_MEANING[what]}: "

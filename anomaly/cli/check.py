@@ -17,7 +17,7 @@ from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
 from anomaly.runtime.parallel import cores
-from anomaly.scoring.build import judge_of, region_of
+from anomaly.scoring.build import region_of
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count
@@ -66,7 +66,6 @@ def reading_of(config: Config) -> Reading:
         region,
         image.tile is not None,
         image.align != "none",
-        tuple(zone.region for zone in judge_of(config).zones),
     )
 
 

@@ -142,14 +142,14 @@ class ClusterCache:
         *,
         suspects: Suspects | None = None,
         progress: Callable[[int], None] = lambda done: None,
-    ) -> dict[int, tuple[float, ...]]:
+    ) -> dict[int, tuple[float, float]]:
         """Have all patches of some images scored; see `cross_fitting.scores_of`."""
         units = [
             shard[i : i + _SCORED]
             for shard in self._units(features.images)
             for i in range(0, len(shard), _SCORED)
         ]
-        pairs: dict[int, tuple[float, ...]] = {}
+        pairs: dict[int, tuple[float, float]] = {}
         sent = self._cluster.put(detector.scorer.to("cpu"))  # and without what it has derived
         results = self._on_images("score", units, sent, lambda done, _: progress(done))
         for scores, worst in results:
@@ -273,7 +273,7 @@ class ShardWorker:
 
     def score(
         self, features: CachedFeatures, images: Container[int], scorer: Scorer
-    ) -> tuple[dict[int, tuple[float, ...]], tuple[Suspect, ...]]:
+    ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
         """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
         self._begin()
         detector = self._model.detector(scorer.to(self._model.device))

@@ -87,14 +87,16 @@ _WANTED = {
     "too_long": "takes at most {max_length} entries",
     "missing": "needs another entry",
     "tuple_type": "must be a list, e.g. [a, b]",
-    "dict_type": "must hold names, each with settings of its own",
     "model_type": "must hold settings of its own: {keys}",
     "path_type": "must be a path",
 }
 
 
 # Settings, and values of settings, that earlier versions had: what to do instead.
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "rules": "use model.smallest_defect for small defects",
+    "zones": "use image.region and image.ignore for what counts",
+}
 
 
 _SHORT = reprlib.Repr()  # of a value, however long or deep
@@ -112,7 +114,7 @@ def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
         alike = nearest(str(location[-1])[:200], _known_keys(location[:-1], schema))
         return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
-        return f"{key}: " * ("zones" in location) + str(error["ctx"]["error"])
+        return str(error["ctx"]["error"])
     if kind == "missing" and isinstance(location[-1], str):
         return f"{key[:200]} is missing"
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")

@@ -121,7 +121,6 @@ def by_product(config: Config) -> dict[str, Config]:
     return {name: config.model_copy(update={"name": name, "data": data[name]}) for name in products}
 
 
-SIZES = {"area": 2, "length": 1, "thickness": 1}  # of regions, each with its power of a length
 NAMED_DIGITS = 16  # of a file's sha256 that name it in a config
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]
@@ -180,70 +179,13 @@ class ShapeConfig(_Section):
         return self
 
 
-class ZoneConfig(ShapeConfig):
-    """A part of the image with a name, for rules, perhaps with a false-reject rate of its own."""
-
-    reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The share of good parts that may be rejected because of this zone, with 95 % confidence.
-    Unset: the zone counts with the image (`calibration.reject_rate`)."""
-
-    @model_validator(mode="after")
-    def _drawn(self) -> ZoneConfig:
-        if self.png is not None:
-            raise ValueError("a zone takes `polygons`, not `png`; `anomaly region` draws them")
-        return self
-
-
-class _Sized(_Section):
-    unit: Literal["pixels", "mm"] = "pixels"
-    """The photograph's pixels, or millimetres by `image.mm_per_pixel`."""
-
-    def in_pixels(self, size: float, mm_per_pixel: float | None, power: int = 1) -> float:
-        """A length, or with a power of 2 an area, in the photograph's pixels."""
-        return size / (mm_per_pixel or 1) ** power if self.unit == "mm" else size
-
-
-class SmallestConfig(_Sized):
+class SmallestConfig(_Section):
     """The smallest defect that counts for the image score."""
 
     area: Annotated[float, Field(gt=0)]
     """The area, in pixels or in mm²."""
-
-
-class RuleConfig(_Sized):
-    """What marked regions of a kind mean.
-
-    A region is of the kind where it has all sizes at least, and lies in the zone.
-    """
-
-    name: Annotated[str, Field(min_length=1, max_length=60)]
-    """Names the rule in results."""
-    verdict: Literal["good", "review", "reject"]
-    """The verdict of regions that fit the rule; an image gets the worst verdict of its regions."""
-    zone: str | None = None
-    """The zone that holds the region's peak; unset: anywhere."""
-    area: Annotated[float, Field(gt=0)] | None = None
-    """The smallest area, in pixels or in mm²."""
-    length: Annotated[float, Field(gt=0)] | None = None
-    """The smallest length: longer side of the narrowest box around the region, at any angle."""
-    thickness: Annotated[float, Field(gt=0)] | None = None
-    """The smallest thickness: shorter side of that box."""
-    count: PositiveInt = 1
-    """The rule applies only if there are at least so many such regions."""
-
-    def takes_all_of(self, other: RuleConfig, mm_per_pixel: float | None) -> bool:
-        """Whether each region of the other rule's kind is of this one's."""
-        if self.zone not in (None, other.zone) or self.count > other.count:
-            return False
-        for key, power in SIZES.items():
-            least, size = getattr(self, key), getattr(other, key)
-            if least is None:
-                continue
-            if size is None or self.in_pixels(least, mm_per_pixel, power) > other.in_pixels(
-                size, mm_per_pixel, power
-            ):
-                return False
-        return True
+    unit: Literal["pixels", "mm"] = "pixels"
+    """The photograph's pixels, or millimetres by `image.mm_per_pixel`."""
 
 
 class ImageConfig(_Section):
@@ -463,9 +405,6 @@ class CalibrationConfig(_Section):
         return self
 
 
-_Name = Annotated[str, Field(pattern=r"^\w[\w -]*$", max_length=60)]
-
-
 class Config(_Section):
     """All settings of one training."""
 
@@ -481,10 +420,6 @@ class Config(_Section):
     memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
     """MiB of patches held while the coreset is selected; larger selections are streamed."""
     calibration: CalibrationConfig = CalibrationConfig()
-    zones: dict[_Name, ZoneConfig] = {}
-    """Named areas of the image, each with `polygons` and, if it has its own, `reject_rate`."""
-    rules: tuple[RuleConfig, ...] = ()
-    """Verdicts of marked regions by size and zone; the first rule that fits a region decides."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Images computed together: on a CPU at most 4, in exported models 2."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -515,36 +450,17 @@ class Config(_Section):
         return METHODS[self.model.kind].one_grid and self.image.resize is None
 
     @model_validator(mode="after")
-    def _sizes_have_a_scale(self) -> Config:
-        sized = {f"rule {rule.name!r}": rule.unit for rule in self.rules}
-        if self.model.smallest_defect is not None:
-            sized["model.smallest_defect"] = self.model.smallest_defect.unit
-            if self.image.tile is not None:
-                raise ValueError(
-                    "model.smallest_defect and image.tile exclude each other: a defect that lies "
-                    "on two tiles would be measured in parts; raise image.area instead"
-                )
-        if (names := [k for k, u in sized.items() if u == "mm"]) and not self.image.mm_per_pixel:
-            raise ValueError(f"{names[0]} is in mm; set image.mm_per_pixel")
-        return self
-
-    @model_validator(mode="after")
-    def _rules_can_decide(self) -> Config:
-        for place, rule in enumerate(self.rules):
-            if rule.zone is not None and rule.zone not in self.zones:
-                known = ", ".join(self.zones) or "none"
-                raise ValueError(
-                    f"rule {rule.name!r} names the zone {rule.zone!r}, which isn't in `zones` "
-                    f"(it has: {known}); correct the name, or add the zone"
-                )
-            for before in self.rules[:place]:
-                if before.name == rule.name:
-                    raise ValueError(f"two rules are called {rule.name!r}; name each differently")
-                if before.takes_all_of(rule, self.image.mm_per_pixel):
-                    raise ValueError(
-                        f"rule {rule.name!r} never applies: {before.name!r} comes before it and "
-                        f"decides the same regions; put {rule.name!r} first"
-                    )
+    def _smallest_defect_has_a_scale(self) -> Config:
+        smallest = self.model.smallest_defect
+        if smallest is None:
+            return self
+        if self.image.tile is not None:
+            raise ValueError(
+                "model.smallest_defect and image.tile exclude each other: a defect that lies "
+                "on two tiles would be measured in parts; raise image.area instead"
+            )
+        if smallest.unit == "mm" and not self.image.mm_per_pixel:
+            raise ValueError("model.smallest_defect is in mm; set image.mm_per_pixel")
         return self
 
     @model_validator(mode="after")

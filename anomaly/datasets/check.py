@@ -150,7 +150,6 @@ class Reading:
         region: what of each image counts; None for all of it.
         tiled: whether images are seen in tiles, so that a strip may have any length.
         aligned: whether each part's pose is found.
-        zones: what else has to fit each image.
     """
 
     bit_depth: int | None = None
@@ -159,7 +158,6 @@ class Reading:
     region: Region | None = None
     tiled: bool = False
     aligned: bool = False
-    zones: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -259,12 +257,13 @@ def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedIma
 
 
 def _region_faults(split: str, sample: Sample, image: Image, reading: Reading) -> Iterator[Fault]:
-    for region in filter(None, (reading.region, *reading.zones)):
-        try:
-            region.inside(image.size, slice(0, 1))
-        except DataError as error:
-            detail = f"{sample.path} doesn't fit {region.name}: {error}"
-            yield _fault("region", split, sample, detail)
+    if reading.region is None:
+        return
+    try:
+        reading.region.inside(image.size, slice(0, 1))
+    except DataError as error:
+        detail = f"{sample.path} doesn't fit the region to look at: {error}"
+        yield _fault("region", split, sample, detail)
 
 
 def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterator[Fault]:

@@ -31,7 +31,6 @@ from anomaly.imaging.looks import picture_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.rules import decider
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +50,6 @@ class Scored:
         image_score: None where it couldn't be scored.
         reason: why it couldn't be scored, or why a person has to look whatever the score.
         image_sha256: of the file's bytes.
-        decided_by: the rule or zone that decided the verdict, as in results.csv.
-        by_rule: the verdict, where a rule decided it.
         misarranged: which part holds too much or too little of what; see `Prediction`.
     """
 
@@ -60,17 +57,13 @@ class Scored:
     image_score: float | None
     reason: str = ""
     image_sha256: str = ""
-    decided_by: str = ""
-    by_rule: str = ""
     misarranged: str = ""
 
     @classmethod
     def of(cls, sample: Sample, prediction: Prediction) -> Scored:
         """What a prediction says of a test image."""
-        decided = prediction.decided_by
-        by_rule = prediction.verdict if decider(decided) == "rule" else ""
         of_image = prediction.score, prediction.reason, prediction.sha256
-        return cls(sample, *of_image, decided, by_rule, prediction.misarranged)
+        return cls(sample, *of_image, prediction.misarranged)
 
     @property
     def outlier(self) -> bool:
@@ -88,7 +81,7 @@ class Scored:
             return "review"
         if thresholds is None:
             return ""
-        return self.by_rule or thresholds.verdict(self.image_score)
+        return thresholds.verdict(self.image_score)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.calibration.scores import ZoneScores
 from anomaly.datasets import check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, some
@@ -41,11 +40,10 @@ class HeldOutImage:
 
     Attributes:
         path: of the file; a mere name where the image came from memory.
-        score: the image score; without the zones that have a rate of their own.
+        score: the image score.
         peak: the highest value of the anomaly map.
         sha256: of the file.
         reason: why a person has to look whatever the score; empty where there is none.
-        zones: the scores of these zones.
     """
 
     path: Path
@@ -53,7 +51,6 @@ class HeldOutImage:
     peak: float
     sha256: str
     reason: str
-    zones: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,21 +60,15 @@ class HeldOutScores:
     Attributes:
         images: those that were scored, in the order of their files.
         refused: why others can't be used.
-        rates: of the zones that have a rate of their own, by name.
     """
 
     images: tuple[HeldOutImage, ...]
     refused: tuple[str, ...]
-    rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scores(self) -> tuple[float, ...]:
         """The image scores."""
         return tuple(image.score for image in self.images)
-
-    def scores_by(self, thresholds: Thresholds) -> tuple[float, ...]:
-        """The image scores by thresholds that say how zones count."""
-        return tuple(thresholds.image_score((im.score, *im.zones))[0] for im in self.images)
 
     def named_hashes(self) -> dict[str, str]:
         """sha256 of each image that was scored, by its path."""
@@ -113,10 +104,6 @@ class HeldOutScores:
             tuple(image.peak for image in kept),
             f"{len(kept)} good images that the model hasn't learned from",
             hashes=tuple(image.sha256 for image in kept),
-            zones=tuple(
-                ZoneScores(name, rate, tuple(image.zones[place] for image in kept))
-                for place, (name, rate) in enumerate(self.rates.items())
-            ),
         )
 
 
@@ -168,9 +155,8 @@ def score_held_out(
             repeated += 1
         else:
             path = Path(paths[result.index])
-            score, *zones = result.scores
             scored[result.index] = HeldOutImage(
-                path, score, _peak(result), sha256, result.reason, tuple(zones)
+                path, result.score, _peak(result), sha256, result.reason
             )
         met.add(sha256)
     if not scored:
@@ -181,8 +167,7 @@ def score_held_out(
         log.warning("%s: the model has learned from %d; left out", what, known)
     if repeated:
         log.warning("%s: %d are copies of others; left out", what, repeated)
-    rates = {zone.name: zone.reject_rate for zone in detector.scored_zones if zone.reject_rate}
-    return HeldOutScores(tuple(scored[i] for i in sorted(scored)), tuple(refused), rates)
+    return HeldOutScores(tuple(scored[i] for i in sorted(scored)), tuple(refused))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -21,11 +21,10 @@ from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image, described
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import combined, verdict
+from anomaly.scoring.prediction import verdict
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, is_missed
 from anomaly.storage.thresholds import change
@@ -86,9 +85,6 @@ def verdict_changes(
         One for each usable image; the log has a warning with the reason for each other.
     """
     before = both[0]
-    if before.judge.rules:
-        yield from _changes_by_rules(both, samples, workers, progress)
-        return
     with Decoders(min(workers, len(samples)), Task(before.loading)) as decoders:
         for start in range(0, len(samples), _AT_ONCE):
             batch = samples[start : start + _AT_ONCE]
@@ -98,10 +94,7 @@ def verdict_changes(
                 features = cache.build(images, learned=False)
                 scores = [scores_of(detector, features, features.views) for detector in both]
             for i in sorted(scores[0]):
-                raw = [(of[i][0], *of[i][2:]) for of in scores]
-                old, new = (
-                    combined(s, model.thresholds)[0] for s, model in zip(raw, both, strict=True)
-                )
+                old, new = (of[i][0] for of in scores)
                 first, second = (
                     verdict(score, model.thresholds, model.review_reason(features.statistics[i]))
                     for model, score in zip(both, (old, new), strict=True)
@@ -110,27 +103,6 @@ def verdict_changes(
             for refused in features.refused:
                 log.warning("skipped: %s", refused.reason)
             progress(start + len(batch), len(samples))
-
-
-def _changes_by_rules(
-    both: tuple[Model, Model], samples: Sequence[Sample], workers: int, progress: partial[None]
-) -> Iterator[Compared]:
-    """`verdict_changes` for models with rules, whose verdicts need each image's regions."""
-    answers: list[dict[int, tuple[float, str]]] = []
-    for model in both:
-        scored: dict[int, tuple[float, str]] = {}
-        results = model.score_all([sample.source for sample in samples], workers=workers)
-        for done, result in enumerate(results, 1):
-            if not isinstance(result, UnusableImage):
-                scored[result.index] = (result.score, result.verdict)
-            elif model is both[0]:
-                log.warning("skipped: %s", result.reason)
-            progress(len(answers) * len(samples) + done, len(both) * len(samples))
-        answers.append(scored)
-    before, after = answers
-    for i in sorted(before):
-        (old, first), (new, second) = before[i], after[i]
-        yield Compared(samples[i].name, first, second, (old, new))
 
 
 _LISTED = 10  # changed verdicts of a kind

@@ -21,7 +21,6 @@ from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import inside_of, pieces_of
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import combined
 
 _FLAWS = 4  # that are shown
 
@@ -172,9 +171,7 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
         embeddings = detector.embedder.align(maps)
         inside = inside_of([item], embeddings, detector.region)
         scores: Tensor = detector.score_patches(embeddings, pieces_of([item]), inside)[1]
-        _, zone = combined(scores[0].tolist(), detector.thresholds)
-        names = ["", *(zone.name for zone in detector.scored_zones)]
-        return scores[:, names.index(zone)]
+        return scores
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
     return image_gradient(score, pixels)

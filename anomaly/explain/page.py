@@ -70,8 +70,6 @@ def verdict_lines(prediction: Prediction) -> list[str]:
     borders = f"parts above {reject} are rejected"
     if limits.review < limits.image:
         borders = f"parts above {review} are for a person to look at, {borders}"
-    if prediction.decided_by:
-        odd.append(f"Decided by {prediction.decided_by}.")
     return [*odd, f"Score {shown}; {borders}. {_rarity(score, limits)}"]
 
 

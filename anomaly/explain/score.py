@@ -104,7 +104,6 @@ class Explanation:
             "image_score": prediction.score,
             "verdict": prediction.verdict,
             "reason": prediction.reason,
-            "decided_by": prediction.decided_by,
         }
         if limits is not None:
             facts |= {"threshold": limits.image, "threshold_label": limits.label}

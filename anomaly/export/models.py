@@ -113,15 +113,12 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
 
 
 def _warn_of_scores(folder: Path) -> None:
-    """Warn about settings that a graph to patch scores leaves to other programs."""
+    """Warn of a smallest defect, which a graph to patch scores leaves to other programs."""
     config = config_in(folder, read_manifest(folder))
-    smallest = config.model.smallest_defect is not None
-    wanted = {"zones": bool(config.zones), "rules": bool(config.rules), "smallest_defect": smallest}
-    if names := [name for name, is_set in wanted.items() if is_set]:
+    if config.model.smallest_defect is not None:
         log.warning(
-            "the whole graph ends with patch scores: %s of this model apply when anomaly runs "
-            "the export, not in other programs",
-            " and ".join(names),
+            "the whole graph ends with patch scores: smallest_defect of this model applies when "
+            "anomaly runs the export, not in other programs"
         )
 
 

@@ -43,8 +43,8 @@ def check_pixels(detector: Model) -> None:
         why = "it finds the part's pose first (image.align)"
     elif config.image_score_in_force in METHODS[config.model.kind].image_scores:
         why = f"its image score, {config.image_score_in_force}, searches the memory bank again"
-    elif detector.scored_zones or config.rules or config.model.smallest_defect:
-        why = "regions decide its verdicts (zones, rules or model.smallest_defect)"
+    elif config.model.smallest_defect is not None:
+        why = "the size of regions decides its image score (model.smallest_defect)"
     elif detector.thresholds is None:
         why = "it has no thresholds (set them with anomaly calibrate)"
     if why:
@@ -137,10 +137,9 @@ class PixelsToVerdict(nn.Module):
         scores, *nearest = self.score(embeddings)
         patches = PatchScores(scores, nearest[0] if nearest else None)
         pieces = [(self._view, (0, 0), 0)]
-        shown, scored = self._detector.image_scores_of(
+        shown, values = self._detector.image_scores_of(
             patches, embeddings, pieces, self._inside, self._top
         )
-        values = scored[:, 0]
         reason = self._statistics(images, embeddings)
         limits = self._detector.thresholds
         assert limits is not None  # see `check_pixels`

@@ -108,7 +108,6 @@ def _entry(model: Model, prediction: Prediction, folder: Path) -> dict[str, Any]
         **steps,
         "score": prediction.score,
         "verdict": prediction.verdict,
-        "decided_by": prediction.decided_by,
         "reason": prediction.reason,
     }
 

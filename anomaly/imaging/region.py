@@ -107,12 +107,10 @@ class Region:
     Attributes:
         look: only what is in here; None for all of the image.
         ignore: but for what is in here; None for nothing.
-        name: what messages call it.
     """
 
     look: Shape | None
     ignore: Shape | None
-    name: str = "the region to look at"
 
     def inside(self, size: tuple[int, int], strip: slice = slice(None)) -> Mask:
         """Which original pixels count.
@@ -191,8 +189,8 @@ def _patches(region: Region, layout: AnyView, grid: tuple[int, int]) -> Mask:
     counts = covered >= COUNTS * np.outer(below - above, right - left) - 1e-6
     if not counts.any():
         raise DataError(
-            f"in its {size[1]}×{size[0]} pixels, no patch lies at least half inside {region.name}; "
-            "enlarge it, or raise image.area"
+            f"in its {size[1]}×{size[0]} pixels, no patch lies at least half inside the region to "
+            "look at; enlarge it, or raise image.area"
         )
     return counts
 

@@ -16,7 +16,6 @@ from anomaly.calibration.production import flagged_line
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
-from anomaly.scoring.rules import decider
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ class Row:
         engine: that computed: `torch`, or the engine that the model was exported for.
         product: which of several products it was scored as; empty for a single model, and for an
             image without a score or a given product.
-        decided_by: the rule or the zone that decided the verdict, such as `rule scratch` or `zone
-            seal`; empty if the image score did.
         misarranged: which part of the image holds too much or too little of what, where that makes
             the score (`model.arrangement`); else empty.
     """
@@ -80,14 +77,7 @@ class Row:
     milliseconds: float | None = None
     engine: str = "torch"
     product: str = ""
-    decided_by: str = ""
     misarranged: str = ""
-
-    @property
-    def flagged(self) -> bool:
-        """Whether the score flags it, outside zones with their own rate."""
-        kind = decider(self.decided_by)
-        return kind == "rule" or (kind != "zone" and self.verdict != "good")
 
 
 def row_of(
@@ -129,7 +119,6 @@ def row_of(
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
         engine=model.reference_model.extractor.engine,
         product=product,
-        decided_by="" if scored is None else scored.decided_by,
         misarranged="" if scored is None else scored.misarranged,
     )
 
@@ -158,8 +147,6 @@ class RegionRow:
         height_uncertainty_mm: as `height_uncertainty`, or None.
         length: longer side of the narrowest rotated box around it, in pixels.
         thickness: that box's shorter side.
-        zone: the zones that its peak lies in.
-        rule: the rule that decides it.
     """
 
     path: str
@@ -181,8 +168,6 @@ class RegionRow:
     height_uncertainty_mm: float | None
     length: float
     thickness: float
-    zone: str
-    rule: str
 
 
 def region_rows(
@@ -351,7 +336,7 @@ def count_flagged(
         learned: sha256 of training images, which don't count, by product.
     """
     return Counter(
-        (row.product, row.flagged)
+        (row.product, row.verdict != "good")
         for row in rows
         if row.verdict and not row.reason and row.image_sha256 not in learned.get(row.product, ())
     )

@@ -264,7 +264,7 @@ class _Run:
         if self.thumbnails and drawn.small:
             odd = bool(prediction.reason)
             self.thumbnails.keep(row.heatmap, odd, prediction.score, drawn.small)
-        return Finished(prediction.index, row, prediction.placed(drawn.regions))
+        return Finished(prediction.index, row, drawn.regions)
 
     def _render_options(self, result: Prediction) -> RenderOptions:
         thresholds = result.thresholds

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -249,8 +249,6 @@ class Engine:
         if (error := future.exception()) is not None:
             reason = f"drawing failed: {why(error)}"
         elif isinstance(drawn := future.result(), PartPictures):
-            if drawn.regions is not None:
-                drawn = replace(drawn, regions=result.placed(drawn.regions))
             self._record(part, result, drawn)
             return
         else:

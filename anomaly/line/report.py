@@ -25,10 +25,9 @@ from anomaly.files.writing import claim, from_json, like, write
 from anomaly.line.drift import Drift
 from anomaly.line.record import in_utc, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
-from anomaly.scoring.rules import decider
 
 PAGE = "report.html"
-_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "zones", "cost", "times")
+_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times")
 _FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
@@ -136,7 +135,6 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     values["bucket"] = "%Y-%m-%d %H:00" if period.end - period.begin <= _HOURLY else "%Y-%m-%d"
     script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
     with open_to_read(record) as db:
-        db.create_function("decider", 1, decider)
         db.executescript(script.format_map(values))
         if not db.execute("SELECT EXISTS (SELECT 1 FROM seen WHERE age = 0)").fetchone()[0]:
             first, last = db.execute("SELECT MIN (time), MAX (time) FROM parts").fetchone()
@@ -180,13 +178,11 @@ def _tables(
 ) -> Iterator[_Table]:
     yield (yields := _select(db, "yields"))
     yield _select(db, "judgements")
-    rejects = {tuple(row[:3]): row[3] for row in db.execute("SELECT * FROM false_rejects")}
     scored = db.execute("SELECT * FROM promised")
-    yield _PROMISED, [row for parts in scored for row in _promised(promises, rejects, *parts)]
+    yield _PROMISED, [row for parts in scored for row in _promised(promises, *parts)]
     titles, rows = _select(db, "versions")
     yield [*titles[:-2], "agreement"], [[*row[:-2], _agreement(*row[-2:])] for row in rows]
     yield _select(db, "kinds")
-    yield _select(db, "zones")
     yield ("what", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
     yield _select(db, "times")
 
@@ -201,25 +197,20 @@ def _agreement(right: int, judged: int) -> Rate | None:
 
 
 def _promised(
-    promises: _Promises,
-    rejects: Mapping[tuple[str, ...], int],
-    model: str,
-    version: str,
-    *counts: int,
+    promises: _Promises, model: str, version: str, parts: int, *counts: int
 ) -> Iterator[list[_Cell]]:
-    parts, flagged, defects, escapes = counts
+    flagged, false_rejects, defects, escapes = counts
     name = f"{model} {version}"
     if (promise := promises.get(version)) is None:
         yield [name, "not known to this record", parts, None, None, None, None]
         return
     for what, values in promise["rates"].items():
         rate, is_known = Rate(**values), what == "review"
-        count = flagged if is_known else rejects.get((model, version, what), 0)
+        count = flagged if is_known else false_rejects
         compared = compare_flagged(count, parts, rate)
         if compared == "fewer" and not is_known:  # only false rejects that people have judged
             compared = "as promised"
-        title = _SHARES.get(what, f"good parts rejected in {what}")
-        yield [name, title, parts, rate.expected, rate.at_most, count / parts, compared]
+        yield [name, _SHARES[what], parts, rate.expected, rate.at_most, count / parts, compared]
     if defects:
         missed = None if promise["caught"] is None else 1 - promise["caught"]
         yield [name, "defects called good", defects, missed, None, escapes / defects, None]
@@ -263,7 +254,6 @@ def _page(
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
         "Kinds of defect": _html(*tables["kinds"]),
-        "Zones and rules": _html(*tables["zones"]),
         "Cost": _html(*tables["cost"]),
         "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }

@@ -71,9 +71,10 @@ class Version:
         if limits is None:
             return cls(model, checked, None, "")
         ids, levels = {model.model_id, *thresholds_alone_differ(folder)}, levels_of(limits)
-        rates = {"review": limits.calibration.review.false_rejects}
-        rates |= {"reject": limits.calibration.reject.false_rejects}
-        rates |= {f"zone {name}": own.false_rejects for name, own in limits.zones.items()}
+        rates = {
+            "review": limits.calibration.review.false_rejects,
+            "reject": limits.calibration.reject.false_rejects,
+        }
         promise = {
             "rates": {name: asdict(rate) for name, rate in rates.items()},
             "levels": [asdict(level) for level in levels],

@@ -36,8 +36,6 @@ class MarkedRegion:
         height_uncertainty: likewise.
         length: the longer side of the narrowest box around it, turned as it may be.
         thickness: that box's shorter side.
-        zone: the zones that its highest place lies in, by name; see `anomaly.scoring.rules`.
-        rule: the rule that decides it, by name.
     """
 
     x: int
@@ -52,8 +50,6 @@ class MarkedRegion:
     height_uncertainty: float
     length: float = 0.0
     thickness: float = 0.0
-    zone: str = ""
-    rule: str = ""
 
 
 def strips(size: tuple[int, int]) -> Iterator[slice]:

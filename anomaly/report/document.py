@@ -194,8 +194,6 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason if row.outlier else "",
-        "decided": row.decided_by,
-        "verdict": row.by_rule,
         "misarranged": row.misarranged,
         "size": tile.size,
         "source": tile.source,

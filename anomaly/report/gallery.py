@@ -30,7 +30,6 @@ from anomaly.report.document import model_page, promise_shown
 from anomaly.report.page import row_html, table_html, table_page, utc_now
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.scoring.predictor import AnyModel
-from anomaly.scoring.rules import decider
 
 NAMED = 200  # images named that couldn't be scored
 
@@ -158,7 +157,6 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         "images": images,
         "scores": _encoded(tally.scores),
         "odd": tally.odd,
-        "by_rule": tally.by_rule,
         "left_out": left_out,
         "refused": {"rows": tally.reasons, "count": tally.refused},
         "figures": [],
@@ -176,7 +174,6 @@ class _Tally:
     def __init__(self, learned: frozenset[str]) -> None:
         self.scores = array("d")
         self.learned = self.odd = self.refused = 0
-        self.by_rule: list[tuple[float, str]] = []
         self.reasons: list[dict[str, str]] = []
         self._learned = learned
 
@@ -194,8 +191,6 @@ class _Tally:
                 self.odd += 1
             else:
                 self.scores.append(row.image_score)
-                if by_rule := _by_rule(row):
-                    self.by_rule.append((row.image_score, by_rule))
             yield number, row
 
 
@@ -215,8 +210,6 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str,
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason,
-        "decided": row.decided_by,
-        "verdict": _by_rule(row),
         "misarranged": row.misarranged,
         "size": small and small.size,
         "source": small and small.source,
@@ -224,11 +217,6 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str,
         "link": row.heatmap and up + quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }
-
-
-def _by_rule(row: Row) -> str:
-    """A verdict that no threshold changes, for a rule decided it; empty for any other."""
-    return row.verdict if decider(row.decided_by) == "rule" else ""
 
 
 def _picture(file: Path, pixels: int) -> Thumbnail | None:

@@ -61,7 +61,6 @@ def scores_csv(evaluations: Sequence[Evaluation]) -> str:
         (
             *("category", "path", "defect_type", "is_defect", "image_score", "calibrated_score"),
             *("review_threshold", "threshold", "verdict", "reason", "image_sha256"),
-            "decided_by",
         )
     ]
     for evaluation in evaluations:
@@ -74,7 +73,7 @@ def scores_csv(evaluations: Sequence[Evaluation]) -> str:
                 (
                     *(evaluation.name, sample.name, sample.defect_type, int(sample.is_defect)),
                     *(score, calibrated, *borders),
-                    *(row.verdict(limits), row.reason, row.image_sha256, row.decided_by),
+                    *(row.verdict(limits), row.reason, row.image_sha256),
                 )
             )
     return csv_text(rows)

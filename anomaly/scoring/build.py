@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from anomaly.config.schema import METHODS, SIZES, Config, ImageConfig, ShapeConfig
+from anomaly.config.schema import METHODS, Config, ImageConfig, ShapeConfig
 from anomaly.errors import ConfigError, ModelError
 from anomaly.files.writing import at_home
 from anomaly.imaging.decoder_pool import read_mask
@@ -19,7 +19,6 @@ from anomaly.imaging.loading import Preprocessing
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 from anomaly.methods.base import ArrayScorer, Fitter, Scorer
-from anomaly.scoring.rules import Judge, Rule, Zone
 
 if TYPE_CHECKING:
     import torch
@@ -174,40 +173,13 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
     return None if look is None and ignore is None else Region(look, ignore)
 
 
-def judge_of(config: Config) -> Judge:
-    """The zones and rules of a config, sizes in the photograph's pixels."""
-    zones = tuple(
-        Zone(
-            name,
-            Region(Polygons(zone.polygons, zone.unit == "relative"), None, f"the zone {name!r}"),
-            zone.reject_rate,
-        )
-        for name, zone in config.zones.items()
-    )
-    mm_per_pixel = config.image.mm_per_pixel
-    rules = tuple(
-        Rule(
-            rule.name,
-            rule.verdict,
-            rule.zone,
-            tuple(
-                (name, rule.in_pixels(size, mm_per_pixel, power))
-                for name, power in SIZES.items()
-                if (size := getattr(rule, name)) is not None
-            ),
-            rule.count,
-        )
-        for rule in config.rules
-    )
-    return Judge(zones, rules)
-
-
 def smallest_area(config: Config) -> float:
     """The area of the smallest defect that counts, in the photograph's pixels; 0 for any."""
     smallest = config.model.smallest_defect
     if smallest is None:
         return 0.0
-    return smallest.in_pixels(smallest.area, config.image.mm_per_pixel, 2)
+    scale = config.image.mm_per_pixel if smallest.unit == "mm" else None
+    return smallest.area / (scale or 1) ** 2
 
 
 def loading_of(
@@ -254,9 +226,6 @@ def to_dict(config: Config) -> dict[str, Any]:
         del values["image"]["align"]
     if config.model.smallest_defect is None:
         del values["model"]["smallest_defect"]
-    for key in ("zones", "rules"):
-        if not values[key]:
-            del values[key]
     if config.backbone.weights not in ("imagenet", "random"):
         values["backbone"]["weights"] = Path(config.backbone.weights).name
     for part, name in MASKS.items():

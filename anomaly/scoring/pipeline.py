@@ -9,27 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import DataError
-from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores, Scorer
 from anomaly.scoring.arrangement import Arrangement
-from anomaly.scoring.build import judge_of, loading_of, smallest_area
+from anomaly.scoring.build import loading_of, smallest_area
 from anomaly.scoring.image_score import (
     Piece,
     area_on_map,
     image_scores,
-    inside,
     inside_of,
     levels_of_areas,
     network_map,
@@ -37,9 +32,8 @@ from anomaly.scoring.image_score import (
     with_border_damped,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction, combined, verdict
+from anomaly.scoring.prediction import Patches, Prediction, verdict
 from anomaly.scoring.predictor import Predictor
-from anomaly.scoring.rules import Judge, Zone
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +220,7 @@ class Model(Predictor):
         statistics = statistics_of(batch, embeddings, inside)
         return Embedded(embeddings, inside, statistics, pieces_of(batch))
 
-    def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[list[float]]]:
+    def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[float]]:
         """The patches of images or tiles, with their scores.
 
         Raises:
@@ -235,22 +229,22 @@ class Model(Predictor):
         batch, scores = self.score_patches(embedded.embeddings, embedded.pieces, embedded.inside)
         nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
         patches = list(map(Patches, as_numpy(batch.scores), nearest))
-        rows: list[list[float]] = scores.tolist()
+        of_images: list[float] = scores.tolist()
         if self.arrangement is None:
-            return patches, rows
+            return patches, of_images
         names = list(self.manifest.get("training_images", ()))
         judged, texts = self.arrangement.judged(
-            [row[0] for row in rows], embedded.embeddings, embedded.inside, names
+            of_images, embedded.embeddings, embedded.inside, names
         )
         patches = [replace(p, misarranged=text) for p, text in zip(patches, texts, strict=True)]
-        return patches, [[score, *row[1:]] for score, row in zip(judged, rows, strict=True)]
+        return patches, judged
 
     def prediction(
         self,
         item: NetworkInput,
         statistics: ImageStatistics,
         patches: Patches,
-        scores: Sequence[float],
+        score: float,
         recognised: tuple[str, str],
     ) -> Prediction:
         """The prediction for one image.
@@ -259,11 +253,10 @@ class Model(Predictor):
             item: the image.
             statistics: of the image as a whole.
             patches: of the image, or of all its tiles together.
-            scores: as `image_scores_of` gave them; of tiles the highest.
+            score: as `image_scores_of` gave it; of tiles the highest.
             recognised: as `product_of` gave it.
         """
         pose = item.view.pose
-        score, zone = combined(scores, self.thresholds)
         reasons = ("" if pose is None else pose.reason, recognised[1])
         return Prediction(
             index=item.index,
@@ -274,10 +267,6 @@ class Model(Predictor):
             patch_scores=patches.scores,
             nearest=patches.nearest,
             score=score,
-            scores=tuple(scores),
-            zone=zone,
-            zone_weights=self._zone_weights(item.view, patches.scores.shape),
-            judge=self.judge,
             smoothing=self.config.model.smoothing,
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
@@ -297,27 +286,6 @@ class Model(Predictor):
         turned = self.config.model.turned_copies != "none"
         return self.training_statistics.deviation(statistics, turned=turned)
 
-    @cached_property
-    def judge(self) -> Judge:
-        """The zones and rules."""
-        return judge_of(self.config)
-
-    @cached_property
-    def scored_zones(self) -> tuple[Zone, ...]:
-        """The zones that have a rate, and so a score, of their own."""
-        return tuple(zone for zone in self.judge.zones if zone.reject_rate is not None)
-
-    def _zone_weights(self, layout: AnyView, grid: tuple[int, ...]) -> NDArray[np.float32] | None:
-        """Factors (h, w) that scale zones to the image's threshold."""
-        if not self.scored_zones or self.thresholds is None:
-            return None
-        height, width = (n // len(p) for n, p in zip(grid, layout.axes, strict=True))
-        weights = np.ones(grid, np.float32)
-        for zone in self.scored_zones:
-            inside = zone.region.patches(layout, (height, width))
-            weights[inside] = self.thresholds.weight(zone.name)
-        return weights
-
     def score_patches(
         self, embeddings: Array, pieces: Sequence[Piece], inside: Array | None = None
     ) -> tuple[PatchScores, Array]:
@@ -329,9 +297,8 @@ class Model(Predictor):
             inside: (B, h, w) bool, the patches that count; None for all.
 
         Returns:
-            The patch scores, NaN where they don't count, and the scores (B, 1 + Z) float32 of the
-            image without its scored zones, and of these; -inf where no patch counts, and NaN where
-            the score of one that counts isn't a finite number.
+            The patch scores, NaN where they don't count, and the image scores (B,) float32; -inf
+            where no patch counts, and NaN where the score of one that counts isn't a finite number.
         """
         return self.image_scores_of(self.scorer.score(embeddings), embeddings, pieces, inside)
 
@@ -361,28 +328,8 @@ class Model(Predictor):
             shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside
         weighted = replace(patches, scores=values)
-        scores = xp.stack(
-            [
-                self._image_scores(weighted, embeddings, pieces, part, top)
-                for part in self.parts(embeddings, pieces, inside)
-            ],
-            1,
-        )
-        return shown, xp.where(
-            broken.reshape(broken.shape[0], -1).any(1)[:, None], math.nan, scores
-        )
-
-    def parts(
-        self, embeddings: Array, pieces: Sequence[Piece], among: Array | None
-    ) -> list[Array | None]:
-        """Masks (B, h, w) of the patches outside scored zones, and in each zone."""
-        rest, zones = among, []
-        for zone in self.scored_zones:
-            mask = inside(pieces, embeddings, zone.region)
-            assert mask is not None
-            zones.append(mask if among is None else mask & among)
-            rest = ~mask if rest is None else rest & ~mask
-        return [rest, *zones]
+        scores = self._image_scores(weighted, embeddings, pieces, inside, top)
+        return shown, xp.where(broken.reshape(broken.shape[0], -1).any(1), math.nan, scores)
 
     def _image_scores(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,6 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
 from anomaly.scoring.image_statistics import ImageStatistics
-from anomaly.scoring.rules import NO_RULES, Judge
 
 _NOTEBOOK_PIXELS = 600_000
 
@@ -61,11 +59,6 @@ class Prediction:
             images at all, it is blank, or it looks like another product than the one that was
             named. Empty where nothing of that is so.
         product: that it was scored as; empty for a model that isn't one of several.
-        scores: of the image without the zones that have a rate of their own, and of these; empty
-            for what was scored elsewhere.
-        zone: the zone that the score is of; empty where it is of the rest of the image.
-        zone_weights: what patches (h, w) count on the map; None where all count alike.
-        judge: the model's zones and rules.
         misarranged: which part of the image holds too much or too little of what, where that makes
             the score; else empty.
     """
@@ -85,10 +78,6 @@ class Prediction:
     thresholds: Thresholds | None = None
     reason: str = ""
     product: str = ""
-    scores: tuple[float, ...] = ()
-    zone: str = ""
-    zone_weights: NDArray[np.float32] | None = None
-    judge: Judge = NO_RULES
     misarranged: str = ""
 
     def __repr__(self) -> str:
@@ -106,33 +95,9 @@ class Prediction:
     def verdict(self) -> str:
         """`good`, `review` or `reject`; `review` for what isn't our part, whatever its score.
 
-        Empty where there are no thresholds and nothing is said against the image. Where the score
-        flags it, the model's rules decide.
+        Empty where there are no thresholds and nothing is said against the image.
         """
-        return self._decision[0]
-
-    @property
-    def decided_by(self) -> str:
-        """The rule or zone that has decided, `rule scratch` say; empty where neither has."""
-        return self._decision[1]
-
-    @cached_property
-    def _decision(self) -> tuple[str, str]:
-        by_score = verdict(self.score, self.thresholds, self.reason)
-        if by_score in ("", "good") or self.reason:
-            return by_score, ""
-        zone = f"zone {self.zone}" if self.zone else ""
-        if not self.judge.rules:
-            return by_score, zone
-        scores = self.source_map.held()
-        mask = predicted_mask(scores, self._limits().pixel)
-        regions = self.placed(marked_regions(mask, scores))
-        decided, rule = self.judge.verdict(by_score, regions, beyond=bool(self.misarranged))
-        return decided, f"rule {rule}" if rule else zone
-
-    def placed(self, regions: Sequence[MarkedRegion]) -> tuple[MarkedRegion, ...]:
-        """Marked regions with the zones that they lie in, and the rule that decides each."""
-        return self.judge.placed(regions, self.view)
+        return verdict(self.score, self.thresholds, self.reason)
 
     @property
     def calibrated_score(self) -> float | None:
@@ -142,10 +107,8 @@ class Prediction:
     @cached_property
     def source_map(self) -> SourceMap:
         """A function that computes the anomaly map, all rows or some."""
-        region, scores = self.loading.region, self.patch_scores
-        if self.zone_weights is not None:
-            scores = scores * self.zone_weights
-        return SourceMap(scores, self.view, self.smoothing, self.halo_damping, region)
+        region = self.loading.region
+        return SourceMap(self.patch_scores, self.view, self.smoothing, self.halo_damping, region)
 
     @cached_property
     def anomaly_map(self) -> NDArray[np.float32]:
@@ -171,7 +134,7 @@ class Prediction:
         Raises:
             ModelError: the model has no thresholds.
         """
-        return self.placed(marked_regions(self.mask.view(np.uint8), self._held_map))
+        return marked_regions(self.mask.view(np.uint8), self._held_map)
 
     def heatmap(self) -> RgbImage:
         """The image under its anomaly map, (H0, W0, 3) uint8 RGB, as `infer --full-size` draws it.
@@ -226,16 +189,6 @@ class Prediction:
         if item.sha256 != self.sha256:
             raise ImageError(f"{self.path} was changed since it was scored; predict it again")
         return item.decoded
-
-
-def combined(scores: Sequence[float], thresholds: Thresholds | None) -> tuple[float, str]:
-    """The image score and the name of its zone; an empty name outside all zones.
-
-    Args:
-        scores: of the image without its scored zones, and of these.
-        thresholds: say how scores of zones compare; without them all are alike.
-    """
-    return (max(scores), "") if thresholds is None else thresholds.image_score(scores)
 
 
 def verdict(score: float, thresholds: Thresholds | None, reason: str) -> str:

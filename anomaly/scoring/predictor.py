@@ -156,10 +156,7 @@ class Predictor:
             items: loaded images; those refused already pass through.
         """
         model = self.reference_model
-        zones = model.judge.zones if len(self.models) == 1 else ()
-        for region in (model.region, *(zone.region for zone in zones)):
-            items = drop_outside_region(items, model.embedder.grid, region)
-        return iter(items)
+        return drop_outside_region(items, model.embedder.grid, model.region)
 
     def predict_batches(
         self, batches: Iterable[list[NetworkInput] | UnusableImage]
@@ -267,7 +264,7 @@ def _without_score(prediction: Prediction) -> UnusableImage:
 _ScoredTiles: TypeAlias = tuple[
     list[NetworkInput],
     Sequence[ImageStatistics],
-    dict[str, tuple[list[Patches], list[list[float]]]],
+    dict[str, tuple[list[Patches], list[float]]],
 ]
 
 
@@ -279,13 +276,13 @@ class _TiledPatches:
         columns: of tiles.
 
     Attributes:
-        best: the highest scores of a tile; NaN once one of them is.
+        best: the highest score of a tile; NaN once one of them is.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
         self._times = (rows, columns)
         self._patches: Patches | None = None
-        self.best: list[float] = []
+        self.best = -math.inf
 
     @property
     def patches(self) -> Patches:
@@ -294,11 +291,10 @@ class _TiledPatches:
         return self._patches
 
     def put(
-        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: list[list[float]]
+        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: list[float]
     ) -> None:
         """Fill in some tiles."""
-        known = [self.best] if self.best else []
-        self.best = np.max([*known, *scores], axis=0).tolist()  # NaN stays NaN
+        self.best = float(np.max([self.best, *scores]))  # NaN stays NaN
         for tile, part in zip(tiles, patches, strict=True):
             if self._patches is None:  # all tiles have one grid
                 nearest = None if part.nearest is None else np.tile(part.nearest, self._times)

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,6 @@ def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
             del good["hashes"]
         if not thresholds.good.stood_out:
             del good["stood_out"]
-        if not thresholds.good.zones:
-            del good["zones"]
-            good["left_out"] = [row[:-1] for row in good["left_out"]]
         both = thresholds.to_json(), good
     for name, values in zip(_FILES, both, strict=True):
         (folder / name).write_text(as_json(values), "utf-8")
@@ -62,7 +59,9 @@ def read_thresholds(folder: Path) -> Thresholds | None:
         return None
     written = checked(values, _ThresholdsFile, files[0])
     good = checked(scores, GoodScores, files[1])
-    columns = good.image, good.peak, good.hashes or good.names, *(zone.image for zone in good.zones)
+    if unknown := sorted(scores.keys() - {field.name for field in fields(GoodScores)}):
+        raise ModelError(f"{files[1]}: {unknown[0]} isn't known to this version; {AGAIN}")
+    columns = good.image, good.peak, good.hashes or good.names
     sizes = {len(good.names), *map(len, columns)}
     if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
         raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
@@ -86,7 +85,6 @@ class _ThresholdsFile:
     review: Threshold
     reject: Threshold
     pixel: float
-    zones: dict[str, Any] = field(default_factory=dict)  # follow from the scores
 
 
 def _possible(threshold: Threshold) -> bool:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.calibration.scores import GoodScores, ZoneScores
+from anomaly.calibration.scores import GoodScores
 from anomaly.datasets.copies import too_few_different
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of
@@ -115,7 +115,7 @@ def standing_out(good: GoodScores) -> dict[str, float]:
     return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}
 
 
-Scoring: TypeAlias = Callable[..., dict[int, tuple[float, ...]]]
+Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
 """Called as `scores_of`, with the patches of whole images."""
 
 
@@ -126,11 +126,8 @@ def scores_of(
     *,
     suspects: Suspects | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> dict[int, tuple[float, ...]]:
-    """The image score, the highest value of the anomaly map, and scores of zones, by image.
-
-    The first two are of the image without the zones that have a rate of their own. An image in
-    tiles has those of its worst tile.
+) -> dict[int, tuple[float, float]]:
+    """The image score and the highest value of the anomaly map, by image; of tiles the worst one's.
 
     Args:
         detector: scores them.
@@ -139,7 +136,7 @@ def scores_of(
         suspects: sees all the scores.
         progress: called with the images scored so far.
     """
-    every: dict[int, tuple[float, ...]] = {}
+    every: dict[int, tuple[float, float]] = {}
     model = detector.config.model
     batches = (batch for batch in batches if not is_turned(batch))
     if fitter_of(detector.config).compact:  # and scores of a batch take longer than its embeddings
@@ -148,16 +145,13 @@ def scores_of(
         pieces = patch_pieces(batch, views)
         patches, scores = detector.score_patches(batch.embeddings, pieces, batch.inside)
         if suspects is not None:
-            suspects.see(batch, patches.scores, scores.amax(1))
+            suspects.see(batch, patches.scores, scores)
         shown = without_halo(patches.scores, model.halo_damping)
-        rest = detector.parts(batch.embeddings, pieces, batch.inside)[0]
-        maps = network_map(shown, pieces[0][0].size, model.smoothing, rest)
+        maps = network_map(shown, pieces[0][0].size, model.smoothing, batch.inside)
         peaks = image_scores(patches.scores, maps, "map_max")
-        for image, (score, *zones), peak in zip(
-            batch.images, scores.tolist(), peaks.tolist(), strict=True
-        ):
-            new = (score, peak, *zones)
-            every[image] = tuple(map(max, every.get(image, new), new))
+        for image, score, peak in zip(batch.images, scores.tolist(), peaks.tolist(), strict=True):
+            before = every.get(image, (score, peak))
+            every[image] = max(before[0], score), max(before[1], peak)
         progress(len(every))
     return every
 
@@ -178,28 +172,17 @@ def patch_pieces(batch: PatchBatch, views: Mapping[int, AnyView]) -> list[Piece]
 
 
 def good_scores(
-    detector: Model, names: Sequence[str], scores: Sequence[Sequence[float]], source: str
+    names: Sequence[str], scores: Sequence[tuple[float, float]], source: str
 ) -> GoodScores:
     """Good scores for thresholds, from the result of `scores_of`.
 
     Args:
-        detector: of the scores.
         names: of the images.
         scores: of each.
         source: how many they are and how they were had.
     """
-    image, peak, *zones = map(tuple, zip(*scores, strict=True))
-    return GoodScores(
-        tuple(names),
-        image,
-        peak,
-        source,
-        zones=tuple(
-            ZoneScores(zone.name, zone.reject_rate, of_zone)
-            for zone, of_zone in zip(detector.scored_zones, zones, strict=False)
-            if zone.reject_rate is not None
-        ),
-    )
+    image, peak = zip(*scores, strict=True)
+    return GoodScores(tuple(names), image, peak, source)
 
 
 def cross_fit(
@@ -246,7 +229,7 @@ def cross_fit(
         indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
     )
     log.debug("scoring %d images as %d held-out parts, for thresholds", len(indices), len(divided))
-    pairs: dict[int, tuple[float, ...]] = {}
+    pairs: dict[int, tuple[float, float]] = {}
     grouped = bool(known_groups) or len(distinct) < len(indices)
     held_out = fitter.held_out(detector.scorer, patches, divided, grouped=grouped)
     for images, scorer in held_out:
@@ -263,7 +246,7 @@ def cross_fit(
         )
     source = f"{len(distinct)} training images, each scored by a model that hasn't seen it"
     of_each = [pairs[i] for i in distinct]
-    good = good_scores(detector, [names[i] for i in distinct], of_each, source)
+    good = good_scores([names[i] for i in distinct], of_each, source)
     return replace(good, groups=units if groups else None)
 
 

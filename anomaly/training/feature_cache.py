@@ -52,7 +52,7 @@ from anomaly.methods.base import (
 )
 from anomaly.runtime.devices import release_memory
 from anomaly.runtime.parallel import in_parallel
-from anomaly.scoring.build import judge_of, turns_of
+from anomaly.scoring.build import turns_of
 from anomaly.scoring.image_score import inside, inside_of
 from anomaly.scoring.image_statistics import (
     ImageStatistics,
@@ -168,9 +168,7 @@ class FeatureCache:
         loaded = self._decoders.load_all(images.items())
         if learned:
             loaded = drop_without_pose(loaded)
-        zones = judge_of(model.config).zones
-        for region in (model.region, *(zone.region for zone in zones)):
-            loaded = drop_outside_region(loaded, embedder.grid, region)
+        loaded = drop_outside_region(loaded, embedder.grid, model.region)
         batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
         with torch.inference_mode():
             writer = _Writer(self, images, 1 + len(turns), among)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,16 +23,18 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.datasets.copies import contradiction, near_copies
 from anomaly.datasets.poses import grey_pictures, learn
-from anomaly.errors import DataError
+from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.loading import NetworkInput
+from anomaly.imaging.geometry import Sizing, patch_size
+from anomaly.imaging.loading import NetworkInput, size_of
 from anomaly.imaging.looks import picture_of_source
 from anomaly.imaging.read import Image, bits_used, say_bits_used
 from anomaly.imaging.reference import Reference
+from anomaly.imaging.region import Region
 from anomaly.methods.base import Progress
 from anomaly.scoring.arrangement import Arrangement
-from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of
+from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of, smallest_area
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import manifest_of
@@ -46,7 +49,6 @@ from anomaly.training.cross_fitting import (
     standing_out,
 )
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache, TrainingSetup
-from anomaly.training.measurable import check_measurable, image_sizes
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +97,53 @@ def prepare(
     setup = TrainingSetup(
         config, extractor, normalise, fitter, region, aspect, reference, device, weights_sha256
     )
-    if config.zones or config.rules or config.model.smallest_defect:
-        sizes = image_sizes(samples, decoders)
-        check_measurable(config, sizes, loading.sizing, setup.embedder.grid, region)
+    if config.model.smallest_defect is not None:
+        sizes = _image_sizes(samples, decoders)
+        check_smallest_defect(config, sizes, loading.sizing, setup.embedder.grid, region)
     return setup
+
+
+def check_smallest_defect(
+    config: Config,
+    sizes: Iterable[tuple[int, int]],
+    sizing: Sizing,
+    grid_of: Callable[[tuple[int, int]], tuple[int, int]],
+    region: Region | None,
+) -> None:
+    """Refuse a smallest defect that is below a patch, or as large as an image.
+
+    Args:
+        config: all settings, `model.smallest_defect` among them.
+        sizes: (H0, W0) of the training images.
+        sizing: gives each its view.
+        grid_of: gives (h, w) of the patches for (H, W) of a network input.
+        region: what of each image counts; None for all of it.
+
+    Raises:
+        ConfigError: it is; the message gives the smallest area that can be measured.
+    """
+    area = smallest_area(config)
+    for size in sorted(set(sizes)):
+        try:
+            view = sizing.view(size)
+            grid = grid_of(view.size)
+            patches = grid[0] * grid[1] if region is None else int(region.patches(view, grid).sum())
+        except DataError:
+            continue  # such an image is refused, with its reason, where it is read
+        height, width = patch_size(view, grid)
+        image = f"an image of {size[1]}×{size[0]}"
+        if area > patches * height * width / 2:
+            raise ConfigError(
+                f"model.smallest_defect is {area:.0f} pixels, more than half of what counts of "
+                f"{image} pixels; give a smaller area"
+            )
+        if area < height * width * (1 - 1e-6):
+            raise ConfigError(
+                f"model.smallest_defect: area is {area:.4g} pixels, but one patch covers "
+                f"{height:.0f} × {width:.0f} pixels (height × width) of {image}, and nothing "
+                f"smaller can be measured; give {math.ceil(height * width)} or more, or raise "
+                "image.area"
+            )
 
 
 def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) -> Reference | None:
@@ -126,8 +171,15 @@ def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> fl
     """H/W of most training images, where the model needs one for all."""
     if not config.one_aspect:
         return None
-    sizes = image_sizes(samples, decoders)
+    sizes = _image_sizes(samples, decoders)
     return median(height / width for height, width in sizes) if sizes else None
+
+
+def _image_sizes(samples: Sequence[Sample], decoders: Decoders) -> list[tuple[int, int]]:
+    """Sizes (H0, W0) of all readable images."""
+    headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
+    sizes = [size for size in headers if isinstance(size, tuple)]
+    return sizes + [s.image.size for s in samples if s.image is not None]
 
 
 def _trial_images(samples: Sequence[Sample], decoders: Decoders) -> list[NetworkInput]:

@@ -186,7 +186,7 @@ def _trial(
         )
     else:  # otherwise the detector stays unchanged
         scored = scores_of(detector, patches.only(learned_names), patches.views)
-        good = good_scores(new, list(learned_names.values()), list(scored.values()), "")
+        good = good_scores(list(learned_names.values()), list(scored.values()), "")
     hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been used for calibration
     return _Trial(new, replace(good, hashes=hashes), numbers)
 

@@ -173,3 +173,13 @@ def test_nothing_marked(measure: Callable[[SourceMap, float], np.ndarray]) -> No
     found = pixel_map(np.zeros((5, 7)))
     assert not measure(found, 0.0).any()
     assert marked_regions(np.zeros((5, 7), np.uint8), found) == ()
+
+
+def test_length_and_thickness_are_those_of_a_turned_box() -> None:
+    scores = np.zeros((60, 60), np.float32)
+    along = np.arange(30)
+    for across in range(4):
+        scores[10 + along + across // 2, 10 + along - (across + 1) // 2] = 1.0
+    (region,) = marked_regions((scores > 0).astype(np.uint8), pixel_map(scores))
+    assert region.length == pytest.approx(29 * 2**0.5 + 1, abs=1.5)
+    assert region.thickness == pytest.approx(3, abs=1)

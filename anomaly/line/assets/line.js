@@ -130,7 +130,6 @@ function show() {
 function description(part) {
   const texts = [part.path];
   if (part.image_score !== null) texts.push(word("score", { score: digits(part.image_score) }));
-  if (part.decided_by) texts.push(word("decided_by", { rule: part.decided_by }));
   return texts.filter(Boolean).join(" · ");
 }
 

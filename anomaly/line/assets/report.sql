@@ -7,7 +7,7 @@ CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model
     CASE WHEN status <> 'ok' THEN status WHEN parts.verdict = '' THEN 'no verdict'
         ELSE parts.verdict END AS outcome,
     COALESCE (words.verdict, '') AS judged,
-    COALESCE (words.defect_type, '') AS kind, COALESCE (json_extract (line, '$.decided_by'), '') AS decided_by,
+    COALESCE (words.defect_type, '') AS kind,
     COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, json_extract (line, '$.review_threshold') AS review,
     json_extract (line, '$.threshold') AS reject, strftime ('{bucket}', time, 'localtime') AS bucket
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
@@ -45,21 +45,13 @@ CREATE TEMP VIEW versions AS SELECT model || ' ' || model_id AS "model and versi
     SUM (outcome IN ('good', 'reject') AND judged <> '') AS judged
     FROM seen WHERE age = 0 GROUP BY model, model_id ORDER BY model, MIN (id);
 CREATE TEMP VIEW promised AS SELECT model, model_id, COUNT (*),
-    SUM (CASE decider (decided_by) WHEN 'zone' THEN 0 WHEN 'rule' THEN 1 ELSE outcome <> 'good' END),
+    SUM (outcome <> 'good'), SUM (outcome = 'reject' AND judged = 'good'),
     SUM (judged = 'defect'), SUM (outcome = 'good' AND judged = 'defect') FROM seen
     WHERE age = 0 AND by_score AND outcome IN ('good', 'review', 'reject')
     GROUP BY model, model_id ORDER BY model, MIN (id);
--- Of each version, by what has decided: the zones have rates of their own.
-CREATE TEMP VIEW false_rejects AS SELECT model, model_id,
-    CASE decider (decided_by) WHEN 'zone' THEN decided_by ELSE 'reject' END, COUNT (*) FROM seen
-    WHERE age = 0 AND by_score AND outcome = 'reject' AND judged = 'good' GROUP BY 1, 2, 3;
 CREATE TEMP VIEW kinds AS SELECT kind AS "kind of defect",
     SUM (outcome = 'reject') AS reject, SUM (outcome = 'review') AS review,
     SUM (outcome = 'good') AS good FROM seen WHERE age = 0 AND kind <> '' GROUP BY 1 ORDER BY 2 + 3 DESC, 1;
-CREATE TEMP VIEW zones AS SELECT decided_by AS "decided by",
-    SUM (outcome = 'reject') AS reject, SUM (outcome = 'review') AS review,
-    SUM (outcome = 'good') AS good, SUM (outcome = 'reject' AND judged = 'good') AS "false rejects"
-    FROM seen WHERE age = 0 AND decided_by <> '' GROUP BY 1 ORDER BY 2 + 3 DESC, 1;
 CREATE TEMP VIEW times AS SELECT bucket AS time, COUNT (*) AS parts, SUM (outcome = 'good') AS good,
     SUM (outcome = 'review') AS review, SUM (outcome = 'reject') AS reject FROM seen
     WHERE age = 0 GROUP BY 1 ORDER BY 1;

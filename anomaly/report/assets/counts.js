@@ -27,12 +27,7 @@ function countScores(limits) {
     return low;
   };
   const good = upTo(limits.review), passed = upTo(limits.reject);
-  const counts = { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
-  for (const [score, verdict] of data.by_rule || []) {
-    counts[verdictOf({ score }, limits)] -= 1;
-    counts[verdict] += 1;
-  }
-  return counts;
+  return { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
 }
 
 function outcomeOf(image, verdict) {

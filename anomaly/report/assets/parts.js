@@ -53,11 +53,9 @@ function visible(text) {
 }
 
 // As the model decides: above the threshold, never at it; what isn't a number doesn't pass.
-// An image that isn't like the training images at all is for a person, whatever its score, and what
-// a rule has decided stays as it is.
-function verdictOf({ score, odd, verdict }, limits) {
+// An image that isn't like the training images at all is for a person, whatever its score.
+function verdictOf({ score, odd }, limits) {
   if (odd) return "review";
-  if (verdict) return verdict;
   if (score <= limits.review) return "good";
   return score <= limits.reject ? "review" : "reject";
 }

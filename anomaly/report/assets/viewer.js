@@ -31,7 +31,6 @@ function view(index) {
     : [figure(image, image.photo ? "heatmap" : "")]));
   const facts = [
     ["verdict", `${MARKS[tiles[index].verdictNow]} ${tiles[index].verdictNow}`],
-    ["decided by", visible(image.decided || "")],
     ["score", scale.text(image.score)],
     ["truth", visible(image.type)],
     [data.labelled ? "size" : "heatmap", image.source ? image.source.join(" × ") : ""],

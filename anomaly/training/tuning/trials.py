@@ -219,7 +219,7 @@ class Recorder:
         *,
         suspects: Suspects | None = None,
         progress: Callable[[int], None] = lambda done: None,
-    ) -> dict[int, tuple[float, ...]]:
+    ) -> dict[int, tuple[float, float]]:
         """Score patches by each of the settings."""
         scores = scores_by(detector, self._configs, batches, views, progress)
         for all_of_it, more in zip(self.scores, scores, strict=True):
@@ -252,7 +252,7 @@ def scores_by(
         patches = detector.scorer.score(batch.embeddings)
         for known, one in zip(found, detectors, strict=True):
             _, scores = one.image_scores_of(patches, batch.embeddings, pieces, batch.inside)
-            for image, score in zip(batch.images, scores.amax(1).tolist(), strict=True):
+            for image, score in zip(batch.images, scores.tolist(), strict=True):
                 known[image] = max(known.get(image, score), score)
         progress(len(found[0]))
     return found
