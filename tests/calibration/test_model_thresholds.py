@@ -147,7 +147,7 @@ def test_an_image_counts_once_with_its_latest_score() -> None:
     old = GoodScores(("a", "b"), (1.0, 2.0), (3.0, 4.0), "", hashes=("1", "2"))
     new = GoodScores(("x", "c"), (0.5, 5.0), (0.6, 6.0), "", hashes=("2", "3"))
     both = old.joined(new, "both")
-    rows = [("a", 1.0, 3.0, "1", ()), ("x", 0.5, 0.6, "2", ()), ("c", 5.0, 6.0, "3", ())]
+    rows = [("a", 1.0, 3.0, "1"), ("x", 0.5, 0.6, "2"), ("c", 5.0, 6.0, "3")]
     assert both.rows() == rows
     unknown = GoodScores(("d",), (7.0,), (8.0,), "")
     assert both.joined(unknown, "").hashes == ("1", "2", "3", "")

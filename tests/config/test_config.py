@@ -8,7 +8,7 @@ import pytest
 from conftest import REPOSITORY
 from pydantic import BaseModel
 
-from anomaly.config.load import load_config
+from anomaly.config.load import GONE, load_config
 from anomaly.config.schema import METHODS, Config, by_product
 from anomaly.errors import AnomalyError, ConfigError
 
@@ -194,6 +194,18 @@ def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: 
         load_config(_write(tmp_path, ""), [override])
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"--set {override}")
+
+
+@pytest.mark.parametrize("entry", GONE)
+def test_what_went_is_refused_with_what_to_do_instead(tmp_path: Path, entry: str) -> None:
+    key, _, value = entry.partition("=")
+    says = f"{entry} is no longer supported; {GONE[entry]}"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config(_write(tmp_path, ""), [f"{key}={value or 1}"])
+    section, _, name = key.rpartition(".")
+    text = f"{section}: {{{name}: {value or 1}}}" if section else f"{name}: {value or 1}"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config(_write(tmp_path, text))
 
 
 def _leaves(section: type[BaseModel], above: str = "") -> Iterator[str]:

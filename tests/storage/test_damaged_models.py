@@ -8,6 +8,7 @@ import copy
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from families import quick_and_slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from anomaly.config.load import GONE
 from anomaly.errors import ModelError
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
@@ -215,6 +217,23 @@ def test_settings_that_are_none(bank: Path, text: str) -> None:
     (bank / "config.yaml").write_text(text)
     vouch_for(bank, "config.yaml")
     assert attempt(bank) is None
+
+
+def test_settings_and_scores_of_what_went_are_refused_in_a_sentence(bank: Path) -> None:
+    settings, file = (bank / "config.yaml").read_text(), bank / "calibration.json"
+    (bank / "config.yaml").write_text(f"{settings}zones: {{edge: {{reject_rate: 0.1}}}}\n")
+    vouch_for(bank, "config.yaml")
+    with pytest.raises(ModelError, match=re.escape(GONE["zones"])):
+        load_model(bank)
+    (bank / "config.yaml").write_text(settings)
+    scores = json.loads(file.read_text())
+    image = [0, "a.png", 1.0, 1.0, "", [1.0]]
+    for columns in ({"zones": [["edge", 0.1, scores["image"]]]}, {"left_out": [image]}):
+        file.write_text(json.dumps(scores | columns))
+        vouch_for(bank, "config.yaml", file.name)
+        with pytest.raises(ModelError, match="calibration") as caught:
+            load_model(bank)
+        check_message(caught.value, bank)
 
 
 def tampered(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
