@@ -362,7 +362,7 @@ def test_one_broken_patch_is_enough(model: Path, product: Path) -> None:
     embeddings = torch.zeros(2, *detector.embedder.grid(item.view.size), _channels(detector))
     embeddings[1, 0, 0] = math.nan
     _, scores = detector.score_patches(embeddings, [(item.view, (0, 0), 0)] * 2)
-    assert scores.isfinite().tolist() == [[True], [False]]
+    assert scores.isfinite().tolist() == [True, False]
 
 
 def _channels(detector: Model) -> int:
