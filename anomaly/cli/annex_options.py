@@ -80,15 +80,13 @@ def _export(parser: argparse.ArgumentParser) -> None:
 def _features(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--backbone", metavar="NAME", help="any torchvision classification network")
-    which.add_argument(
-        "--model", type=Path, help="a run, or its model/ folder: its network and size"
-    )
+    which.add_argument("--model", type=Path, help="a run, or its model/ folder: its hooked layers")
     parser.add_argument(
         "--layers",
         action="extend",
         nargs="+",
         metavar="LAYER",
-        help="see `anomaly layers`; default: the hooked ones",
+        help="of --backbone, see `anomaly layers` (default: those of the first three stages)",
     )
     parser.add_argument(
         "--input",
@@ -98,19 +96,13 @@ def _features(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="image files and folders of them",
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the features")
+    parser.add_argument("--output", type=Path, required=True, help="the .npz file to write")
     parser.add_argument(
         "--pool",
-        choices=("mean", "max", "none"),
+        choices=("mean", "none"),
         default="mean",
-        help="pool over a map's positions or a transformer's tokens: mean (default), max, "
-        "or none to keep the whole map",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", "npy"),
-        default="safetensors",
-        help="format of the feature files (safetensors)",
+        help="mean over a map's positions or a transformer's tokens (default), or none to keep "
+        "the whole map",
     )
     parser.add_argument(
         "--weights",
@@ -130,10 +122,7 @@ def _features(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
     )
-    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images a shard")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="start again instead of continuing an earlier run"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier file there")
     add_device(parser)
 
 

@@ -117,8 +117,8 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "features": (
             "save a network's features of images, for classifiers of your own",
-            "features --backbone resnet50 --layers layer3 --input photographs --output features",
-            "features --model runs/part --input photographs --output features --pool mean",
+            "features --backbone resnet50 --layers layer3 --input monday --output features.npz",
+            "features --model runs/part --input photographs --output maps.npz --pool none",
         ),
     },
     "many machines": {

@@ -20,7 +20,7 @@ from anomaly.maps.heatmap import encode_png
 RgbImage = NDArray[np.uint8]
 
 MARK = (255, 64, 32)
-LINE_HEIGHT, _INDENT = 18, 2
+_LINE_HEIGHT, _INDENT = 18, 2
 _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
 _PANEL = 160  # wide enough for a title above one of few pictures
 _CROP = 150
@@ -186,7 +186,7 @@ def _text_width(text: str) -> int:
 
 def text_line(text: str, width: int) -> RgbImage:
     """A line of text, (18, width, 3); what doesn't fit is cut off, see `shortened`."""
-    line = np.full((LINE_HEIGHT, width, 3), _BACKGROUND, np.uint8)
+    line = np.full((_LINE_HEIGHT, width, 3), _BACKGROUND, np.uint8)
     cv2.putText(line, text, (_INDENT, 13), _FONT, _FONT_SCALE, _INK, 1, cv2.LINE_AA)
     return line
 
@@ -215,7 +215,7 @@ def beside(
     for (_, picture), lines, width in zip(panels, titles, widths, strict=True):
         above = [text_line(line, width) for line in [*lines, *[""] * (most - len(lines))]]
         columns.append(_padded(stacked([*above, picture]), 0, width + gap))
-    height = most * LINE_HEIGHT + tallest + gap
+    height = most * _LINE_HEIGHT + tallest + gap
     return np.hstack([_padded(column, height, column.shape[1]) for column in columns])
 
 

@@ -15,12 +15,12 @@ from anomaly.backbones.weights import check_weights
 from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, ConfigError, counted, first_of
+from anomaly.errors import AnomalyError, ConfigError, counted
 from anomaly.export.equality import Camera
-from anomaly.export.feature_files import FeatureWriter
 from anomaly.export.mlflow_model import register
 from anomaly.export.models import ExportOptions, check_export, export_model
-from anomaly.files.outputs import locked
+from anomaly.files.outputs import locked, locked_file
+from anomaly.files.writing import claim
 from anomaly.storage.exported import check_layers
 
 log = logging.getLogger(__name__)
@@ -92,15 +92,12 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
         before, after = change["scores"]
         what = f"{change['before']} -> {change['after']} ({before:.4g} -> {after:.4g})"
         print(f"  {change['image']}: {what}")
-    print(
-        "To see the changes on the test split, run `anomaly evaluate` on both models with "
-        "--compare."
-    )
+    print("To see the changes on the test split, run `anomaly evaluate` on both models.")
 
 
 def _features(options: argparse.Namespace) -> int:
-    """Save features; a second run continues where the first one ended."""
-    for name in ("input_size", "batch_size", "shard_size"):
+    """Save features."""
+    for name in ("input_size", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
     if "" in (options.layers or ()):
@@ -110,19 +107,22 @@ def _features(options: argparse.Namespace) -> int:
         options.input_size = options.input_size or 224
         check_weights(options.weights)
     else:
-        for name in ("weights", "input_size", "square"):
+        for name in ("layers", "weights", "input_size", "square"):
             if getattr(options, name):
                 option = f"--{name.replace('_', '-')}"
                 raise AnomalyError(f"{option} needs --backbone; a model already has it")
         check_layers(options.model)
+    if options.output.suffix != ".npz":
+        raise AnomalyError(f"--output {options.output} must end in .npz")
     paths = find_inputs(options.input).paths
-    with locked(options.output):
+    with locked_file(options.output):
+        claim(options.output.parent, [options.output.name], overwrite=options.overwrite)
         return _save_features(options, paths)
 
 
 def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     # Importing torch takes seconds, so options are checked before.
-    from anomaly.export.features import Computing, from_backbone, from_model, save_features
+    from anomaly.export.features import from_backbone, from_model, save_features
 
     device, threads = device_and_threads(options)
     if options.model is None:
@@ -130,29 +130,27 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
             options.backbone,
             options.weights,
             options.input_size,
+            device,
             square=options.square,
             layers=options.layers,
         )
     else:
-        source = from_model(options.model, options.layers)
-    settings = source.settings | {"pool": options.pool, "format": options.format}
-    writer = FeatureWriter(
-        options.output, settings, options.shard_size, overwrite=options.overwrite
-    )
-    before = len(writer.done)
+        source = from_model(options.model, device)
     with ProgressLine() as progress:
-        how = Computing(device, options.pool, options.batch_size, threads)
-        refused = save_features(source, paths, writer, how, progress=progress)
-    new = len(writer.done) - before
-    present = f", {before} were saved already" if before else ""
-    print(f"{new} {'image' if new == 1 else 'images'} saved{present}")
-    reasons = [f"{status}: {reason}" for _, status, reason in refused]
-    for line in first_of(reasons, ", all in skipped.csv"):
-        print(f"  {line}")
-    index = options.output / "index.csv"
-    print(f"layers: {', '.join(source.layers)}; the files of the rows: {index}")
-    saved = len({str(path) for path in paths} & writer.done.keys())
-    return 0 if saved == len(paths) else 3 if saved else 2
+        refused = save_features(
+            source,
+            paths,
+            options.output,
+            pool=options.pool,
+            batch_size=options.batch_size,
+            workers=threads,
+            progress=progress,
+        )
+    for each in refused:
+        log.warning("left out: %s", each.reason)
+    saved = counted(len(paths) - len(refused), "image")
+    print(f"{saved} saved in {options.output}; layers: {', '.join(source.layers)}")
+    return 3 if refused else 0
 
 
 def _register(options: argparse.Namespace) -> int:

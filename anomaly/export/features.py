@@ -1,10 +1,13 @@
-"""Images -> features of a network's layers, saved for other programs."""
+"""Images -> features of a network's layers, saved for other programs in one .npz file.
+
+The file holds `paths` (n,) and an array (n, …) float32 for each layer, by its path; `numpy.load`
+reads it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +15,12 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from anomaly.backbones.extractor import network_input
 from anomaly.backbones.layer_table import show, side_multiple
 from anomaly.backbones.registry import (
-    Normalisation,
     build,
     default_layers,
     load_state,
@@ -24,23 +28,24 @@ from anomaly.backbones.registry import (
     read_weights,
 )
 from anomaly.backbones.truncation import truncate_in_place
-from anomaly.errors import ConfigError, LayerError, ModelError, OutputError
-from anomaly.export.feature_files import FeatureWriter
-from anomaly.files.writing import sha256_of
+from anomaly.errors import ConfigError, DataError, LayerError
+from anomaly.files.writing import draft
 from anomaly.hooks import capture
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Preprocessing, UnusableImage, by_shape
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape
 from anomaly.imaging.read import MAX_PIXELS
 from anomaly.storage.load import load_model
 from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 
-Pooling: TypeAlias = Literal["mean", "max", "none"]
+Array: TypeAlias = NDArray[np.float32]
+Pooling: TypeAlias = Literal["mean", "none"]
 
 _STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
+_MOST_BYTES = 4 * 1024**3  # of features, which memory holds twice until they are written
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,66 +53,53 @@ class Source:
     """A network and how its images are loaded.
 
     Attributes:
-        network: with its weights, up to the last needed layer.
-        layers: canonical paths, and the axis of the output that holds the channels.
+        layers: path of each layer, with the axis of its output that holds the channels.
         loading: files -> network inputs.
-        normalise: normalises the network's input.
-        settings: all settings that change the features.
+        outputs: B images of one size -> what each layer puts out for them, (B, …).
     """
 
-    network: nn.Module
     layers: dict[str, int]
     loading: Preprocessing
-    normalise: Normalisation
-    settings: dict[str, Any]
+    outputs: Callable[[Sequence[NetworkInput]], Sequence[Tensor]]
 
 
-def from_model(folder: Path, layers: Sequence[str] | None = None) -> Source:
-    """A trained model's network.
+def from_model(folder: Path, device: torch.device) -> Source:
+    """The hooked layers of a trained model.
 
     Args:
         folder: the run, or its model folder.
-        layers: names or patterns of layers; by default the model's hooked layers.
+        device: where to compute.
 
     Raises:
-        AnomalyError: there is no model, no such layer, or the model cuts its images into tiles.
+        AnomalyError: there is no model, or it cuts its images into tiles.
     """
-    detector = load_model(folder, torch.device("cpu"))
-    name = detector.config.backbone.name
-    if detector.loading.sizing.tile is not None:
+    model = load_model(folder, device)
+    if model.loading.sizing.tile is not None:
         raise ConfigError(
             f"{folder} cuts its images into tiles, but features are of whole images; use "
-            f"--backbone {name} with an --input-size"
+            f"--backbone {model.config.backbone.name} with an --input-size"
         )
-    if detector.region is not None:
+    if model.region is not None:
         log.warning("%s inspects a region of each image, but features are of whole images", folder)
-    layers = layers or detector.extractor.layers
-    network = build(name)
-    side, outputs = truncate_in_place(network, layers)
-    axes = _channel_axes(network, side, outputs)
-    kept = detector.extractor.network.state_dict()
-    missing = [key for key in network.state_dict() if key not in kept]
-    if missing:
-        raise ModelError(
-            f"{folder} keeps its network only up to {detector.extractor.layers[-1]}, but "
-            f"{', '.join(outputs)} needs {missing[0]}; name earlier layers, or use --backbone "
-            f"{name}"
-        )
-    load_state(network, kept, build(name), str(folder))
-    settings = {"model_id": detector.model_id, "network": name, "layers": list(outputs)}
-    loading = detector.loading
-    return Source(network, axes, loading, detector.normalise, settings)
+    return Source(dict.fromkeys(model.extractor.layers, 1), model.loading, model.embedder.maps)
 
 
 def from_backbone(
-    name: str, weights: str, size: int, *, square: bool = False, layers: Sequence[str] | None = None
+    name: str,
+    weights: str,
+    size: int,
+    device: torch.device,
+    *,
+    square: bool = False,
+    layers: Sequence[str] | None = None,
 ) -> Source:
-    """A network of torchvision or timm.
+    """Layers of a network of torchvision or timm.
 
     Args:
         name: of the network.
         weights: `imagenet`, `random`, or a file.
         size: images are resized to the area of a square with this side.
+        device: where to compute.
         square: squash images to that square instead.
         layers: names or patterns of layers; by default those of the first three stages.
 
@@ -116,84 +108,123 @@ def from_backbone(
     """
     layers = layers or _default_layers(name)
     network = build(name)
-    _, outputs = truncate_in_place(network, layers, size)
-    axes = _channel_axes(network, size, outputs)
+    _, shown = truncate_in_place(network, layers, size)
+    axes = _channel_axes(network, size, shown)
     multiple = side_multiple(build(name), layers)
     if not square and multiple is None:
         raise ConfigError(
             f"{name} takes square images only; add --square to squash them to {size}×{size}"
         )
-    state, sha256 = read_weights(name, weights, 0)
-    load_state(network, state, build(name), f"the weights file for {name}")
-    settings = {
-        "network": name,
-        "weights": weights if sha256 is None else sha256,
-        "layers": list(outputs),
-        "input_size": size,
-        "square": square,
-    }
+    load_state(
+        network, read_weights(name, weights, 0)[0], build(name), f"the weights file for {name}"
+    )
+    network = network.to(device).to(memory_format=torch.channels_last)
+    normalise = normalisation(name)
+
+    def outputs(batch: Sequence[NetworkInput]) -> list[Tensor]:
+        images = network_input(batch, normalise, device)
+        with torch.inference_mode(), capture(network, list(axes), stop=True) as captured:
+            captured.run(images)
+            found = captured.pop()
+        return [found[layer] for layer in axes]
+
     sizing = Sizing(size if square else None, None, size, multiple or _STRIDE)
-    loading = Preprocessing(sizing, None, MAX_PIXELS)
-    return Source(network, axes, loading, normalisation(name), settings)
-
-
-@dataclass(frozen=True)
-class Computing:
-    """How features are computed.
-
-    Attributes:
-        device: where to compute.
-        pool: over the positions of a map; `none` keeps the whole map.
-        batch_size: images at once.
-        workers: decoding processes.
-    """
-
-    device: torch.device
-    pool: Pooling = "mean"
-    batch_size: int = 8
-    workers: int = 2
+    return Source(axes, Preprocessing(sizing, None, MAX_PIXELS), outputs)
 
 
 def save_features(
     source: Source,
     paths: Sequence[Path],
-    writer: FeatureWriter,
-    how: Computing,
+    file: Path,
     *,
+    pool: Pooling = "mean",
+    batch_size: int = 8,
+    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
-) -> list[tuple[str, str, str]]:
-    """Save a network's features of images without saved features.
+) -> list[UnusableImage]:
+    """Save a network's features of images; the file appears when they are complete.
 
     Args:
         source: the network.
         paths: image files.
-        writer: of a folder whose settings are the source's.
-        how: device, pooling, batches and workers.
+        file: where the features go; replaced if it is there.
+        pool: `mean` over the positions of a map, or `none` to keep the whole map.
+        batch_size: images at once.
+        workers: decoding processes.
         progress: called with (stage, images done, all of them).
 
     Returns:
-        Path, status and reason of each file that can't be used; skipped.csv has them, too.
+        The files that can't be used.
 
     Raises:
-        OutputError: a file has changed since its features were saved, or the disk is full.
+        DataError: none of the files can be used, their maps have several shapes, or together they
+            are too large.
+        OutputError: the file can't be written.
     """
-    todo = _todo(paths, writer.done, how.workers, progress)
-    with writer:
-        refused = _save(source, todo, writer, how, progress)
-    rows = sorted((str(todo[r.index]), r.status, r.reason) for r in refused)
-    writer.skipped(rows)
-    return rows
+    rows: list[list[Array]] = [[] for _ in source.layers]
+    used, refused = list[int](), list[UnusableImage]()
+    with Decoders(min(workers, len(paths)), Task(source.loading)) as decoders:
+        for batch in by_shape(decoders.load_all(enumerate(paths)), batch_size):
+            if isinstance(batch, UnusableImage):
+                refused.append(batch)
+            else:
+                for own, output, axis in zip(
+                    rows, source.outputs(batch), source.layers.values(), strict=True
+                ):
+                    own += [*pooled(output, axis, pool).float().cpu().numpy()]
+                used += [item.index for item in batch]
+                _check_maps(rows, len(paths))
+            progress("features", len(used) + len(refused), len(paths))
+    if not used:
+        raise DataError(f"no image can be used: {refused[0].reason}")
+    names = np.array([str(paths[index]) for index in used])
+    arrays: dict[str, Any] = {"paths": names}
+    for layer, own in zip(source.layers, rows, strict=True):
+        arrays[layer] = np.stack(own)
+    with draft(file) as unfinished, unfinished.open("wb") as written:
+        np.savez(written, **arrays)
+    return refused
 
 
-def _default_layers(name: str) -> Sequence[str]:
-    network = build(name)
-    try:
-        return default_layers(name, network, 3)
-    except ConfigError:
-        raise ConfigError(
-            f"{name} has no default layers; name some of `anomaly layers --backbone {name}` with "
-            f"--layers"
-        ) from None
+def _check_maps(rows: Sequence[Sequence[Array]], images: int) -> None:
+    """Refuse features that can't be held in one array for each layer, as soon as that is known."""
+    if any(own[0].shape != own[-1].shape for own in rows):
+        raise DataError(
+            "the images differ in size, and so do their maps; save those of each size by "
+            "themselves, or --pool mean"
+        )
+    size = images * sum(own[0].nbytes for own in rows)
+    if size > _MOST_BYTES:
+        raise DataError(
+            f"the features of {images} images take {size / 1e9:.0f} GB of memory; save fewer "
+            "images at a time, or --pool mean"
+        )
+
+
+def pooled(values: Tensor, axis: int, how: Pooling) -> Tensor:
+    """Pool over positions or tokens.
+
+    Args:
+        values: (B, …) with the channels on `axis`.
+        axis: see `channel_axis`.
+        how: `mean`, or `none` to leave the values as they are.
+
+    Returns:
+        (B, C) for `mean`; vectors stay as they are.
+    """
+    positions = [i for i in range(1, values.ndim) if i != axis]
+    return values.mean(dim=positions) if how == "mean" and positions else values
+
+
+def channel_axis(shape: Sequence[int]) -> int:
+    """The axis of a layer's output that holds the channels, from one square image's shape.
+
+    Args:
+        shape: (1, C, h, h) is a feature map, (1, h, h, C) Swin's form of one, (1, tokens, C) a
+            transformer's, (1, C) a vector.
+    """
+    channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]
+    return len(shape) - 1 if channels_last or len(shape) == 3 else 1
 
 
 def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> dict[str, int]:
@@ -215,87 +246,12 @@ def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> 
     return {layer: channel_axis(shape) for layer, shape in shapes.items()}
 
 
-def _todo(
-    paths: Sequence[Path], done: dict[str, str], threads: int, progress: StageProgress
-) -> list[Path]:
-    """The files without saved features; raises OutputError if another has changed."""
-    again = [path for path in paths if str(path) in done]
-    with ThreadPoolExecutor(threads) as pool:
-        for i, (path, sha256) in enumerate(zip(again, pool.map(_sha256, again), strict=True)):
-            if sha256 not in (done[str(path)], None):
-                raise OutputError(
-                    f"{path} has changed since its features were saved; add --overwrite to make "
-                    f"all features again, or give another --output"
-                )
-            progress("checking", i + 1, len(again))
-    return [path for path in paths if str(path) not in done]
-
-
-def _sha256(path: Path) -> str | None:
+def _default_layers(name: str) -> Sequence[str]:
+    network = build(name)
     try:
-        return sha256_of(path)
-    except OSError:
-        return None  # saved is saved
-
-
-def _save(
-    source: Source,
-    todo: Sequence[Path],
-    writer: FeatureWriter,
-    how: Computing,
-    progress: StageProgress,
-) -> list[UnusableImage]:
-    """Compute the features of files and write them; returns refused files."""
-    network = source.network.to(how.device).to(memory_format=torch.channels_last)
-    refused: list[UnusableImage] = []
-    count = 0
-    with Decoders(min(how.workers, len(todo)), Task(source.loading)) as decoders:
-        for batch in by_shape(decoders.load_all(enumerate(todo)), how.batch_size):
-            if isinstance(batch, UnusableImage):
-                refused.append(batch)
-            else:
-                pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
-                images = source.normalise(pixels.permute(0, 3, 1, 2).to(how.device))
-                with (
-                    torch.inference_mode(),
-                    capture(network, list(source.layers), stop=True) as maps,
-                ):
-                    maps.run(images)
-                    values = {
-                        layer: pooled(value, source.layers[layer], how.pool).float().cpu().numpy()
-                        for layer, value in maps.pop().items()
-                    }
-                for i, item in enumerate(batch):
-                    rows = {layer: value[i] for layer, value in values.items()}
-                    writer.add(str(todo[item.index]), item.sha256, rows)
-                count += len(batch)
-            progress("features", count + len(refused), len(todo))
-    return refused
-
-
-def channel_axis(shape: Sequence[int]) -> int:
-    """The axis of a layer's output that holds the channels, from one square image's shape.
-
-    Args:
-        shape: (1, C, h, h) is a feature map, (1, h, h, C) Swin's form of one, (1, tokens, C) a
-            transformer's, (1, C) a vector.
-    """
-    channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]
-    return len(shape) - 1 if channels_last or len(shape) == 3 else 1
-
-
-def pooled(values: Tensor, axis: int, how: Pooling) -> Tensor:
-    """Pool over positions or tokens.
-
-    Args:
-        values: (B, …) with the channels on `axis`.
-        axis: see `channel_axis`.
-        how: `mean`, `max`, or `none` to leave the values as they are.
-
-    Returns:
-        (B, C) for `mean` and `max`; vectors stay as they are.
-    """
-    positions = [i for i in range(1, values.ndim) if i != axis]
-    if how == "none" or not positions:
-        return values
-    return values.mean(dim=positions) if how == "mean" else values.amax(dim=positions)
+        return default_layers(name, network, 3)
+    except ConfigError:
+        raise ConfigError(
+            f"{name} has no default layers; name some of `anomaly layers --backbone {name}` with "
+            f"--layers"
+        ) from None

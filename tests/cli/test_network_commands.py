@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import REPOSITORY, Command, train_arguments, write_part
+from conftest import Command, train_arguments, write_part
 from families import FAMILIES, quick_and_slow
-
-from anomaly.export.feature_files import read_features
 
 # One of each of torchvision's families.
 OTHERS = ["alexnet", "inception_v3", "maxvit_t", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"]
 OTHERS += ["vit_b_32"]
 NETWORKS = quick_and_slow([*FAMILIES, *OTHERS], "resnet18", "timm/tf_efficientnet_lite2")
 SQUARE = {"vit_b_32", "swin_t", "maxvit_t"}  # Swin and MaxViT cut images into windows of 7
-
-
-def index_of(folder: Path, name: str = "index.csv") -> list[dict[str, str]]:
-    with (folder / name).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
 
 
 def test_layers_as_text_says_what_is_hooked(run_folder: Path, command: Command) -> None:
@@ -103,15 +93,15 @@ def test_features_are_those_of_the_network(product: Path, tmp_path: Path, comman
     code, out, _ = command(
         "features",
         ["--backbone", "resnet18", "--weights", tmp_path / "own.pth", "--layers", "layer1[-1]",
-         "avgpool", "--input", images, "--output", tmp_path / "out", "--input-size", 96, "--square",
-         "--format", "npy", "--batch-size", 2],
+         "avgpool", "--input", images, "--output", tmp_path / "out.npz", "--input-size", 96,
+         "--square", "--batch-size", 2],
     )  # fmt: skip
     assert code == 0
     assert "3 images saved" in out
-    saved = read_features(tmp_path / "out")
-    assert [Path(path).name for path in saved.paths] == ["000.png", "001.png", "002.png"]
+    saved = np.load(tmp_path / "out.npz")
+    assert [Path(path).name for path in saved["paths"]] == ["000.png", "001.png", "002.png"]
     preset = torchvision.transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    for row, path in enumerate(saved.paths):
+    for row, path in enumerate(saved["paths"]):
         picture = cv2.cvtColor(cv2.imread(path), cv2.COLOR_BGR2RGB).astype(np.float32) / 255
         small = cv2.resize(picture, (96, 96), interpolation=cv2.INTER_AREA)
         x = preset(torch.from_numpy(small).permute(2, 0, 1)[None])
@@ -121,33 +111,27 @@ def test_features_are_those_of_the_network(product: Path, tmp_path: Path, comman
             last = network.layer4(network.layer3(network.layer2(layer1)))
         expected = {"layer1.1": layer1.mean((2, 3)), "avgpool": last.mean((2, 3))}
         for layer, value in expected.items():
-            np.testing.assert_allclose(
-                saved.values[layer][row], value[0].numpy(), rtol=1e-3, atol=1e-4
-            )
+            np.testing.assert_allclose(saved[layer][row], value[0].numpy(), rtol=1e-3, atol=1e-4)
 
 
 def test_features_of_a_model_keep_whole_maps_when_told(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
     arguments = ["--model", run_folder, "--input", product / "test", "--pool", "none"]
-    assert command("features", [*arguments, "--output", tmp_path / "maps"])[0] == 0
-    saved = read_features(tmp_path / "maps")
-    assert saved.values["layer2"].shape[:2] == (6, 24)
-    pooled = tmp_path / "max"
-    layers = ["--layers", "layer1", "--pool", "max", "--output", pooled]
-    assert command("features", [*arguments[:4], *layers])[0] == 0
-    assert read_features(pooled).values["layer1"].shape == (6, 16)
-    code, _, err = command(
-        "features", [*arguments, "--layers", "layer4", "--output", tmp_path / "late"]
-    )
-    assert code == 2
-    assert "keeps its network only up to layer3" in err
-    assert "--backbone tiny" in err
-    code, _, err = command("features", [*arguments, "--layers", "", "--output", tmp_path / "late"])
-    assert (code, "--layers has an empty name" in err) == (2, True)
-    for option in (["--weights", "random"], ["--input-size", 64], ["--square"]):
-        code, _, err = command("features", [*arguments, *option, "--output", tmp_path / "late"])
+    assert command("features", [*arguments, "--output", tmp_path / "maps.npz"])[0] == 0
+    saved = np.load(tmp_path / "maps.npz")
+    assert saved["layer2"].shape[:2] == (6, 24)
+    assert saved["layer2"].ndim == 4
+    assert command("features", [*arguments[:4], "--output", tmp_path / "mean.npz"])[0] == 0
+    mean = saved["layer2"].mean(axis=(2, 3))
+    np.testing.assert_allclose(np.load(tmp_path / "mean.npz")["layer2"], mean, rtol=1e-3, atol=1e-5)
+    for option in (
+        ["--layers", "layer1"], ["--weights", "random"], ["--input-size", 64], ["--square"],
+    ):  # fmt: skip
+        code, _, err = command("features", [*arguments, *option, "--output", tmp_path / "late.npz"])
         assert (code, f"{option[0]} needs --backbone; a model already has it" in err) == (2, True)
+    code, _, err = command("features", [*arguments, "--output", tmp_path / "features"])
+    assert (code, "must end in .npz" in err) == (2, True)
 
 
 def arguments_of(images: Path, output: Path, *more: object) -> list[object]:
@@ -155,76 +139,46 @@ def arguments_of(images: Path, output: Path, *more: object) -> list[object]:
     return [*base, "--input-size", 64, "--input", images, "--output", output, *more]
 
 
-def test_bad_files_are_listed_and_the_rest_goes_on(tmp_path: Path, command: Command) -> None:
-    images = tmp_path / "images"
+def test_bad_files_are_named_and_the_rest_goes_on(tmp_path: Path, command: Command) -> None:
+    images, output = tmp_path / "images", tmp_path / "out.npz"
     for i in range(3):
         write_part(images / f"{i}.png", seed=i)
     (images / "broken.png").write_bytes(b"not a picture")
-    code, out, _ = command("features", arguments_of(images, tmp_path / "out"))
-    assert code == 3
-    assert "3 images saved" in out
-    assert "broken.png" in out
-    (row,) = index_of(tmp_path / "out", "skipped.csv")
-    assert row["status"] == "unsupported"
-    assert "broken.png" in row["reason"]
-    # The file is mended: a second run adds it alone.
+    code, out, err = command("features", arguments_of(images, output))
+    assert (code, "3 images saved" in out) == (3, True)
+    assert "broken.png" in err
+    assert [Path(path).name for path in np.load(output)["paths"]] == ["0.png", "1.png", "2.png"]
     write_part(images / "broken.png", seed=9)
-    code, out, _ = command("features", arguments_of(images, tmp_path / "out"))
-    assert code == 0
-    assert "1 image saved, 3 were saved already" in out
-    assert index_of(tmp_path / "out", "skipped.csv") == []
-    assert len(read_features(tmp_path / "out").paths) == 4
-    # One that has changed is noticed.
-    write_part(images / "1.png", seed=77)
-    code, _, err = command("features", arguments_of(images, tmp_path / "out"))
-    assert code == 2
-    assert "1.png has changed since its features were saved" in err
-    assert command("features", arguments_of(images, tmp_path / "out", "--overwrite"))[0] == 0
+    code, _, err = command("features", arguments_of(images, output))
+    assert (code, "add --overwrite" in err) == (2, True)
+    assert command("features", arguments_of(images, output, "--overwrite"))[0] == 0
+    assert len(np.load(output)["paths"]) == 4
 
     only_broken = tmp_path / "nothing"
     only_broken.mkdir()
     (only_broken / "a.png").write_bytes(b"")
-    assert command("features", arguments_of(only_broken, tmp_path / "none"))[0] == 2
+    code, _, err = command("features", arguments_of(only_broken, tmp_path / "none.npz"))
+    assert (code, "no image can be used" in err) == (2, True)
+    code, _, err = command("features", arguments_of(images, tmp_path / "x.npz", "--layers", ""))
+    assert (code, "--layers has an empty name" in err) == (2, True)
 
 
-def test_an_interrupted_run_goes_on(
+def test_an_interrupted_run_leaves_the_earlier_file(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anomaly.export.feature_files import FeatureWriter
+    images, output = tmp_path / "images", tmp_path / "out.npz"
+    write_part(images / "0.png", seed=0)
+    output.write_bytes(b"of an earlier run")
 
-    images = tmp_path / "images"
-    for i in range(7):
-        write_part(images / f"{i}.png", seed=i)
-    add, count = FeatureWriter.add, iter(range(100))
+    def interrupted(file: Any, **arrays: Any) -> None:
+        file.write(b"half of it")
+        raise KeyboardInterrupt
 
-    def interrupted(*args: Any) -> None:
-        if next(count) == 5:
-            raise KeyboardInterrupt
-        add(*args)
-
-    more = ["--shard-size", 2, "--batch-size", 1]
-    monkeypatch.setattr(FeatureWriter, "add", interrupted)
-    code, _, err = command("features", arguments_of(images, tmp_path / "out", *more))
+    monkeypatch.setattr(np, "savez", interrupted)
+    code, _, err = command("features", arguments_of(images, output, "--overwrite"))
     assert (code, err.splitlines()[-1]) == (130, "interrupted")
-    assert len(read_features(tmp_path / "out").paths) == 5
-    monkeypatch.setattr(FeatureWriter, "add", add)
-    code, out, _ = command("features", arguments_of(images, tmp_path / "out", *more))
-    assert code == 0
-    assert "2 images saved, 5 were saved already" in out
-    command("features", arguments_of(images, tmp_path / "once", *more))
-    once, twice = read_features(tmp_path / "once"), read_features(tmp_path / "out")
-    assert once.paths == twice.paths
-    np.testing.assert_allclose(once.values["layer1"], twice.values["layer1"], rtol=1e-4, atol=1e-5)
-
-
-def test_features_of_other_settings_are_not_mixed(
-    product: Path, tmp_path: Path, command: Command
-) -> None:
-    images = product / "test" / "good"
-    assert command("features", arguments_of(images, tmp_path / "out"))[0] == 0
-    code, _, err = command("features", arguments_of(images, tmp_path / "out", "--pool", "max"))
-    assert code == 2
-    assert "pool is 'mean' there and 'max' here" in err
+    assert output.read_bytes() == b"of an earlier run"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["images", "out.npz"]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +193,8 @@ def test_features_of_other_settings_are_not_mixed(
 def test_features_says_what_is_wrong(
     arguments: list[Any], message: str, product: Path, tmp_path: Path, command: Command
 ) -> None:
-    images = ["--input", product / "test" / "good", "--output", tmp_path, "--weights", "random"]
+    images = ["--input", product / "test" / "good", "--weights", "random"]
+    images += ["--output", tmp_path / "f.npz"]
     code, _, err = command("features", [*arguments, *images])
     assert code == 2
     assert message in err
@@ -371,10 +326,12 @@ def test_every_family_is_described_saved_and_explained(
     base += ["--weights", "random", "--input", image]
     square = ["--square"] if name in SQUARE else []
     code, _, err = command(
-        "features", [*base, *square, "--layers", maps[0], maps[-1], "--output", tmp_path / "f"]
+        "features", [*base, *square, "--layers", maps[0], maps[-1], "--output", tmp_path / "f.npz"]
     )
     assert code == 0, err
-    for values in read_features(tmp_path / "f").values.values():
+    saved = np.load(tmp_path / "f.npz")
+    assert len(saved.files) == 3
+    for values in (saved[name] for name in saved.files if name != "paths"):
         assert values.shape[0] == 1
         assert np.isfinite(values).all()
 
@@ -414,15 +371,3 @@ def test_explain_takes_one_readable_image(
         )
         assert code == 2
         assert message in err
-
-
-@pytest.mark.parametrize("name", ["layers", "features", "explain"])
-def test_scripts_are_the_commands(name: str) -> None:
-    shown = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / f"{name}.py", "--help"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert f"anomaly {name}" in shown.stdout

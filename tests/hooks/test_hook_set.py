@@ -640,6 +640,17 @@ def test_extra_arguments_may_have_any_name() -> None:
         assert not network(torch.ones(1, 2)).any()
 
 
+def test_accumulated_gradients_are_seen_as_a_sum() -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    with HookSet(layer) as hooks:
+        hooks.accumulated(layer.weight, nn.utils.clip_grad_norm_, 1.0)
+        for _ in range(4):
+            (5 * layer(torch.ones(1, 4))).sum().backward()
+            assert layer.weight.grad is not None
+            assert layer.weight.grad.norm() <= 1 + 1e-6
+    assert live_hooks(layer) == 0
+
+
 def test_only_parameters_themselves_accumulate() -> None:
     network = nn.Linear(2, 2)
     with HookSet(network) as hooks, pytest.raises(LayerError, match="gets no gradient"):
