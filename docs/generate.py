@@ -55,7 +55,6 @@ MORE = {
     "image.tile": "own-data.md#where-to-look",
     "model.search": "how/patchcore.md#search",
     "model.projection": "how/padim.md",
-    "model.arrangement": "arrangement.md",
     "model.variance": "how/subspace.md",
     "calibration.reject_rate": "thresholds.md",
     "calibration.review_rate": "thresholds.md",

@@ -94,6 +94,7 @@ _WANTED = {
 
 # Settings, and values of settings, that earlier versions had: what to do instead.
 GONE: dict[str, str] = {
+    "model.arrangement": "leave it out; an image is scored by its patches alone",
     "rules": "use model.smallest_defect for small defects",
     "zones": "use image.region and image.ignore for what counts",
 }

@@ -341,13 +341,6 @@ class ModelConfig(_Section):
     direction. A turned part then counts as good. Helps most with few images. PatchCore and
     Subspace."""
 
-    arrangement: bool = False
-    """Also compares how much of each kind of patch lies where, for kits and assemblies.
-
-    Finds missing, surplus, swapped or wrong parts whose patches look normal. Parts must lie in
-    about the same places; needs at least 20 images; not with tiles.
-    """
-
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: share of the patches kept in the memory bank."""
     coreset_size: PositiveInt | None = None
@@ -466,10 +459,6 @@ class Config(_Section):
     @model_validator(mode="after")
     def _method_takes_what_is_asked(self) -> Config:
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
-        if self.model.arrangement and tiled:
-            raise ValueError(
-                "model.arrangement compares whole images, image.tile cuts them; unset one of them"
-            )
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
             if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(

@@ -50,20 +50,17 @@ class Scored:
         image_score: None where it couldn't be scored.
         reason: why it couldn't be scored, or why a person has to look whatever the score.
         image_sha256: of the file's bytes.
-        misarranged: which part holds too much or too little of what; see `Prediction`.
     """
 
     sample: Sample
     image_score: float | None
     reason: str = ""
     image_sha256: str = ""
-    misarranged: str = ""
 
     @classmethod
     def of(cls, sample: Sample, prediction: Prediction) -> Scored:
         """What a prediction says of a test image."""
-        of_image = prediction.score, prediction.reason, prediction.sha256
-        return cls(sample, *of_image, prediction.misarranged)
+        return cls(sample, prediction.score, prediction.reason, prediction.sha256)
 
     @property
     def outlier(self) -> bool:

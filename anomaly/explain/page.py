@@ -62,8 +62,6 @@ def verdict_lines(prediction: Prediction) -> list[str]:
     score, limits = prediction.score, prediction.thresholds
     odd = [f"For a person to look at, whatever the score: {prediction.reason}."]
     odd = odd if prediction.reason else []
-    if prediction.misarranged:
-        odd.append(f"Parts are missing, surplus or swapped. {prediction.misarranged}.")
     if limits is None:
         return [f"Score {score:.4g}. The model has no thresholds to compare it with.", *odd]
     shown, review, reject = _apart(score, limits.review, limits.image)

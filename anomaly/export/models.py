@@ -186,11 +186,6 @@ def export_model(
         check_pixels(parent)
     trained_in = parent.manifest["made_with"]["precision"]
     learns = precision == "int8" or (precision != trained_in and not options.keep_thresholds)
-    if parent.arrangement is not None and (options.whole or learns):
-        raise ModelError(
-            f"{folder} has model.arrangement: export it with --precision {trained_in} and without "
-            "--whole"
-        )
     if learns:
         samples = _training_images(parent, source, options, trained_in)
     elif options.data_root or options.further:

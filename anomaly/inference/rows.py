@@ -55,8 +55,6 @@ class Row:
         engine: that computed: `torch`, or the engine that the model was exported for.
         product: which of several products it was scored as; empty for a single model, and for an
             image without a score or a given product.
-        misarranged: which part of the image holds too much or too little of what, where that makes
-            the score (`model.arrangement`); else empty.
     """
 
     path: str
@@ -77,7 +75,6 @@ class Row:
     milliseconds: float | None = None
     engine: str = "torch"
     product: str = ""
-    misarranged: str = ""
 
 
 def row_of(
@@ -119,7 +116,6 @@ def row_of(
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
         engine=model.reference_model.extractor.engine,
         product=product,
-        misarranged="" if scored is None else scored.misarranged,
     )
 
 

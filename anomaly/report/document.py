@@ -194,7 +194,6 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason if row.outlier else "",
-        "misarranged": row.misarranged,
         "size": tile.size,
         "source": tile.source,
         "photo": base64.b64encode(tile.photo).decode(),

@@ -19,7 +19,6 @@ from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores, Scorer
-from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import loading_of, smallest_area
 from anomaly.scoring.image_score import (
     Piece,
@@ -32,7 +31,7 @@ from anomaly.scoring.image_score import (
     with_border_damped,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction, verdict
+from anomaly.scoring.prediction import Patches, Prediction
 from anomaly.scoring.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -90,7 +89,6 @@ class Model(Predictor):
         aspect: H/W that images have to have; None for any.
         reference: says where the part lies in each image; None where images are seen as they are.
         training_statistics: what its training images have in common; None where that isn't known.
-        arrangement: what good images hold where; None without `model.arrangement`.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
             for one that hasn't been saved.
@@ -109,7 +107,6 @@ class Model(Predictor):
     aspect: float | None = None
     reference: Reference | None = None
     training_statistics: TrainingStatistics | None = None
-    arrangement: Arrangement | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
     folder: Path | None = None
@@ -229,15 +226,7 @@ class Model(Predictor):
         batch, scores = self.score_patches(embedded.embeddings, embedded.pieces, embedded.inside)
         nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
         patches = list(map(Patches, as_numpy(batch.scores), nearest))
-        of_images: list[float] = scores.tolist()
-        if self.arrangement is None:
-            return patches, of_images
-        names = list(self.manifest.get("training_images", ()))
-        judged, texts = self.arrangement.judged(
-            of_images, embedded.embeddings, embedded.inside, names
-        )
-        patches = [replace(p, misarranged=text) for p, text in zip(patches, texts, strict=True)]
-        return patches, judged
+        return patches, scores.tolist()
 
     def prediction(
         self,
@@ -274,9 +263,6 @@ class Model(Predictor):
             thresholds=self.thresholds,
             product=recognised[0],
             reason="; ".join(filter(None, reasons)),
-            misarranged=""
-            if verdict(score, self.thresholds, "") == "good"
-            else patches.misarranged,
         )
 
     def review_reason(self, statistics: ImageStatistics) -> str:

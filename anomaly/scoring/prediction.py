@@ -26,14 +26,10 @@ _NOTEBOOK_PIXELS = 600_000
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """Scores and nearest bank vectors of an image's patches, (h, w) each.
-
-    `misarranged` says which part holds too much or too little of what, see `Arrangement`.
-    """
+    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
 
     scores: NDArray[np.float32]
     nearest: NDArray[np.int64] | None
-    misarranged: str = ""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,8 +55,6 @@ class Prediction:
             images at all, it is blank, or it looks like another product than the one that was
             named. Empty where nothing of that is so.
         product: that it was scored as; empty for a model that isn't one of several.
-        misarranged: which part of the image holds too much or too little of what, where that makes
-            the score; else empty.
     """
 
     index: int
@@ -78,7 +72,6 @@ class Prediction:
     thresholds: Thresholds | None = None
     reason: str = ""
     product: str = ""
-    misarranged: str = ""
 
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"

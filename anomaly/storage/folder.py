@@ -36,8 +36,8 @@ FORMAT = "anomaly-model/3"
 _SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
-BACKBONE, SCORER, STATISTICS, REFERENCE, ARRANGEMENT = (
-    f"{n}.safetensors" for n in ("backbone", "scorer", "usual", "reference", "arrangement")
+BACKBONE, SCORER, STATISTICS, REFERENCE = (
+    f"{n}.safetensors" for n in ("backbone", "scorer", "usual", "reference")
 )
 AGAIN = "copy the model folder again, or train again"
 
@@ -108,7 +108,6 @@ class _Files(Part):
     region: Recorded = Field(alias="region.png", default=_ABSENT)
     ignore: Recorded = Field(alias="ignore.png", default=_ABSENT)
     reference: Recorded = Field(alias="reference.safetensors", default=_ABSENT)
-    arrangement: Recorded = Field(alias="arrangement.safetensors", default=_ABSENT)
 
 
 class _Manifest(Part):

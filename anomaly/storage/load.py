@@ -15,7 +15,6 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
 from anomaly.imaging.reference import Reference
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
-from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import (
     MASKS,
     differences,
@@ -30,7 +29,6 @@ from anomaly.scoring.predictor import AnyModel, ProductSet, check_product
 from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
 from anomaly.storage.folder import (
     AGAIN,
-    ARRANGEMENT,
     BACKBONE,
     EXPORT,
     REFERENCE,
@@ -100,9 +98,6 @@ def load_model(
         if (align := config.image.align) != "none":
             tensors = read_tensors(folder / REFERENCE)
             reference = Reference.from_tensors(tensors, rigid=align == "rigid")
-        arrangement = None
-        if config.model.arrangement:
-            arrangement = Arrangement.from_tensors(read_tensors(folder / ARRANGEMENT))
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, manifest, error) from None
@@ -115,7 +110,6 @@ def load_model(
         aspect=manifest["aspect"],
         reference=reference,
         training_statistics=training_statistics,
-        arrangement=arrangement,
         manifest=manifest,
         model_id=model_id(folder),
         folder=folder,

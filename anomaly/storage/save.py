@@ -17,7 +17,6 @@ from anomaly.imaging.region import DrawnMask, Region
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
-    ARRANGEMENT,
     BACKBONE,
     REFERENCE,
     SCORER,
@@ -72,11 +71,7 @@ def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     """
     network = {file.name for file in draft.iterdir()}
     _save_tensors(detector.scorer.tensors(), draft / SCORER)
-    for part, name in (
-        (detector.training_statistics, STATISTICS),
-        (detector.reference, REFERENCE),
-        (detector.arrangement, ARRANGEMENT),
-    ):
+    for part, name in ((detector.training_statistics, STATISTICS), (detector.reference, REFERENCE)):
         if part is not None:
             save_numpy(part.tensors(), draft / name)
             share(draft / name)

@@ -33,7 +33,6 @@ from anomaly.imaging.read import Image, bits_used, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Progress
-from anomaly.scoring.arrangement import Arrangement
 from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of, smallest_area
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
@@ -43,7 +42,6 @@ from anomaly.training.cross_fitting import (
     Suspect,
     Suspects,
     cross_fit,
-    is_turned,
     scores_of,
     split,
     standing_out,
@@ -248,7 +246,7 @@ def fit_detector(
         log.warning("%s", near)
     config = setup.config
     leave_out = config.model.leave_out_suspects
-    if not (calibrate or leave_out or config.model.arrangement):
+    if not (calibrate or leave_out):
         return DetectorFit(detector, images)
 
     def scored(
@@ -280,40 +278,12 @@ def fit_detector(
         rest = features.only(frozenset(images))
         detector = fitted(rest)
         good = replace(scored(rest, images, None), stood_out=len(stand_out))
-    if config.model.arrangement:
-        used = {i: samples[i] for i in images}
-        detector, good = _with_arrangement(detector, features, used, pictures, good)
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
     stages.end("calibration")
     return DetectorFit(detector, images, suspects.worst(), stand_out)
-
-
-def _with_arrangement(
-    detector: Model,
-    features: CachedFeatures,
-    samples: Mapping[int, Sample],
-    pictures: Mapping[int, str],
-    good: GoodScores,
-) -> tuple[Model, GoodScores]:
-    """The model with the arrangement, and its cross-fitted scores."""
-    batches = features.only(frozenset(samples))
-    arrangement = Arrangement.of(
-        ((b.images, b.embeddings, b.inside) for b in batches if not is_turned(b)),
-        detector.config.seed,
-    )
-    units = {i: sample.group or pictures[i] for i, sample in samples.items()}
-    if len(set(units.values())) < 2:
-        units = {i: pictures[i] for i in samples}
-    place = {i: at for at, i in enumerate(sorted(samples))}
-    folds = split(sorted(samples), units, detector.config.calibration.folds)
-    of_name = {samples[i].name: at for i, at in place.items()}
-    arrangement, scores = arrangement.joined(
-        good.image, [of_name[n] for n in good.names], [[place[i] for i in fold] for fold in folds]
-    )
-    return replace(detector, arrangement=arrangement), replace(good, image=scores)
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:
@@ -464,8 +434,7 @@ def train(
     for name, times in Counter(sample.name for sample in samples).items():
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
-    wanted = config.model.leave_out_suspects or config.model.arrangement
-    if calibrate or wanted:  # said before anything is computed
+    if calibrate or config.model.leave_out_suspects:  # said before anything is computed
         split(range(len(samples)), {}, config.calibration.folds)
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}

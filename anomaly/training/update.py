@@ -83,10 +83,6 @@ def learn(
     """
     if isinstance(detector.extractor, ExportedNetwork):
         raise ModelError("an exported model can't learn; update the one it was exported from")
-    if detector.arrangement is not None:
-        raise ModelError(
-            "a model with model.arrangement can't learn more; train again with all good images"
-        )
     if detector.thresholds is None:
         raise DataError(
             "the model has no thresholds, so suspects can't be recognised; set thresholds with "
