@@ -90,7 +90,7 @@ def sides(args: argparse.Namespace, place: Path) -> list[Side]:
             made[-1].fit(args.train)
     small, exported = made[-1], place / "onnx"
     options = ["--model", small.folder / "model", "--to", "onnx", "--output", exported]
-    options += ["--golden", args.images, "--keep-thresholds"]
+    options += ["--golden", args.images, "--force"]
     if failed := run([*COMMAND, "export", *options]).failed:
         raise SystemExit(f"export: {failed}")
     infer = [*COMMAND, "infer", "--model", exported, "--threads", args.threads]

@@ -38,7 +38,7 @@ class Graph:
     Args:
         file: as `anomaly.export` wrote it.
         engine: a key of `ENGINES`.
-        precision: `fp32`, `bf16`, or `int8` for a graph that says itself where it computes so.
+        precision: `fp32` or `bf16`.
         threads: processor threads to use, all calls together.
 
     Attributes:
@@ -135,7 +135,7 @@ def check_precision(engine: str, precision: str, what: str) -> None:
 
     Args:
         engine: a key of `ENGINES`.
-        precision: `fp32`, `bf16` or `int8`.
+        precision: `fp32` or `bf16`.
         what: how the message begins, which goes on with what is in the way: "runs/x/model was
             exported in bf16", for example.
 

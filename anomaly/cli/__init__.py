@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),
     "cluster": ("manifest", "merge-results"),
-    "export": ("export", "features", "register"),
+    "export": ("export", "features"),
     "sample_data": ("demo",),
 }
-_SCORING = ("deploy", "infer", "evaluate", "register", "selfcheck", "serve")
+_SCORING = ("deploy", "infer", "evaluate", "selfcheck", "serve")
 _GARBAGE = 10_000  # objects made since the last search for garbage
 _HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 

@@ -46,7 +46,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="images on which export and model must give the same scores (default: some training "
-        "images)",
+        "images; in another number format than training's the golden parts, if there are any)",
     )
     parser.add_argument(
         "--output",
@@ -57,23 +57,16 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16", "int8"),
+        choices=("fp32", "bf16"),
         default="fp32",
-        help="number format (default: fp32); if it isn't the model's, the export is a new model, "
-        "trained again on the training images",
+        help="number format (default: fp32)",
     )
     parser.add_argument(
-        "--keep-thresholds",
+        "--force",
         action="store_true",
-        help="don't train again if the model was trained in another number format",
+        help="export in another number format than training's even if verdicts of golden images "
+        "change",
     )
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, if it has moved since training",
-    )
-    images = "folders with training images that aren't in the data set"
-    add_paths(parser, "--training-images", images, "FOLDER")
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 
@@ -124,18 +117,6 @@ def _features(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier file there")
     add_device(parser)
-
-
-def _register(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    parser.add_argument(
-        "--name", help="name of the registered model (default: the name in the model's config)"
-    )
-    parser.add_argument(
-        "--store",
-        metavar="ADDRESS",
-        help="address of MLflow's tracking server (default: $MLFLOW_TRACKING_URI)",
-    )
 
 
 def _camera_size(text: str) -> tuple[int, int]:
@@ -342,7 +323,6 @@ ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "demo": _demo,
     "export": _export,
     "features": _features,
-    "register": _register,
     "serve": _serve,
     "deploy": _deploy,
     "drift": _drift,

@@ -69,12 +69,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "export": (
             "write a trained model for ONNX Runtime or OpenVINO",
             "export --model runs/part --to onnx --output runs/part_onnx",
-            "export --model runs/part --to openvino --precision int8 --output runs/part_int8",
-        ),
-        "register": (
-            "log a model in MLflow, as the next version of a registered one",
-            "register --model runs/part",
-            "register --model runs/part --name bottle --store http://mlflow.example:5000",
+            "export --model runs/part --to openvino --precision bf16 --output runs/part_openvino",
         ),
     },
     "the line": {

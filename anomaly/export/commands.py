@@ -1,4 +1,4 @@
-"""`anomaly export`, `features` and `register`: models and features for other programs."""
+"""`anomaly export` and `features`: models and features for other programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,12 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, counted
 from anomaly.export.equality import Camera
-from anomaly.export.mlflow_model import register
 from anomaly.export.models import ExportOptions, check_export, export_model
 from anomaly.files.outputs import locked, locked_file
 from anomaly.files.writing import claim
 from anomaly.storage.exported import check_layers
 
 log = logging.getLogger(__name__)
-
-_AGREES = 0.9  # correlation of two models' scores of good images
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -34,17 +30,13 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError("--pixels is for the whole graph; add --whole")
     if options.bgr and not options.pixels:
         raise ConfigError("--bgr needs --pixels; add --pixels WxH")
-    if options.keep_thresholds and options.precision == "int8":
-        raise ConfigError("an int8 export always gets new thresholds; leave out --keep-thresholds")
     wanted = ExportOptions(
         options.to,
         precision=options.precision,
-        keep_thresholds=options.keep_thresholds,
         whole=options.whole,
         camera=Camera(options.pixels, options.bgr) if options.pixels else None,
         golden=options.golden,
-        data_root=options.data_root,
-        further=options.training_images,
+        force=options.force,
         overwrite=options.overwrite,
     )
     check_export(options.model, options.output, wanted)  # before torch is imported
@@ -61,38 +53,31 @@ def _export(options: argparse.Namespace) -> int:
 
 def _print_export(values: dict[str, Any], folder: Path) -> None:
     """Print the facts of export.json."""
-    equal, again = values["equality"], values.get("learned_again")
+    equal, other = values["equality"], values["other_precision"]
     engine = f"{ENGINES[values['engine']][0]} {values['engine_version']}"
     print(f"exported model {values['model_id']} for {engine} in {values['precision']}: {folder}")
-    if again is None:
+    same = "" if other else "same verdicts; "
+    print(
+        f"compared with {equal['compared_with']}, on "
+        f"{counted(len(equal['images']), 'golden image')}: {same}scores differ by "
+        f"{equal['largest_difference']:.1g} of their value at most"
+    )
+    if other:
+        changed = other["verdicts_changed"]
         print(
-            f"compared with the trained model on {counted(len(equal['images']), 'golden image')}: "
-            f"same verdicts; scores differ by {equal['largest_difference']:.1g} of their value at "
-            "most"
+            f"compared with the model in {other['trained_in']}, as it was trained: scores differ "
+            f"by {100 * other['median_difference']:.2f} % (median), "
+            f"{100 * other['largest_difference']:.2f} % at most; "
+            f"{counted(len(changed), 'verdict')} changed"
         )
-        model = shlex.quote(str(folder.parent))
-        print(f"Use it: anomaly infer --model {model} --input FOLDER --output FOLDER")
-        return
-    changed, correlation = again["verdicts_changed"], again["correlation"]
+        for change in changed:
+            before, after = change["scores"]
+            what = f"{change['before']} -> {change['after']} ({before:.4g} -> {after:.4g})"
+            print(f"  {change['image']}: {what}")
     print(
-        f"The export is a new model, trained again on the training images of "
-        f"{values['source_model_id']}, with new thresholds."
+        f"Use it: anomaly infer --model {shlex.quote(str(folder.parent))} --input FOLDER --output "
+        "FOLDER"
     )
-    print(
-        f"On {again['golden_images']} golden images, {len(changed)} verdicts differ; the scores' "
-        f"median difference is {100 * again['shift']:+.1f} %"
-        + ("" if correlation is None else f", correlation {correlation:.3f}")
-    )
-    if correlation is not None and correlation < _AGREES:
-        log.warning(
-            "the two models score these images differently: evaluate both on images with defects "
-            "before you use the export"
-        )
-    for change in changed:
-        before, after = change["scores"]
-        what = f"{change['before']} -> {change['after']} ({before:.4g} -> {after:.4g})"
-        print(f"  {change['image']}: {what}")
-    print("To see the changes on the test split, run `anomaly evaluate` on both models.")
 
 
 def _features(options: argparse.Namespace) -> int:
@@ -153,22 +138,7 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     return 3 if refused else 0
 
 
-def _register(options: argparse.Namespace) -> int:
-    """Log and register a model, and print how to load it."""
-    missing = [name for name in ("mlflow", "pandas") if find_spec(name) is None]
-    if missing:
-        raise AnomalyError(
-            f"register needs {', '.join(missing)}, which aren't installed: "
-            "pip install 'anomaly[mlflow]'"
-        )
-    address = register(options.model, options.name, options.store)
-    print(f"registered as {address}")
-    print(f"To load it: mlflow.pyfunc.load_model({address!r}).predict(['part.png'])")
-    return 0
-
-
 COMMANDS = {
     "export": _export,
     "features": _features,
-    "register": _register,
 }

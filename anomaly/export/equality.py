@@ -1,11 +1,11 @@
-"""Equality of two detectors on golden images: too large a difference is an error."""
+"""Differences of an export and its model on golden images; too large a one is an error."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from anomaly.errors import DataError, ModelError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.listing import list_images
 from anomaly.imaging.loading import (
     NetworkInput,
     UnusableImage,
@@ -33,26 +34,28 @@ from anomaly.scoring.prediction import Prediction
 VERDICTS = ("good", "review", "reject")  # as a graph from pixels counts them
 COUNT = 16  # golden images drawn from the training images
 # Largest difference of scores, as a share. bf16 rounds to 8 bits where the engine decides: up to a
-# percent is that rounding. ResNet-50 on bottle: 0.12 %. int8 is compared with the model that was
-# trained with the same quantised network, whose integers are the same everywhere.
-TOLERANCE = {"fp32": 1e-4, "bf16": 0.01, "int8": 1e-4}
+# percent is that rounding. ResNet-50 on bottle: 0.12 %.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.01}
 # Differs from a run's, to detect a batch size that was written into a whole graph.
 _BATCH = 3
 
 
 @dataclass(frozen=True)
-class Largest:
-    """The largest difference of the compared images.
+class Compared:
+    """Differences of an export's scores and verdicts on golden images.
 
     Attributes:
-        share: of the score.
-        name: of the image, without its folder.
-        images: the names of all compared images; unusable images aren't compared.
+        images: the names of the compared images; unusable images aren't compared.
+        shares: for each, the difference from torch's score in the export's number format, as a
+            share of the score.
+        shifts: the same, from the model's score in the number format of its training.
+        verdicts_changed: image, verdict and score `before` and `after`, as in export.json.
     """
 
-    share: float = 0.0
-    name: str = ""
-    images: tuple[str, ...] = ()
+    images: tuple[str, ...]
+    shares: tuple[float, ...]
+    shifts: tuple[float, ...]
+    verdicts_changed: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -69,28 +72,28 @@ class Camera:
 
 
 def golden_images(
-    detector: Model, folder: Path, golden: Path | None, known: Sequence[Path] = ()
+    model: Model, folder: Path, given: Path | None, recorded: Path | None = None
 ) -> list[Path]:
-    """The images for a comparison: those of a folder, or training images drawn with the seed.
+    """The images for a comparison.
 
     Args:
-        detector: was trained on them.
+        model: the model.
         folder: the run, or the model folder, that it was loaded from.
-        golden: a folder of images; None draws training images.
-        known: all training images, if they are already known.
+        given: a folder of images; None for the recorded ones.
+        recorded: the folder of the model's golden parts; if there are none, training images are
+            drawn with the seed.
 
     Raises:
         DataError: there are none.
     """
-    if golden is not None:
-        return find_inputs([golden], option="--golden").paths
-    draw = random.Random(detector.config.seed)
-    if known:
-        return sorted(draw.sample(known, min(len(known), COUNT)))
-    present: list[Path] = []
+    if given is not None:
+        return find_inputs([given], option="--golden").paths
+    if recorded is not None and (parts := list_images(recorded)):
+        return parts
+    draw, present = random.Random(model.config.seed), list[Path]()
     with suppress(DataError):
-        hashes = detector.manifest["training_images"]
-        training_images = TrainingImages(hashes, dataset_images(detector, folder, None))
+        hashes = model.manifest["training_images"]
+        training_images = TrainingImages(hashes, dataset_images(model, folder, None))
         for name in draw.sample(sorted(hashes), len(hashes)):
             if isinstance(sample := training_images.find(name), Sample):
                 present.append(sample.path)
@@ -105,19 +108,20 @@ def golden_images(
 
 
 def compare(
+    model: Model,
     reference: Model,
-    own: Model,
     exported: Model,
     paths: Sequence[Path],
     *,
     workers: int,
     progress: Callable[[int], None] = lambda done: None,
-) -> Largest:
-    """Check that an exported model has the scores and verdicts of its source.
+) -> Compared:
+    """Check that an exported model has torch's scores and, in training's precision, its verdicts.
 
     Args:
-        reference: the source, in the exported model's number format: scores are compared.
-        own: the source in its own number format: verdicts are compared.
+        model: the source, in the number format of its training.
+        reference: the source in the exported model's number format; `model` itself if that is
+            the same.
         exported: the exported model.
         paths: images.
         workers: decoding processes.
@@ -129,69 +133,43 @@ def compare(
     """
     precision = exported.extractor.precision
     limit, hint = TOLERANCE[precision], "" if precision == "fp32" else "; try --precision fp32"
-    scores = _scored(reference, paths, workers)
-    verdicts = scores if own is reference else _scored(own, paths, workers)
-    if not any(isinstance(result, Prediction) for result in scores.values()):
-        raise DataError(f"none of the golden images can be scored: {_described(scores[0])}")
-    largest = Largest()
-    results = exported.score_all(paths, batch_size=_BATCH, workers=workers)
-    for done, after in enumerate(results, 1):
-        before, path = scores[after.index], paths[after.index]
-        share = _difference(before, after, _scale(reference))
-        verdict = _verdict(verdicts[after.index])
-        if not share <= limit or _verdict(after) != verdict:
+    expected = _scored(reference, paths, workers)
+    originals = expected if reference is model else _scored(model, paths, workers)
+    if not any(isinstance(result, Prediction) for result in expected.values()):
+        raise DataError(f"none of the golden images can be scored: {_described(expected[0])}")
+    scale = _scale(reference)
+    shares: dict[int, float] = {}
+    compared: list[tuple[int, Prediction, Prediction]] = []
+    for after in exported.score_all(paths, batch_size=_BATCH, workers=workers):
+        before, original = expected[after.index], originals[after.index]
+        share = shares[after.index] = _difference(before, after, scale)
+        is_changed = reference is model and _verdict(after) != _verdict(before)
+        if not share <= limit or is_changed:
             raise ModelError(
-                f"the exported model's scores differ: {path} has {_described(after)} with "
-                f"{exported.extractor.engine} and {_described(before)} with torch, a difference of "
-                f"{share:.2g} of the score (allowed: {limit:g}); its verdict was "
-                f"{verdict or 'none'}. Nothing was exported{hint}"
+                f"the exported model's scores differ: {paths[after.index]} has "
+                f"{_described(after)} with {exported.extractor.engine} and {_described(before)} "
+                f"with torch, a difference of {share:.2g} of the score (allowed: {limit:g}). "
+                f"Nothing was exported{hint}"
             )
-        largest = max(largest, Largest(share, path.name), key=lambda largest: largest.share)
-        progress(done)
-    compared = [paths[i].name for i in sorted(scores) if isinstance(scores[i], Prediction)]
-    return replace(largest, images=tuple(compared))
-
-
-def differences(
-    parent: Model, detector: Model, paths: Sequence[Path], *, workers: int
-) -> dict[str, Any]:
-    """Differences of two models' scores and verdicts on images.
-
-    Args:
-        parent: the first model.
-        detector: the second model.
-        paths: images.
-        workers: decoding processes.
-
-    Returns:
-        As in export.json: `verdicts_changed`; `correlation` of the scores, None if one model
-        gives all images one score; and `shift`, the median share by which they are higher.
-    """
-    before, after = (_scored(model, paths, workers) for model in (parent, detector))
-    pairs = [
-        (paths[i].name, first, second)
-        for i, first in sorted(before.items())
-        if isinstance(first, Prediction) and isinstance(second := after[i], Prediction)
-    ]
-    scores = np.array([(first.score, second.score) for _, first, second in pairs]).reshape(-1, 2)
-    spread = scores.std(axis=0) if len(scores) else np.zeros(2)
-    shares = scores[:, 1] / np.maximum(scores[:, 0], _scale(parent)) - 1
-    changed = [
-        {
-            "image": name,
-            "before": first.verdict,
-            "after": second.verdict,
-            "scores": [first.score, second.score],
-        }
-        for name, first, second in pairs
-        if first.verdict != second.verdict
-    ]
-    return {
-        "golden_images": len(pairs),
-        "verdicts_changed": changed,
-        "correlation": float(np.corrcoef(scores.T)[0, 1]) if spread.all() else None,
-        "shift": float(np.median(shares)) if len(pairs) else 0.0,
-    }
+        if isinstance(original, Prediction) and isinstance(after, Prediction):
+            compared.append((after.index, original, after))
+        progress(len(shares))
+    compared.sort(key=lambda pair: pair[0])
+    return Compared(
+        tuple(paths[i].name for i, _, _ in compared),
+        tuple(shares[i] for i, _, _ in compared),
+        tuple(_difference(before, after, scale) for _, before, after in compared),
+        tuple(
+            {
+                "image": paths[i].name,
+                "before": before.verdict,
+                "after": after.verdict,
+                "scores": [before.score, after.score],
+            }
+            for i, before, after in compared
+            if before.verdict != after.verdict
+        ),
+    )
 
 
 def compare_patches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,7 +258,6 @@ def write_graph(
     *,
     whole: bool = False,
     camera: Camera | None = None,
-    quantise: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
     """Write a detector's graph, as `network` or `whole`.
 
@@ -269,7 +268,6 @@ def write_graph(
         whole: whether the graph includes patch scores.
         camera: the raw images that a whole graph takes and judges; None for network inputs and
             patch scores.
-        quantise: rewrites the file, whose inputs and outputs stay as they are; None for fp32.
 
     Returns:
         Its file, inputs and outputs, as in export.json.
@@ -284,8 +282,6 @@ def write_graph(
     file = folder / f"{plan.stem}.onnx"
     _trace(plan, file)
     inputs, outputs = _tidied(file, plan.described)
-    if quantise is not None:
-        quantise(file)
     if ENGINES[engine][2] != ".onnx":
         openvino = installed(engine, "this export is for")
         model = openvino.Core().read_model(file)
@@ -313,7 +309,7 @@ def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
 def _trace(plan: _Plan, file: Path) -> None:
     names = [*plan.described]
     try:
-        with quiet(), torch.no_grad():
+        with _quiet(), torch.no_grad():
             traced = torch.export.export(
                 plan.module.eval(), (plan.example,), dynamic_shapes=(plan.free,), strict=False
             )
@@ -336,7 +332,7 @@ def _trace(plan: _Plan, file: Path) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence libraries' messages about operators and symbols."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

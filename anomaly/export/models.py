@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from anomaly.backbones.engine import Graph, check_precision, installed
-from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import DataError, ModelError, OutputError
+from anomaly.errors import ModelError, OutputError, some
 from anomaly.export.equality import (
     TOLERANCE,
     Camera,
-    Largest,
+    Compared,
     compare,
     compare_patches,
     compare_pixels,
-    differences,
     golden_images,
 )
-from anomaly.export.vectors import VECTORS, is_written, write_vectors
-from anomaly.files.writing import as_json, like, remove_drafts, write
+from anomaly.files.writing import as_json, remove_drafts, write
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import exported_stages, open_network, write_export
 from anomaly.storage.folder import (
@@ -39,11 +37,11 @@ from anomaly.storage.folder import (
     claim_model,
     file_entry,
     find_model,
-    model_id,
     read_manifest,
 )
+from anomaly.storage.golden import golden_of
 from anomaly.storage.load import config_in, load_model
-from anomaly.training.runs import made_of, training_record
+from anomaly.training.runs import training_record
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
@@ -58,16 +56,11 @@ class ExportOptions:
 
     Attributes:
         engine: a key of `anomaly.backbones.engine.ENGINES`.
-        precision: `fp32`, `bf16` or `int8`, the number format to compute in; a format other than
-            the model's makes a new model, which is trained again on the training images.
+        precision: `fp32` or `bf16`, the number format to compute in.
         whole: whether to write a second graph, up to patch scores, for other programs.
         camera: the raw images that the second graph takes and judges; None for network inputs.
-        keep_thresholds: whether a model that was trained in another number format keeps its
-            thresholds, which then promise less; otherwise it is trained again on the training
-            images.
-        golden: a folder of images to compare on; None for some of the training images.
-        data_root: the data sets' folder, if it has moved since training.
-        further: folders with training images that aren't in the data set.
+        golden: a folder of images to compare on; None for golden parts or training images.
+        force: export in another number format than training's even if verdicts change.
         overwrite: replace an earlier export.
     """
 
@@ -75,10 +68,8 @@ class ExportOptions:
     precision: str = "fp32"
     whole: bool = False
     camera: Camera | None = None
-    keep_thresholds: bool = False
     golden: Path | None = None
-    data_root: Path | None = None
-    further: Sequence[Path] = ()
+    force: bool = False
     overwrite: bool = False
 
 
@@ -100,14 +91,15 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
         raise ModelError("--whole exports in fp32 only; leave out --precision")
     if options.golden is not None:
         find_inputs([options.golden], option="--golden")
-    if options.further:
-        find_inputs(options.further, option="--training-images")
-    data_root = options.data_root
-    if data_root is not None and not data_root.is_dir():
-        raise DataError(f"--data-root {data_root} is no folder{like(data_root)}")
     if options.whole and options.camera is None:
         _warn_of_scores(folder)
-    _check_installed(options.engine, precision)
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,"
+            f"{options.engine}]'"
+        )
+    installed(options.engine, "the model is compared in")
     check_precision(options.engine, precision, f"--precision {precision} was asked for")
     return folder
 
@@ -133,17 +125,6 @@ def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
             "--output"
         )
     claim_model(target, overwrite=overwrite)
-    if (vectors := target.with_name(VECTORS)).exists() and not is_written(vectors):
-        raise OutputError(f"{vectors} is in the way; move it away, or give another --output")
-
-
-def _check_installed(engine: str, precision: str) -> None:
-    needed = ["onnx", "onnxscript", *(["onnxruntime"] if precision == "int8" else [])]
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise ModelError(
-            f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{engine}]'"
-        )
-    installed(engine, "the model is compared in")
 
 
 def export_model(
@@ -159,7 +140,7 @@ def export_model(
     Args:
         source: the run, or its model folder.
         output: a folder for `model/` and the run's facts of its training.
-        options: engine, number format, and images to compare on and to train on.
+        options: engine, number format, and images to compare on.
         workers: decoding processes.
         progress: called with (stage, done, total).
 
@@ -167,58 +148,37 @@ def export_model(
         The content of export.json.
 
     Raises:
-        ModelError: the model can't be exported, or the export isn't equal; then `output` is
-            unchanged.
-        DataError: there are no images to compare on, or, for int8, to train on.
+        ModelError: the model can't be exported, the export isn't equal, or verdicts change in
+            another number format; then `output` is unchanged.
+        DataError: there are no images to compare on.
         OutputError: the output exists already, the model itself would be overwritten, or the disk
             is full.
     """
     # They import torch; `check_export` refuses wrong options before.
     from anomaly.export.graph import OPSET, write_graph
     from anomaly.export.pixels import check_pixels
-    from anomaly.export.quantised import learned_again, quantised
 
     folder = check_export(source, output, options)
-    engine, precision = options.engine, options.precision
+    engine, precision, camera = options.engine, options.precision, options.camera
     remove_drafts(output)
-    parent, samples, camera = load_model(folder, "cpu"), {}, options.camera
+    trained_in = read_manifest(folder)["made_with"]["precision"]
+    model = load_model(folder, "cpu", trained_in)
     if camera is not None:
-        check_pixels(parent)
-    trained_in = parent.manifest["made_with"]["precision"]
-    learns = precision == "int8" or (precision != trained_in and not options.keep_thresholds)
-    if learns:
-        samples = _training_images(parent, source, options, trained_in)
-    elif options.data_root or options.further:
-        raise DataError(
-            "--data-root and --training-images are only for exports that are trained again: in "
-            f"int8, or in a precision other than the model's {trained_in}; leave them out"
-        )
-    paths = golden_images(
-        parent, source, options.golden, [sample.path for sample in samples.values()]
-    )
+        check_pixels(model)
+    reference, recorded = model, None
+    if precision != trained_in:
+        reference = replace(model, extractor=model.extractor.to("cpu", precision))
+        recorded = golden_of(folder)
+    paths = golden_images(model, source, options.golden, recorded)
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
-        if precision == "int8":
-            own, entry, inputs = quantised(
-                parent, samples, draft, engine, workers=workers, progress=progress
-            )
-            reference = own
-        else:
-            reference = parent
-            if precision != trained_in or precision != parent.extractor.precision:
-                reference = _in_precision(parent, precision)
-            own, entry, inputs = parent, write_graph(reference, draft, engine), 0
-            if learns:
-                own = learned_again(reference, samples, draft, precision, workers, progress)
-                reference = own
-            else:
-                _copy_rest(folder, own, draft)
-        whole = None
+        _copy_rest(folder, model, draft)
+        entry, whole = write_graph(reference, draft, engine), None
         if options.whole:
-            whole = write_graph(own, draft, engine, whole=True, camera=camera)
+            whole = write_graph(reference, draft, engine, whole=True, camera=camera)
         graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
         values: dict[str, Any] = {
-            "source_model_id": parent.model_id,
+            "model_id": model.model_id,
             "precision": precision,
             "network": entry,
             "whole": whole,
@@ -228,18 +188,21 @@ def export_model(
             "files": {file.name: file_entry(file) for file in graphs},
         }
         progress("writing graphs", 1, 1)
-        network = open_network(draft, own.manifest, values)
-        exported = replace(own, **exported_stages(network, draft, own.config))
+        network = open_network(draft, model.manifest, values)
+        exported = replace(model, **exported_stages(network, draft, model.config))
         values["engine_version"] = network.graph.version
-        largest = compare(
+        compared = compare(
+            model,
             reference,
-            own,
             exported,
             paths,
             workers=workers,
             progress=lambda done: progress("comparing", done, len(paths)),
         )
-        values["equality"] = _equality(largest, precision, len(paths))
+        values["other_precision"] = None
+        if reference is not model:
+            values["other_precision"] = _other_precision(compared, trained_in, options)
+        values["equality"] = _equality(compared, precision, len(paths))
         if whole:
             graph = Graph(draft / whole["file"], engine, precision, workers)
             if camera is None:
@@ -247,65 +210,10 @@ def export_model(
             else:
                 share = compare_pixels(reference, graph, paths, camera, workers=workers)
             values["equality"]["largest_whole_difference"] = share
-        if own is not parent:
-            changes = differences(parent, exported, paths, workers=workers)
-            values["learned_again"] = {"calibrated_on": inputs, **changes}
-        values["model_id"] = model_id(draft)
-        with appearing(output / VECTORS) as vectors:
-            named = replace(exported, model_id=values["model_id"])
-            write_vectors(vectors, named, paths, camera)
         write_export(draft, values)
-    is_new = own is not parent
-    record = made_of(source, own, values["model_id"]) if is_new else training_record(source)
-    if record:  # where the data set is, for `evaluate`
+    if record := training_record(source):  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values
-
-
-def _in_precision(parent: Model, precision: str) -> Model:
-    """The model with its network in another number format."""
-    made = {**parent.manifest["made_with"], "precision": precision}
-    return replace(
-        parent,
-        extractor=parent.extractor.to("cpu", precision),
-        config=parent.config.model_copy(update={"precision": precision}),
-        manifest={**parent.manifest, "made_with": made},
-    )
-
-
-def _training_images(
-    parent: Model, source: Path, options: ExportOptions, trained_in: str
-) -> dict[int, Sample]:
-    """The training images, for an export in another number format.
-
-    Raises:
-        DataError: some are missing.
-    """
-    from anomaly.export.quantised import training_images
-
-    try:
-        return training_images(parent, source, options.data_root, options.further)
-    except DataError as error:
-        choice = "" if options.precision == "int8" else ", or --keep-thresholds to keep them"
-        raise DataError(
-            f"the model was trained in {trained_in}; scores differ in {options.precision}, so the "
-            f"export is trained again on its training images, with new thresholds: {error}{choice}"
-        ) from None
-
-
-def _equality(largest: Largest, precision: str, images: int) -> dict[str, Any]:
-    """Differences between an export and its source, as in export.json."""
-    if unusable := images - len(largest.images):
-        log.warning("%d of %d golden images can't be scored and aren't compared", unusable, images)
-    return {
-        "compared_with": f"torch {version('torch')}, {precision}",
-        "images": largest.images,
-        "tolerance": TOLERANCE[precision],
-        "largest_difference": largest.share,
-        "largest_difference_at": largest.name,
-        "largest_whole_difference": None,
-        "verdicts_changed": 0,
-    }
 
 
 def _copy_rest(folder: Path, model: Model, draft: Path) -> None:
@@ -314,3 +222,41 @@ def _copy_rest(folder: Path, model: Model, draft: Path) -> None:
         shutil.copyfile(folder / name, draft / name)
     if (folder / HISTORY).exists():
         shutil.copyfile(folder / HISTORY, draft / HISTORY)
+
+
+def _other_precision(compared: Compared, trained_in: str, options: ExportOptions) -> dict[str, Any]:
+    """Differences from the model in training's number format, as in export.json.
+
+    Raises:
+        ModelError: verdicts change, and they may not.
+    """
+    changed = compared.verdicts_changed
+    if changed and not options.force:
+        names = some([f"{one['image']}: {one['before']} -> {one['after']}" for one in changed])
+        raise ModelError(
+            f"the model was trained in {trained_in}, and in {options.precision} "
+            f"{len(changed)} of {len(compared.images)} golden images get another verdict "
+            f"({names}). Nothing was exported; train with --set precision={options.precision}, "
+            f"or accept these changes with --force"
+        )
+    return {
+        "trained_in": trained_in,
+        "median_difference": float(np.median(compared.shifts)),
+        "largest_difference": max(compared.shifts),
+        "verdicts_changed": changed,
+    }
+
+
+def _equality(compared: Compared, precision: str, images: int) -> dict[str, Any]:
+    """Differences between an export and its model in one number format, as in export.json."""
+    if unusable := images - len(compared.images):
+        log.warning("%d of %d golden images can't be scored and aren't compared", unusable, images)
+    largest = int(np.argmax(compared.shares))
+    return {
+        "compared_with": f"torch {version('torch')}, {precision}",
+        "images": compared.images,
+        "tolerance": TOLERANCE[precision],
+        "largest_difference": compared.shares[largest],
+        "largest_difference_at": compared.images[largest],
+        "largest_whole_difference": None,
+    }

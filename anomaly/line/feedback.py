@@ -72,9 +72,9 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
         known = f"SELECT EXISTS (SELECT 1 FROM parts WHERE model_id IN ({marks}))"
         if not db.execute(known, (*model_ids,)).fetchone()[0]:
             raise DataError(
-                f"{record} holds no part scored by this model or an earlier version of it. An "
-                "int8 export counts as another model: write its judged pictures into a folder "
-                "with anomaly feedback --pictures, and give that folder"
+                f"{record} holds no part scored by this model or an earlier version of it; write "
+                "judged pictures into a folder with anomaly feedback --pictures, and give that "
+                "folder"
             )
         for verdict, kind, part, file in _judged(db, "model_id", model_ids):
             if file is None:

@@ -308,18 +308,6 @@ class Fitter(Protocol[S]):
         """
         ...
 
-    def refit_embeddings(self, scorer: S, patches: PatchSet) -> S:
-        """A scorer with the same learned patches, embedded by another network.
-
-        Args:
-            scorer: of these settings.
-            patches: of the images that it was learned from, by the other network.
-
-        Raises:
-            DataError: patches that it was learned from are missing.
-        """
-        return self.fit(patches)
-
     def incremental(self, scorer: S, learned: int) -> Fitter[S]:
         """A fitter whose `fit` adds images to a scorer.
 

@@ -3,12 +3,11 @@
     export/
       network.onnx           or network.xml and network.bin: images -> patch embeddings
       whole.onnx             images -> patch scores; only with --whole
-      export.json            engine, inputs, outputs, how equal it was; sha256 of these files
+      export.json            engine, inputs, outputs, differences on golden images; sha256 of these
+                             files
       …                      all files of the model folder but backbone.safetensors, unchanged
 
 The manifest is the model's, and so is its id: it is the same model, computed by another engine.
-In int8, or in another number format than it was trained in, it is another model, with a manifest
-and an id of its own: what it learned and its thresholds come from that network's embeddings.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from anomaly.storage.folder import (
     sealed,
 )
 
-FORMAT = "anomaly-export/1"
-_ABSENT: Any = None  # what not every export has
+FORMAT = "anomaly-export/2"
 
 
 class _Tensor(Part):
@@ -64,12 +62,11 @@ class _Changed(Part):
     scores: tuple[float, float]
 
 
-class _LearnedAgain(Part):
-    calibrated_on: int
-    golden_images: int
+class _OtherPrecision(Part):
+    trained_in: Literal["fp32", "bf16"]
+    median_difference: float
+    largest_difference: float
     verdicts_changed: tuple[_Changed, ...]
-    correlation: float | None
-    shift: float
 
 
 class _Equality(Part):
@@ -79,22 +76,20 @@ class _Equality(Part):
     largest_difference: float
     largest_difference_at: str
     largest_whole_difference: float | None
-    verdicts_changed: Literal[0]
 
 
 class _Export(Part):
-    format: Literal["anomaly-export/1"]
+    format: Literal["anomaly-export/2"]
     software_version: str
     model_id: str
-    source_model_id: str
     engine: Literal["onnx", "openvino"]
     engine_version: str
     opset: int
-    precision: Literal["fp32", "bf16", "int8"]
+    precision: Literal["fp32", "bf16"]
     network: _Graph
     whole: _Graph | None
     equality: _Equality
-    learned_again: _LearnedAgain = _ABSENT
+    other_precision: _OtherPrecision | None
     files: dict[str, Recorded]
 
 

@@ -55,21 +55,11 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
     network = detector.extractor.network
     with appearing(folder) as draft:
         _save_tensors(network.state_dict(), draft / BACKBONE)
-        return save_rest(detector, draft, file_entry(draft / BACKBONE))
+        return _save_rest(detector, draft)
 
 
-def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
-    """Write what a model folder holds besides the network.
-
-    Args:
-        detector: what to keep.
-        draft: the folder, which holds nothing but the network's files so far.
-        backbone: what the manifest is to say of the network's file.
-
-    Returns:
-        The model's id.
-    """
-    network = {file.name for file in draft.iterdir()}
+def _save_rest(detector: Model, draft: Path) -> str:
+    """Write what a model folder holds besides the network; returns the model's id."""
     _save_tensors(detector.scorer.tensors(), draft / SCORER)
     for part, name in ((detector.training_statistics, STATISTICS), (detector.reference, REFERENCE)):
         if part is not None:
@@ -80,8 +70,7 @@ def save_rest(detector: Model, draft: Path, backbone: Mapping[str, Any]) -> str:
     settings = to_dict(detector.config)
     (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
     write_thresholds(draft, detector.thresholds)
-    files = {f.name: file_entry(f) for f in draft.iterdir() if f.name not in network}
-    files = dict(sorted({**files, BACKBONE: dict(backbone)}.items()))
+    files = {f.name: file_entry(f) for f in sorted(draft.iterdir())}
     current = {"software_version": __version__, "files": files}
     # Last of the files that count: it holds the hashes of all others, and its own names the model.
     write_manifest(draft, {**detector.manifest, **current})

@@ -154,7 +154,7 @@ def read_history(folder: Path) -> bytes:
 def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     """Ids of a model folder's earlier models that give every image the same score.
 
-    They go back to the last update or export in 8 bits, which change scores.
+    They go back to the last update, which changes scores.
 
     Raises:
         ModelError: the history can't be read.
@@ -163,7 +163,7 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     for line in reversed(read_history(folder).splitlines()):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
             entry = from_json(line)
-            if {"updated", "learned again in"} & entry["asked"].keys():
+            if "updated" in entry["asked"]:
                 break
             ids.add(str(entry["model_before"]))
     return frozenset(ids - {""})

@@ -107,11 +107,9 @@ def test_told_without_torch(
     [
         ("--output e", "e/model exists already"),
         ("--output o --precision bf16", "ONNX Runtime doesn't compute"),
-        ("--output o --precision int8 --whole", "fp32 only"),
+        ("--output o --precision bf16 --whole", "fp32 only"),
         ("--output o --model e", "e/model is an exported model"),
         ("--output o --golden nowhere", "--golden nowhere doesn't exist"),
-        ("--output o --precision int8 --data-root nowhere", "--data-root nowhere is no folder"),
-        ("--output o --precision int8 --training-images no", "--training-images no doesn't exist"),
         ("--output run --overwrite", "holds the model to export"),
         ("--output link --overwrite", "holds the model to export"),
         ("--output .", "holds the runs e, link, run, which a model in it would hide"),

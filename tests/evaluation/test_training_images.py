@@ -53,3 +53,14 @@ def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: 
     assert isinstance(second, Sample)
     assert (first.path.name, second.path.name) == ("moved.png", "1.png")
     assert third == "changed since training"
+
+
+def test_numbers_leave_out_what_was_refused(learned: dict[str, str], tmp_path: Path) -> None:
+    """A bank's origins count the images that couldn't be used at training, too."""
+    manifest = {"training_images": learned, "refused_images": {"broken.png": 1}}
+    there = TrainingImages(learned, listed(tmp_path, tmp_path))
+    (tmp_path / NAMES[2]).unlink()
+    samples, missing = there.numbered(manifest)
+    places = {number: sample.path for number, sample in samples.items()}
+    assert places == {0: tmp_path / NAMES[0], 2: tmp_path / NAMES[1]}
+    assert missing == {NAMES[2]: "not found"}

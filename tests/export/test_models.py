@@ -33,7 +33,6 @@ from anomaly.cli.common_options import device_and_threads
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
-from anomaly.export import models
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
 from anomaly.files.writing import as_json, sha256_of
@@ -152,7 +151,8 @@ def test_what_an_export_says_of_itself(run_folder: Path, bank_export: Path) -> N
     folder = bank_export / "model"
     said = json.loads((folder / "export.json").read_text())
     source = load_model(run_folder)
-    assert said["source_model_id"] == source.model_id == load_model(bank_export).model_id
+    assert said["model_id"] == source.model_id == load_model(bank_export).model_id
+    assert said["other_precision"] is None
     (images,), (embeddings,) = said["network"]["inputs"], said["network"]["outputs"]
     assert images["shape"] == ["batch", 3, "height", "width"]
     assert embeddings["shape"] == ["batch", "h", "w", source.scorer.dimensions]
@@ -260,7 +260,7 @@ def test_what_was_compared_is_counted_and_what_was_left_behind_goes(
     assert "1 of 2 golden images can't be scored" in err
     said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
     assert said["equality"]["images"] == ["a.png"]
-    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json", "vectors"}
+    assert {f.name for f in (tmp_path / "e").iterdir()} == {"model", "train.json"}
 
 
 def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
@@ -269,10 +269,12 @@ def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
     detector = load_model(run_folder, "cpu")
     assert detector.thresholds is not None
     paths = sorted((product / "test").rglob("*.png"))
-    assert compare(detector, detector, detector, paths, workers=2).share == 0
+    assert {*compare(detector, detector, detector, paths, workers=2).shares} == {0}
     strict = AnomalyDetector(detector).calibrate(threshold=1e-3).model
-    with pytest.raises(ModelError, match=r"000\.png has score .*verdict was reject"):
-        compare(detector, strict, detector, paths, workers=2)
+    with pytest.raises(
+        ModelError, match=r"000\.png has score .*\(good\) with torch .*\(reject\) with torch"
+    ):
+        compare(strict, strict, detector, paths, workers=2)
 
 
 def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -> None:
@@ -345,8 +347,10 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
     refused("was changed")
     (copied / "export.json").write_text("{")
     refused("isn't JSON")
-    edited(copied, format="anomaly-export/9")
-    refused("anomaly-export/9")
+    edited(copied, format="anomaly-export/1")
+    refused("anomaly-export/1")
+    edited(copied, precision="int8")
+    refused("precision can't be int8")
     edited(copied, engine="tensorrt")
     refused("engine")
     (copied / "network.onnx").write_bytes(b"nothing")
@@ -590,45 +594,73 @@ def bf16_run(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copytree(run_folder, folder)
     shutil.rmtree(folder / "model")
     model = load_model(run_folder, "cpu", "fp32")
-    save(models._in_precision(model, "bf16"), folder / "model")
+    made = model.manifest["made_with"] | {"precision": "bf16"}
+    save(
+        replace(
+            model,
+            config=model.config.model_copy(update={"precision": "bf16"}),
+            manifest=model.manifest | {"made_with": made},
+        ),
+        folder / "model",
+    )
     return folder
 
 
-def test_another_precision_than_trainings_learns_again(
-    bf16_run: Path, run_folder: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
-    images = sorted((product / "test").rglob("*.png"))
-    exported = export(bf16_run, "onnx", tmp_path / "e", "--golden", product / "test")
-    before, after = load_model(bf16_run, "cpu"), load_model(exported)
-    fp32 = load_model(run_folder, "cpu", "fp32")
-    assert after.model_id != before.model_id
-    assert after.thresholds is not None
-    assert fp32.thresholds is not None
-    assert after.thresholds.good.image == pytest.approx(fp32.thresholds.good.image, rel=1e-4)
-    assert after.thresholds.image == pytest.approx(fp32.thresholds.image, rel=1e-4)
-    said = json.loads((exported / "model" / "export.json").read_text())["learned_again"]
-    pairs = zip(predictions(before, images, 8), predictions(after, images, 8), strict=True)
-    flips = [
-        (one.path.name, one.verdict)
-        for one, two in pairs
-        if one.path and one.verdict != two.verdict
-    ]
-    assert [(one["image"], one["before"]) for one in said["verdicts_changed"]] == flips
-
-
-def test_without_training_images_somebody_has_to_choose(
+def test_another_precision_than_trainings_keeps_thresholds_and_says_what_differs(
     bf16_run: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(bf16_run, run)
-    record = json.loads((run / "train.json").read_text())
-    (run / "train.json").write_text(json.dumps(record | {"data_folder": str(tmp_path / "gone")}))
-    chosen = ["--model", run, "--to", "onnx", "--golden", product / "test", "--threads", 2]
-    code, _, err = command("export", [*chosen, "--output", tmp_path / "e"])
-    assert code == 2
-    assert "trained in bf16; scores differ in fp32" in err
-    assert "or --keep-thresholds to keep them" in err
-    assert not (tmp_path / "e" / "model").exists()
-    code, out, _ = command("export", [*chosen, "--output", tmp_path / "e", "--keep-thresholds"])
+    images = sorted((product / "test").rglob("*.png"))
+    chosen = ["--model", bf16_run, "--to", "onnx", "--threads", 2, "--output", tmp_path / "e"]
+    code, out, _ = command("export", [*chosen, "--golden", product / "test"])
     assert code == 0
-    assert load_model(run, "cpu").model_id in out
+    before, after = load_model(bf16_run, "cpu", "bf16"), load_model(tmp_path / "e")
+    assert after.model_id == before.model_id
+    assert after.thresholds == before.thresholds
+    said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
+    assert said["equality"]["largest_difference"] < 1e-4
+    assert said["equality"]["compared_with"].endswith("fp32")
+    other = said["other_precision"]
+    assert (other["trained_in"], other["verdicts_changed"]) == ("bf16", [])
+    scores = [[one.score for one in predictions(model, images, 8)] for model in (before, after)]
+    assert before.thresholds is not None
+    least = np.maximum(scores[0], before.thresholds.review)
+    shifts = np.abs(np.subtract(*scores)) / least
+    assert other["largest_difference"] == pytest.approx(shifts.max(), rel=1e-2)
+    assert other["median_difference"] == pytest.approx(np.median(shifts), rel=1e-2)
+    assert f"{100 * other['largest_difference']:.2f} % at most; 0 verdicts changed" in out
+
+
+def test_a_verdict_that_changes_with_the_precision_needs_consent(
+    bf16_run: Path, product: Path, tmp_path: Path, command: Command
+) -> None:
+    """Golden parts are compared where there are some; here on each side of a threshold."""
+    run = shutil.copytree(bf16_run, tmp_path / "run")
+    images = sorted((product / "test").rglob("*.png"))
+    pairs = zip(
+        *(predictions(load_model(run, "cpu", one), images, 8) for one in ("bf16", "fp32")),
+        strict=True,
+    )
+    first, second = max(pairs, key=lambda pair: pair[1].score - pair[0].score)
+    assert second.score > first.score
+    between = (first.score + second.score) / 2
+    arguments = ["--model", run, "--threshold", between, "--device", "cpu"]
+    assert command("calibrate", arguments)[0] == 0
+    assert first.path is not None
+    (run / "golden").mkdir()
+    shutil.copy(first.path, run / "golden" / "part.png")
+    record = ["--model", run, "--golden", run / "golden", "--record", "--device", "cpu"]
+    assert command("selfcheck", record)[0] == 0
+    chosen = ["--model", run, "--to", "onnx", "--threads", 2, "--output", tmp_path / "e"]
+    code, _, err = command("export", chosen)
+    assert code == 2
+    assert "trained in bf16, and in fp32 1 of 1 golden images get another verdict" in err
+    assert "(part.png: good -> reject)" in err
+    assert "--force" in err
+    assert not (tmp_path / "e" / "model").exists()
+    code, out, _ = command("export", [*chosen, "--force"])
+    assert code == 0
+    assert "1 verdict changed\n  part.png: good -> reject" in out
+    said = json.loads((tmp_path / "e" / "model" / "export.json").read_text())
+    (changed,) = said["other_precision"]["verdicts_changed"]
+    assert (changed["before"], changed["after"]) == ("good", "reject")
+    assert load_model(tmp_path / "e").thresholds == load_model(run, "cpu", "bf16").thresholds

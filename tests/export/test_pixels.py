@@ -1,4 +1,4 @@
-"""Graphs from pixels to the verdict, in other programs; and where a port of them goes wrong."""
+"""Graphs from pixels to the verdict, in other programs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ import pytest
 from conftest import REPOSITORY, SHARED, Command, MadeOnce, run_command, train_arguments
 
 from anomaly.backbones.engine import Graph
-from anomaly.backbones.registry import normalisation
 from anomaly.errors import DataError, ModelError
-from anomaly.export import vectors
 from anomaly.export.equality import Camera, compare_pixels
-from anomaly.imaging.loading import NetworkInput
-from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
 
@@ -176,10 +172,12 @@ def test_methods_regions_and_scores(
     graph_equals_files(run, export, sorted((product / "test").rglob("*.png")), bgr=True)
 
 
-def test_a_planted_difference_is_no_export(pixel_export: Path, run_folder: Path) -> None:
+def test_a_planted_difference_is_no_export(
+    pixel_export: Path, run_folder: Path, product: Path
+) -> None:
     model = load_model(run_folder, "cpu", "fp32")
     graph = Graph(pixel_export / "model" / "whole.onnx", "onnx", "fp32", 1)
-    images = sorted((pixel_export / "vectors").glob("*.png"))
+    images = sorted((product / "test").rglob("*.png"))[:5]
     assert compare_pixels(model, graph, images, Camera((96, 120)), workers=1) < 1e-4
     section = model.config.model.model_copy(update={"halo_damping": 0.6})
     config = model.config.model_copy(update={"model": section})
@@ -207,74 +205,6 @@ def test_refusals(
     assert code == 2
     assert said in err
     assert not output.exists() or not (output / "model").exists()
-
-
-def test_no_more_images_are_decoded_than_vectors_are_written_of(
-    run_folder: Path, product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = sorted(product.glob("t*/good/*.png"))
-    decoded: list[Path] = []
-    picture = vectors._picture
-    monkeypatch.setattr(vectors, "_picture", lambda path: decoded.append(path) or picture(path))
-    vectors.write_vectors(tmp_path, load_model(run_folder, "cpu", "fp32"), images, None)
-    assert len(images) > len(decoded) == len(list(tmp_path.glob("*.png"))) == 5
-    assert {images[0], images[-1]} <= set(decoded)
-
-
-def write_steps(export: Path, run: Path, folder: Path, wrong: str) -> None:
-    """What a port of one's own would write, with one mistake."""
-    folder.mkdir()
-    model = load_model(run, "cpu", "fp32")
-    for file in sorted((export / "vectors").glob("*.png")):
-        picture = np.asarray(cv2.imread(str(file)))
-        if wrong != "BGR for RGB":
-            picture = cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
-        item = load_image(0, file, model.loading)
-        assert isinstance(item, NetworkInput)
-        height, width = item.pixels.shape[:2]
-        how = cv2.INTER_LINEAR if wrong == "linear for area" else cv2.INTER_AREA
-        small = cv2.resize(picture.astype(np.float32) / 255, (width, height), interpolation=how)
-        normalise = normalisation("tiny")
-        mean = tuple(0.9 * m for m in normalise.mean) if wrong == "mean" else normalise.mean
-        other = replace(model, normalise=replace(normalise, mean=mean))
-        embeddings = np.asarray(other.embedder([replace(item, pixels=small)]))[0]
-        prediction = other.predict(picture)
-        score = prediction.score * (1.1 if wrong == "score" else 1)
-        steps = {
-            "pixels": picture,
-            "input": small.transpose(2, 0, 1),
-            "embeddings": embeddings,
-            "patch_scores": prediction.patch_scores,
-            "map": prediction.anomaly_map,
-        }
-        for name, values in steps.items():
-            np.save(folder / f"{file.stem}_{name}.npy", values)
-        answer = {"score": score, "verdict": prediction.verdict}
-        (folder / f"{file.stem}.json").write_text(json.dumps(answer))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "step"),
-    [
-        ("", ""),
-        ("BGR for RGB", "pixels"),
-        ("linear for area", "input"),
-        ("mean", "embeddings"),
-        ("score", "score"),
-    ],
-)
-def test_a_ports_mistake_is_found_at_its_step(
-    wrong: str, step: str, pixel_export: Path, run_folder: Path, tmp_path: Path
-) -> None:
-    steps = tmp_path / "steps"
-    write_steps(pixel_export, run_folder, steps, wrong)
-    command = [sys.executable, EXAMPLES / "check_port.py", pixel_export / "vectors", steps]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 5, done.stderr
-    assert done.returncode == bool(wrong)
-    for line in lines:
-        assert line.split(": ")[1] == (step or "equal")
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "casting").is_dir(), reason="needs ../shared/data")

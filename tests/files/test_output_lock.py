@@ -196,7 +196,6 @@ def test_every_command_that_writes_minds_the_lock(
     # These write one file that appears whole, add to a record or a store, or run others; shards
     # share their folder.
     single = {"manifest", "merge-results", "region", "feedback", "demo", "tune"}
-    single |= {"register"}
     nothing = {"check", "drift", "layers"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:

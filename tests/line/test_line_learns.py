@@ -105,7 +105,7 @@ def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path)
 def test_pictures_of_judged_parts_are_written_as_a_data_set(
     tmp_path: Path, command: Command
 ) -> None:
-    """For whatever takes files: an export in int8, a model of another record, training anew."""
+    """For whatever takes files: a model of another record, training anew."""
     from test_record import answer
 
     png = part(tmp_path, 1).read_bytes()

@@ -16,7 +16,6 @@ from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet, Progre
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.methods.patchcore.coreset import (
     coreset_size,
-    covering_radius,
     random_projection,
     select_streamed,
 )
@@ -25,7 +24,6 @@ from anomaly.methods.patchcore.held_out import (
     banks_without,
     extended,
     gather,
-    gather_origins,
     in_chunks,
 )
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
@@ -149,16 +147,6 @@ class MemoryBankFitter(Fitter[MemoryBank]):
             scorer, patches, folds, projection=projection, share=share, known=known
         )
         yield from zip(folds, banks, strict=True)
-
-    def refit_embeddings(self, scorer: MemoryBank, patches: PatchSet) -> MemoryBank:
-        """The same patches of the same images in the bank, embedded by another network."""
-        projection = self._projection_of(scorer)
-        with torch.inference_mode():
-            bank = replace(scorer, vectors=gather_origins(patches, scorer.origins))
-            centres = bank.vectors @ projection
-            points = (part for _, part in patches.projected(self.projection) if len(part))
-            radius = max((covering_radius(part, centres) for part in points), default=0.0)
-            return replace(bank, covering_radius=radius).spaced()
 
     def incremental(self, scorer: MemoryBank, learned: int) -> MemoryBankFitter:
         """A fitter whose `fit` adds vectors to a bank, see `MemoryBankFitter.base`."""

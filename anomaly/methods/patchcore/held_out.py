@@ -278,36 +278,6 @@ def _gathered(places: Tensor, patches: PatchSet) -> list[tuple[Tensor, Tensor, T
     return gathered
 
 
-def gather_origins(batches: Iterable[PatchBatch], origins: Tensor) -> Tensor:
-    """Embeddings of the patches at some places.
-
-    Args:
-        batches: the patches of all images, read once.
-        origins: (M, 3): image, patch row, patch column.
-
-    Returns:
-        (M, D) float32, in the order of `origins`.
-
-    Raises:
-        DataError: the batches don't hold all of them.
-    """
-    vectors: Tensor | None = None
-    missing = torch.ones(len(origins), dtype=torch.bool, device=origins.device)
-    for image, places, embeddings in _with_origins(batches):
-        if vectors is None:
-            vectors = embeddings.new_empty(len(origins), embeddings.shape[1])
-        rows = (origins[:, 0] == image).nonzero()[:, 0]
-        row, patch = (origins[rows, None] == places.to(origins.device)).all(2).nonzero().T
-        vectors[rows[row]] = embeddings[patch]
-        missing[rows[row]] = False
-    if vectors is None or bool(missing.any()):
-        raise DataError(
-            f"{int(missing.sum())} vectors of the memory bank come from patches that the training "
-            "images don't have; train again"
-        )
-    return vectors
-
-
 def _with_origins(batches: Iterable[PatchBatch]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Origins (n, 3) and embeddings (n, D) of patches, by training image or tile.
 
