@@ -115,7 +115,7 @@ def keep_run(
     Args:
         detector: the model.
         output: the run's folder.
-        source: run or model folder of the model that it was made of.
+        source: run or model folder of the model that it was made of, whose data set it keeps.
         golden: a folder of golden parts that go along, and what the model says of them.
         overwrite: replace an earlier run there, its golden parts included, once the model is
             written.
@@ -134,25 +134,15 @@ def keep_run(
         with appearing(output / "golden") as draft:
             shutil.copytree(parts, draft, dirs_exist_ok=True)
             write_record(draft, model_id, answers)
-    write(output / "train.json", as_json(made_of(source, detector, model_id)))
-    return model_id
-
-
-def made_of(source: Path, detector: Model, model_id: str) -> dict[str, Any]:
-    """The content of train.json for a model made from another one.
-
-    Args:
-        source: run or model folder of the other one, whose data set is that of the new model.
-        detector: the new model.
-        model_id: its id.
-    """
-    folder = str(training_record(source).get("data_folder", ""))
-    return {
+    data_folder = str(training_record(source).get("data_folder", ""))
+    record = {
         "name": detector.config.name,
-        **({"data_folder": folder} if folder else {}),
+        **({"data_folder": data_folder} if data_folder else {}),
         "model_id": model_id,
         "images": {"learned": len(detector.manifest["training_images"])},
     }
+    write(output / "train.json", as_json(record))
+    return model_id
 
 
 def trained_on(folder: Path) -> Path:
