@@ -75,11 +75,6 @@ class Decoders:
         for process in self._processes:
             process.close()
 
-    @property
-    def resident(self) -> int:
-        """Bytes that the processes hold; 0 where the system doesn't say."""
-        return sum(process.resident for process in self._processes)
-
     def begin(self, task: Task) -> None:
         """Say what the task is, before images are loaded."""
         self._task = task
@@ -281,12 +276,6 @@ class _DecoderProcess:
         """How much it has still to do."""
         return self._asked - self._answered
 
-    @property
-    def resident(self) -> int:
-        """Bytes that it holds; 0 where the system doesn't say."""
-        child = self._child
-        return resident_bytes(child.pid) if child else 0
-
     def submit(self, job: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Do something in the process's thread once everything before it is done."""
         self._asked += 1
@@ -466,15 +455,6 @@ def _memory_limit() -> int:
             f"{_LEAST_MEGABYTES} or more"
         )
     return int(text) * 1_000_000
-
-
-def resident_bytes(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 where the system doesn't say."""
-    with suppress(OSError, IndexError, ValueError):
-        # proc(5): the second number is the resident pages.
-        pages = Path(f"/proc/{pid}/statm").read_bytes().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 _shared: list[Decoders] = []

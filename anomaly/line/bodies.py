@@ -19,8 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from anomaly.errors import ImageError, visible
 from anomaly.imaging.read import HEAD_BYTES, identify
-from anomaly.line.guard import check_charset, refusal
-from anomaly.line.slot import Limits
+from anomaly.line.guard import Limits, check_charset, refusal
 
 LONGEST_NAME = 255
 _PARTS = 16  # of a form

@@ -268,9 +268,6 @@ class Engine:
             result = UnusableImage(result.index, result.status, reason)
         row = row_of(result, self.model, part.name, part.begun)
         answer = Answer(self.name, row, part.data, drawn.small if drawn else b"")
-        if not part.wanted.recorded:
-            self._recorded(part, answer, drawn, 0)
-            return
         self._recorder.put(answer, partial(self._recorded, part, answer, drawn))
 
     def _recorded(
@@ -303,12 +300,11 @@ def photograph(file: bytes, max_pixels: int, bit_depth: int | None) -> bytes:
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """Which pictures a request wants, and whether the part is recorded."""
+    """Which pictures a request wants."""
 
     heatmap: bool = False
     mask: bool = False
     regions: bool = False
-    recorded: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import base64
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +18,6 @@ from multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from anomaly.errors import visible
-from anomaly.line.slot import Limits
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -37,6 +37,35 @@ _SAFE = {
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",
 }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests.
+
+    Attributes:
+        body_bytes: of one image file.
+        short_bytes: of any other body.
+        held_bytes: of all images being received or waiting to be scored.
+        receive_seconds: until a body is complete.
+        begin_seconds: after which a body has to come at `bytes_a_second` at least.
+        answer_seconds: until a part is answered.
+        waiting_parts: parts in progress of each model.
+    """
+
+    body_bytes: int = 64_000_000
+    short_bytes: int = 64_000
+    held_bytes: int = 512_000_000
+    receive_seconds: float = 30.0
+    begin_seconds: float = 5.0
+    bytes_a_second: int = 1000
+    answer_seconds: float = 60.0
+    waiting_parts: int = 64
+
+    @classmethod
+    def of(cls, body_bytes: int) -> Limits:
+        """Limits that let one image file of `body_bytes` be scored while another waits."""
+        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
 
 
 class Guard:

@@ -115,7 +115,8 @@ class ModelRegistry:
             model_id = version.model.model_id
             if slot.now and slot.now.model.model_id != model_id:
                 log.info("%s now serves model %s", slot.name, model_id)
-            self._recorder.record.promises[model_id] = version.promise
+            if version.promise:
+                self._recorder.record.promises[model_id] = version.promise
             slot.use(version, engine)
             return
         if slot.engine:

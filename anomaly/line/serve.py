@@ -17,7 +17,6 @@ from anomaly.errors import AnomalyError, OutputError, visible
 from anomaly.files.outputs import locked_file
 from anomaly.line.record import Keeping, Record
 from anomaly.line.sinks import Mqtt, Sink, Webhook
-from anomaly.line.slot import Limits
 from anomaly.storage.folder import find_models, product_folders
 
 TOKEN_VARIABLE = "ANOMALY_TOKEN"
@@ -41,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
         )
     with locked_file(record), Stopping() as stop:
         # FastAPI and uvicorn are optional: `_check` has checked that they are installed.
+        from anomaly.line.guard import Limits
         from anomaly.line.server import listening, serve
         from anomaly.line.service import InspectionService
 

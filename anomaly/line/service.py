@@ -21,10 +21,11 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.read import MAX_PIXELS
 from anomaly.line.bodies import Bodies
 from anomaly.line.engine import BusyError, photograph
+from anomaly.line.guard import Limits
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
-from anomaly.line.slot import Limits, ModelSlot
+from anomaly.line.slot import ModelSlot
 from anomaly.runtime.parallel import locked_cached_property
 from anomaly.storage.golden import keep_missed
 

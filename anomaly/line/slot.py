@@ -20,35 +20,6 @@ AGAIN_SECONDS = 5  # after which a client should ask again for an unusable model
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of requests.
-
-    Attributes:
-        body_bytes: of one image file.
-        short_bytes: of any other body.
-        held_bytes: of all images being received or waiting to be scored.
-        receive_seconds: until a body is complete.
-        begin_seconds: after which a body has to come at `bytes_a_second` at least.
-        answer_seconds: until a part is answered.
-        waiting_parts: parts in progress of each model.
-    """
-
-    body_bytes: int = 64_000_000
-    short_bytes: int = 64_000
-    held_bytes: int = 512_000_000
-    receive_seconds: float = 30.0
-    begin_seconds: float = 5.0
-    bytes_a_second: int = 1000
-    answer_seconds: float = 60.0
-    waiting_parts: int = 64
-
-    @classmethod
-    def of(cls, body_bytes: int) -> Limits:
-        """Limits that let one image file of `body_bytes` be scored while another waits."""
-        return cls(body_bytes, held_bytes=max(cls.held_bytes, 2 * body_bytes))
-
-
-@dataclass(frozen=True)
 class Version:
     """A version that has passed its checks.
 

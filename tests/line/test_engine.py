@@ -22,10 +22,9 @@ from anomaly.errors import OutputError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.line.bodies import Bodies, Form, shown_name
 from anomaly.line.engine import BusyError, Engine
-from anomaly.line.guard import Guard, is_loopback
+from anomaly.line.guard import Guard, Limits, is_loopback
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
-from anomaly.line.slot import Limits
 from anomaly.storage.folder import find_models
 from anomaly.storage.load import load_model
 

@@ -25,9 +25,10 @@ from attacks import ATTACKS, Client, health, press, routes_of
 from anomaly.line import server, service
 from anomaly.line.app import make_app
 from anomaly.line.engine import BusyError
+from anomaly.line.guard import Limits
 from anomaly.line.record import Record
 from anomaly.line.service import InspectionService
-from anomaly.line.slot import Limits, ModelSlot, Version
+from anomaly.line.slot import ModelSlot, Version
 
 TOKEN = "0123456789abcdef"
 ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
