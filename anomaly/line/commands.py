@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import Thresholds
-from anomaly.calibration.cusum import HORIZON
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import (
     device_and_threads,
@@ -19,7 +18,7 @@ from anomaly.cli.logging_setup import NOTE
 from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of
 from anomaly.line import report, serve
-from anomaly.line.drift import Drift, levels_of, read_scores
+from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
 from anomaly.line.feedback import model_folder, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, passing_defects

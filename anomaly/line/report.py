@@ -15,14 +15,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from anomaly.calibration.cusum import Level
 from anomaly.calibration.production import compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import claim, from_json, like, write
-from anomaly.line.drift import Drift
+from anomaly.line.drift import Drift, Level
 from anomaly.line.record import in_utc, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
 

@@ -15,12 +15,11 @@ import pytest
 from conftest import Command
 
 import anomaly
-from anomaly.calibration.cusum import HORIZON, Level, gains, limit_of
 from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.calibration.scores import GoodScores
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_csv, as_jsonl
-from anomaly.line.drift import Drift, levels_of, read_scores
+from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of, read_scores
 from anomaly.line.record import Answer, Record
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.storage.folder import model_id
