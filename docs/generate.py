@@ -44,7 +44,7 @@ IN_PRODUCTION = {
     "On the line": "line.md",
     "The service": "service.md",
     "A model in other engines": "deployment.md",
-    "Many images, many machines": "scale.md",
+    "Many machines": "scale.md",
 }
 MORE = {
     "data.format": "own-data.md#data-sets",

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
     "line": ("serve", "deploy", "drift", "feedback", "report"),
-    "cluster": ("manifest", "merge-results"),
     "export": ("export", "features"),
     "sample_data": ("demo",),
 }

@@ -284,40 +284,6 @@ def _report(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "a folder for report.html and tables as CSV files", "an earlier report")
 
 
-def _manifest(parser: argparse.ArgumentParser) -> None:
-    images = (
-        "image files, folders of them and quoted patterns ('*', '?', '**'); local, or URLs of "
-        "whatever fsspec opens (s3://, gs://, file://, …)"
-    )
-    add_paths(parser, "--input", images, kind=str)
-    lists = (
-        "CSV or Parquet files with the column path, or text files that name an image on each line; "
-        "local, or URLs"
-    )
-    add_paths(parser, "--list", lists, "FILE", str)
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="the manifest, a Parquet file or its URL"
-    )
-    parser.add_argument(
-        "--chunk",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="images in a chunk: written together, and repeated together after a crash (default: "
-        "1000)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier manifest")
-
-
-def _merge_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("manifest", help="the manifest, written by `anomaly manifest`")
-    parser.add_argument("results", help="the folder or URL that the shards had as --output")
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="the table: results.csv or results.parquet"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier table")
-
-
 # By command.
 ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "demo": _demo,
@@ -328,6 +294,4 @@ ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "drift": _drift,
     "feedback": _feedback,
     "report": _report,
-    "manifest": _manifest,
-    "merge-results": _merge_results,
 }

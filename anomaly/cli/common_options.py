@@ -26,8 +26,12 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def joined_cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
+def joined_cluster(options: argparse.Namespace, device: torch.device) -> Iterator[Cluster | None]:
     """Connect to the Ray cluster of --ray for the block; yields None without --ray.
+
+    Args:
+        options: of the command.
+        device: where workers compute, each on one of its own.
 
     Raises:
         AnomalyError: an impossible number of workers or threads, or no cluster answers.
@@ -38,7 +42,7 @@ def joined_cluster(options: argparse.Namespace) -> Iterator[Cluster | None]:
         return
     threads = wanted_threads(options) if options.threads else 1
     with annex("cluster.actors").joined(
-        options.ray, threads, options.workers, options.device
+        options.ray, threads, options.workers, device.type
     ) as cluster:
         yield cluster
 

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli import annex
-from anomaly.cli.common_options import device_and_threads, joined_cluster
+from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.train import TrainOptions, trained_run
 from anomaly.config.load import load_config
@@ -78,32 +77,23 @@ def _run(options: argparse.Namespace) -> int:
     failures: list[Failure] = []
     product_sets: dict[Path, list[Category]] = {}
 
-    def take(source: Source, outcome: Category | AnomalyError) -> None:
-        """Add what came of a model to the report; if that is an error, the others go on."""
-        try:
-            if isinstance(outcome, AnomalyError):
-                raise outcome
-            category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
-            report = folder.add(category)
-            print(f"{category.name}: {report}")
-            # The pictures are in the report; only the figures are needed from here on.
-            categories.append(replace(category, tiles={}))
-            if source.product:
-                product_sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
-        except WriteError:  # the others couldn't be written either
-            raise
-        except AnomalyError as error:
-            log.error("%s", error)
-            failures.append(Failure(str(source), str(error)))
-
     try:
-        with joined_cluster(options) as cluster:
-            if cluster is None:
-                device, threads = device_and_threads(options)
-                for source in sources(options):
-                    take(source, evaluate_source(source, options, device, threads))
-            else:
-                annex("cluster.evaluate").run(options, cluster, take)
+        device, threads = device_and_threads(options)
+        for source in _sources(options):
+            try:
+                outcome = _evaluate(source, options, device, threads)
+                category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
+                report = folder.add(category)
+                print(f"{category.name}: {report}")
+                # The pictures are in the report; only the figures are needed from here on.
+                categories.append(replace(category, tiles={}))
+                if source.product:
+                    product_sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
+            except WriteError:  # the others couldn't be written either
+                raise
+            except AnomalyError as error:  # the others go on
+                log.error("%s", error)
+                failures.append(Failure(str(source), str(error)))
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
@@ -135,7 +125,7 @@ def _print_confusions(folder: Path, members: Sequence[Category]) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class _Source:
     """What a model to evaluate comes from.
 
     Attributes:
@@ -150,9 +140,9 @@ class Source:
         return f"{self.named}: {self.product}" if self.product else self.named
 
 
-def sources(options: argparse.Namespace) -> list[Source]:
+def _sources(options: argparse.Namespace) -> list[_Source]:
     """The models that the options name: of a folder of runs or a list of categories, each."""
-    listed: list[Source] = []
+    listed: list[_Source] = []
     for named in map(str, [*(options.model or ()), *(options.config or ())]):
         products: Iterable[str] = ()
         with suppress(AnomalyError):  # said when it is evaluated
@@ -160,48 +150,43 @@ def sources(options: argparse.Namespace) -> list[Source]:
                 products = by_product(load_config(named, options.overrides))
             else:
                 products = find_products(Path(named))
-        listed += [Source(named, product) for product in products] or [Source(named)]
+        listed += [_Source(named, product) for product in products] or [_Source(named)]
     return listed
 
 
-def evaluate_source(
-    source: Source, options: argparse.Namespace, device: torch.device, threads: int
-) -> Category | AnomalyError:
+def _evaluate(
+    source: _Source, options: argparse.Namespace, device: torch.device, threads: int
+) -> Category:
     """Evaluate one model, which is trained first where the options name configs.
 
-    Returns:
-        The evaluation, or why there is none.
+    Raises:
+        AnomalyError: it can't be trained or evaluated.
     """
-    try:
-        folder = Path(source.named) / source.product
-        if options.config:
-            train = TrainOptions(device, threads)
-            folder = trained_run(
-                source.named, options.overrides, options.runs, train, source.product
-            )
-        model = load_model(folder, device)
-        samples, data_folder = images_to_test(
+    folder = Path(source.named) / source.product
+    if options.config:
+        train = TrainOptions(device, threads)
+        folder = trained_run(source.named, options.overrides, options.runs, train, source.product)
+    model = load_model(folder, device)
+    samples, data_folder = images_to_test(
+        model,
+        folder,
+        data_root=options.data_root,
+        good=options.good,
+        defects=options.defects,
+        masks=options.masks,
+    )
+    with ProgressLine() as progress:
+        return evaluated(
             model,
-            folder,
-            data_root=options.data_root,
-            good=options.good,
-            defects=options.defects,
-            masks=options.masks,
+            samples,
+            data_folder,
+            mask_above=model.config.data.mask_above,
+            own_split=not (options.good or options.defects),
+            tested=_tested(options),
+            workers=threads,
+            progress=partial(progress, model.config.name),
+            model=str(folder),
         )
-        with ProgressLine() as progress:
-            return evaluated(
-                model,
-                samples,
-                data_folder,
-                mask_above=model.config.data.mask_above,
-                own_split=not (options.good or options.defects),
-                tested=_tested(options),
-                workers=threads,
-                progress=partial(progress, model.config.name),
-                model=str(folder),
-            )
-    except AnomalyError as error:
-        return error
 
 
 def _tested(options: argparse.Namespace) -> list[object]:

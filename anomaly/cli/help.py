@@ -116,18 +116,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "features --model runs/part --input photographs --output maps.npz --pool none",
         ),
     },
-    "many machines": {
-        "manifest": (
-            "list the images of a large job, for many machines to share",
-            "manifest --input archive --output job.json",
-            "manifest --list images.csv --output job.json --chunk 5000",
-        ),
-        "merge-results": (
-            "join the results of a large job's machines, and check that none is missing",
-            "merge-results job.json results --output results.csv",
-            "merge-results job.json s3://bucket/results --output results.csv --overwrite",
-        ),
-    },
 }
 
 COMMANDS = {name: texts for group in GROUPS.values() for name, texts in group.items()}

@@ -6,7 +6,7 @@ import argparse
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import annex, infer_watch
-from anomaly.cli.common_options import device_and_threads, wanted_threads
+from anomaly.cli.common_options import (
+    check_cluster,
+    device_and_threads,
+    joined_cluster,
+    wanted_threads,
+)
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, say_passed_over
@@ -24,9 +29,9 @@ from anomaly.files.outputs import DONE, FOLDERS, HEATMAPS, JOURNAL, locked
 from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
-from anomaly.inference.outputs import OutputOptions, Outputs
+from anomaly.inference.outputs import OutputOptions, Outputs, about_model
 from anomaly.inference.rows import counts_of, learned_by, say_counts, say_verdicts
-from anomaly.inference.run import infer_files, resumable
+from anomaly.inference.run import Predict, infer_files, resumable
 from anomaly.report.gallery import write_gallery
 from anomaly.report.tables import passed_in_evaluation
 from anomaly.scoring.predictor import check_product
@@ -35,6 +40,7 @@ from anomaly.storage.load import load
 from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
+    from anomaly.cluster.actors import Cluster
     from anomaly.inference.rows import Row
     from anomaly.scoring.prediction import Prediction
     from anomaly.scoring.predictor import AnyModel
@@ -49,23 +55,15 @@ def run(options: argparse.Namespace) -> int:
         check_product(options.model, products, options.product)
     elif len(products) == 1:
         log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
-    if options.manifest is not None:
-        return int(annex("cluster.infer").run(options, _output_options(options)))
-    if given := [f"--{n}" for n in ("shard", "ray", "workers") if getattr(options, n) is not None]:
-        raise DataError(f"{given[0]} needs a manifest; give --manifest")
-    options.output = Path(options.output)
-    options.heatmaps = options.heatmaps or "all"
-    outputs = Outputs(options.output, _output_options(options))
+    check_cluster(options)
+    if options.watch and options.ray is not None:
+        raise DataError("--ray can't be given with --watch, which scores on this machine")
+    wanted = {field.name: getattr(options, field.name) for field in fields(OutputOptions)}
+    outputs = Outputs(options.output, OutputOptions(**wanted))
     with locked(options.output):
         if options.watch:
             return infer_watch.run(options, outputs)
         return _run(options, outputs)
-
-
-def _output_options(options: argparse.Namespace) -> OutputOptions:
-    return OutputOptions(
-        **{field.name: getattr(options, field.name) for field in fields(OutputOptions)}
-    )
 
 
 def _run(options: argparse.Namespace, outputs: Outputs) -> int:
@@ -76,7 +74,11 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         log.log(NOTE, say_passed_over(found.passed_over))
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
-    with Decoders(min(wanted_threads(options), total)) as decoders, Stopping() as stop:
+    with (
+        Decoders(min(wanted_threads(options), total)) as decoders,
+        Stopping() as stop,
+        ExitStack() as opened,
+    ):
         device, _ = device_and_threads(options)
         model = load(options.model, device, options.precision, options.product)
         about = outputs.about(model, found.sha256)
@@ -84,6 +86,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             code = exit_code_of(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
+        cluster = opened.enter_context(joined_cluster(options, device))
+        predict = None if cluster is None else _predict_on(cluster, options, model, stop)
         if not options.resume:
             outputs.clear(model)
         journal = RunJournal(options.output / JOURNAL, about)
@@ -101,6 +105,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     stopped=lambda: stop.signal is not None,
                     progress=partial(progress, "scoring"),
                     scored=partial(_judge, learned, judged),
+                    predict=predict,
                 )
             rows = journal.rows()
             is_complete = len(rows) == total
@@ -118,6 +123,23 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                 return _finish(options.output, journal, rows, model.name, begun)
         print("stopped; continue with --resume")
         return stop.exit_code
+
+
+def _predict_on(
+    cluster: Cluster, options: argparse.Namespace, model: AnyModel, stop: Stopping
+) -> Predict:
+    """Have the workers of a cluster score batches."""
+    there = annex("cluster.infer")
+    job = there.ScoringJob(
+        model=options.model.resolve(),
+        device=model.reference_model.device.type,
+        precision=options.precision,
+        product=options.product,
+        threads=cluster.threads,
+        about=about_model(model),
+    )
+    predict: Predict = there.predicted_by(cluster, job, lambda: stop.signal is not None)
+    return predict
 
 
 def _judge(

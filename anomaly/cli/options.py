@@ -181,7 +181,6 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
         help="with --defects: folder of masks, named like the images (scratch/1.png for "
         "scratch/1.jpg); with several folders of defects, one subfolder of masks for each",
     )
-    add_cluster(parser, "train and evaluate models side by side on the workers of this Ray cluster")
     add_device(parser)
 
 
@@ -381,22 +380,11 @@ def _infer(parser: argparse.ArgumentParser) -> None:
         help="with --watch: a file counts as complete after so many seconds without a change "
         "(default: 0.5)",
     )
-    parser.add_argument("--output", required=True, help="where results go")
+    parser.add_argument("--output", type=Path, required=True, help="where results go")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
     start.add_argument("--resume", action="store_true", help="continue an interrupted run there")
-    shards = parser.add_argument_group("one of many processes or machines (docs/scale.md)")
-    shards.add_argument(
-        "--manifest",
-        metavar="FILE",
-        help="score images of this list, made by: anomaly manifest; --output may be a URL",
-    )
-    shards.add_argument(
-        "--shard",
-        metavar="i/n",
-        help="take every n-th chunk of the manifest, i from 0 to n - 1 (default: 0/1, all)",
-    )
-    add_cluster(shards, "share all chunks out among the workers of this Ray cluster")
+    add_cluster(parser, "compute scores on the workers of this Ray cluster (docs/scale.md)")
     _add_outputs(parser)
     parser.add_argument(
         "--precision",
@@ -411,8 +399,9 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "--heatmap",
         dest="heatmaps",
         choices=("none", "reject", "all"),
-        help="which images get one: none, those not called good (reject and review; default "
-        "with --manifest), or all (default otherwise)",
+        default="all",
+        help="which images get one: none, those not called good (reject and review), or all "
+        "(default)",
     )
     parser.add_argument(
         "--side-by-side",

@@ -7,6 +7,7 @@ import logging
 import shlex
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,12 @@ def run(options: argparse.Namespace) -> int:
         if not several:  # of several all may be trained
             check_weights(config.backbone.weights)
         device, threads = device_and_threads(options)
-        with joined_cluster(options) as cluster:
-            shared = None if cluster is None else annex("cluster.cache").computed_by(cluster)
+        with joined_cluster(options, device) as cluster:
+            shared = (
+                None
+                if cluster is None
+                else partial(annex("cluster.features").ClusterFeatures, cluster)
+            )
             train = TrainOptions(
                 device, threads, not options.no_calibrate, options.overwrite, shared
             )

@@ -1,1 +1,1 @@
-"""Work on many machines: manifests, shards, Ray."""
+"""Work on many machines: Ray's actors compute features of training images, or scores."""

@@ -8,16 +8,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.runtime.parallel import cores
+from anomaly.runtime.parallel import StoppedError, cores
 
 log = logging.getLogger(__name__)
 
 _LOCAL = "local"
+
+
+class WorkerDied(Exception):  # noqa: N818, no mistake of anybody's
+    """The worker's process, or its machine, is gone."""
 
 
 class Cluster:
@@ -63,10 +66,15 @@ class Cluster:
 
 
 class Actor:
-    """An actor of a cluster."""
+    """An actor of a cluster.
+
+    Attributes:
+        placed: whether it runs: it has answered once.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self.placed = False
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method; the future raises `WorkerDied`, or what the method has raised."""
@@ -84,22 +92,18 @@ class Actor:
 
 def _pass_on(answer: Future[Any], rays: Future[Any]) -> None:
     """Make Ray's answer ours: what the method raised, or why the worker is gone."""
-    ray, error = _ray(), rays.exception()
+    error = rays.exception()
     if error is None:
         answer.set_result(rays.result())
-    elif isinstance(error, ray.exceptions.RayTaskError):
-        cause = error.cause
-        if isinstance(cause, ModuleNotFoundError):
-            cause = DataError(
-                f"a machine of the cluster lacks {cause.name}; install anomaly there as it is here"
-            )
-        answer.set_exception(cause)
-    elif "No module named 'anomaly" in str(error):
-        answer.set_exception(
-            DataError("a machine of the cluster lacks anomaly; install it there as it is here")
+        return
+    of_method = isinstance(error, _ray().exceptions.RayTaskError)
+    cause = error.cause if of_method else WorkerDied(type(error).__name__)  # type: ignore[attr-defined]
+    if isinstance(cause, ModuleNotFoundError) or "No module named 'anomaly" in str(error):
+        lacking = getattr(cause, "name", None) or "anomaly"
+        cause = DataError(
+            f"a machine of the cluster lacks {lacking}; install anomaly there as it is here"
         )
-    else:
-        answer.set_exception(WorkerDied(type(error).__name__))
+    answer.set_exception(cause)
 
 
 def _ray() -> Any:
@@ -163,162 +167,186 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
         ray.shutdown()
 
 
-_DEATHS = 2  # of workers at one chunk; then it is looked into
-_FRUITLESS = 3  # times that a chunk was looked into, and no image was found
+# Why an image is lost.
+CRASHED = "every process that handled it crashed (out of memory?)"
+_AHEAD = 3  # units for each worker that may be begun, or done, before the first isn't done
+_DEATHS = 2  # of workers at the same images
+_SEARCHES = 2  # among a unit's images, for one that ends workers
 _WAIT = 1.0  # seconds until it is asked again whether to stop, and whether there is room
 
+# Has a worker handle some images, which may be none.
+Ask: TypeAlias = "Callable[[Actor, Sequence[Any]], Future[Any]]"
 
-class WorkerDied(Exception):  # noqa: N818, no mistake of anybody's
-    """The worker's process, or its machine, is gone."""
 
-
-@dataclass(frozen=True)
-class Work:
-    """How workers do something with chunks of images; a worker does one thing at a time.
-
-    Futures raise `WorkerDied`, or the `AnomalyError` that the worker has met.
+class Done(NamedTuple):
+    """A unit's result.
 
     Attributes:
-        hire: starts a worker, which needn't be ready yet.
-        score: has a worker do a chunk, but for lost images: by index, with why they are lost.
-        probe: has it read some images of a chunk and keep nothing: to see whether they kill it.
-        take: called with each chunk and what `score` made of it.
-        release: called with a worker that isn't needed any more.
+        result: what the worker made of its images, without the lost ones.
+        lost: places of the images that end workers.
     """
 
-    hire: Callable[[], Any]
-    score: Callable[[Any, int, Mapping[int, str]], Future[Any]]
-    probe: Callable[[Any, int, Sequence[int]], Future[Any]]
-    take: Callable[[int, Any], object]
-    release: Callable[[Any], object] = lambda worker: worker.stop()
+    result: Any
+    lost: list[int]
 
 
-@dataclass
-class _Chunk:
-    """What is known of a chunk that isn't done.
+class _Unit:
+    """Images that one worker handles together.
 
-    Attributes:
-        number: of the manifest.
-        remedy: what to do once it is mended that workers die.
-        lost: its images that kill workers, by index, and what their rows say.
-        deaths: of workers that scored it, since the last image was found.
-        suspects: images among which one is looked for; None if none is.
-        probed: those of them that a worker is being tried with.
-        fruitless: times that it was looked into in vain.
-    """
-
-    number: int
-    remedy: str
-    lost: dict[int, str] = field(default_factory=dict)
-    deaths: int = 0
-    suspects: Sequence[int] | None = None
-    probed: Sequence[int] = ()
-    fruitless: int = 0
-
-    def begin(self, work: Work, worker: Any) -> Future[Any]:
-        """Give a worker the next thing that is to be done with this chunk."""
-        if self.suspects is None:
-            return work.score(worker, self.number, self.lost)
-        return work.probe(worker, self.number, self.probed)
-
-    def died(self, size: int) -> None:
-        """A worker has died at it."""
-        if self.suspects is None:
-            self.deaths += 1
-            if self.deaths == _DEATHS:
-                self.suspects = [i for i in range(size) if i not in self.lost]
-                self.probed = ()  # whether a worker lives that is given nothing
-        elif not self.probed:
-            raise OutputError(
-                f"workers die at chunk {self.number} even without its images; see why in their "
-                f"logs (out of memory?), then {self.remedy}"
-            )
-        elif len(self.probed) == 1:
-            self.lost[self.probed[0]] = "every process that scored it crashed (out of memory?)"
-            self.suspects, self.deaths = None, 0
-        else:
-            self.suspects = self.probed
-            self._halve()
-
-    def survived(self) -> None:
-        """A worker has lived through what was probed."""
-        assert self.suspects is not None
-        left = [i for i in self.suspects if i not in set(self.probed)]
-        if left:
-            self.suspects = left
-            self._halve()
-            return
-        self.fruitless += 1
-        self.suspects, self.deaths = None, 0
-        if self.fruitless == _FRUITLESS:
-            raise OutputError(
-                f"chunk {self.number} crashed {_FRUITLESS * _DEATHS} workers, but no single image "
-                f"of it does; see why in their logs (out of memory?), then {self.remedy}"
-            )
-
-    def _halve(self) -> None:
-        assert self.suspects is not None
-        self.probed = self.suspects[: (len(self.suspects) + 1) // 2]
-
-
-def dispatch(
-    chunks: Iterable[int],
-    sizes: Sequence[int],
-    work: Work,
-    room: Callable[[], int],
-    *,
-    stopped: Callable[[], bool] = lambda: False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    remedy: str = "continue with --resume",
-) -> None:
-    """Have chunks done by as many workers as there is room for.
+    Where workers die at them, each is handled alone: so one is found that ends workers.
 
     Args:
-        chunks: their numbers.
-        sizes: images in each chunk of the manifest.
-        work: what is to be done.
-        room: how many workers there may be now, which may change all the time.
-        stopped: asked all the time; what is in hand is then given up.
-        progress: called with images done, and how many there are to do.
-        remedy: what to do once it is mended that workers die.
-
-    Raises:
-        AnomalyError: a worker has met it, or workers die whatever they are given; what was taken
-            remains.
+        images: what stands for each.
     """
-    waiting = deque(_Chunk(chunk, remedy) for chunk in chunks)
-    total, done = sum(sizes[chunk.number] for chunk in waiting), 0
-    idle: list[Any] = []
-    busy: dict[Future[Any], tuple[Any, _Chunk]] = {}
-    try:
-        while (waiting or busy) and not stopped():
-            while waiting and (idle or len(busy) < max(1, room())):
-                worker, chunk = idle.pop() if idle else work.hire(), waiting.popleft()
-                busy[chunk.begin(work, worker)] = worker, chunk
-            while idle and not waiting:  # a worker that waits for its place gets it
-                work.release(idle.pop())
-            for future in wait(busy, _WAIT, FIRST_COMPLETED).done:
-                worker, chunk = busy.pop(future)
-                try:
-                    result = future.result()
-                except WorkerDied:
-                    worker.stop()
-                    chunk.died(sizes[chunk.number])
-                    waiting.appendleft(chunk)
-                    continue
-                except BaseException:
-                    worker.stop()
-                    raise
-                idle.append(worker)
-                if chunk.suspects is not None:
-                    chunk.survived()
-                    waiting.appendleft(chunk)
-                    continue
-                work.take(chunk.number, result)
-                done += sizes[chunk.number]
-                progress(done, total)
-    finally:
-        for worker in idle:
-            work.release(worker)
-        for worker, _ in busy.values():
-            worker.stop()
+
+    def __init__(self, images: Sequence[Any]) -> None:
+        self._images = images
+        self._deaths = self._searches = 0
+        # Places to try alone, in order; the first is None, for no image at all.
+        self._suspects: deque[int | None] = deque()
+        self.lost: list[int] = []
+        self.done: Done | None = None
+
+    @property
+    def wanted(self) -> list[Any]:
+        """The images that the next worker is given."""
+        if not self._suspects:
+            return [self._images[place] for place in self._kept()]
+        place = self._suspects[0]
+        return [] if place is None else [self._images[place]]
+
+    def _kept(self) -> list[int]:
+        return [place for place in range(len(self._images)) if place not in self.lost]
+
+    def answered(self, result: Any) -> None:
+        """A worker has handled what was wanted."""
+        self._deaths = 0
+        if self._suspects:
+            self._suspects.popleft()
+        else:
+            self.done = Done(result, self.lost)
+
+    def died(self) -> None:
+        """A worker has died at what was wanted.
+
+        Raises:
+            OutputError: that isn't the images' fault.
+        """
+        self._deaths += 1
+        if self._deaths < _DEATHS:
+            return
+        self._deaths = 0
+        if not self._suspects:
+            if self._searches == _SEARCHES:
+                raise OutputError(
+                    f"{len(self._images)} images crashed {_DEATHS * (_SEARCHES + 1)} workers, but "
+                    "none of them does so alone; see why in Ray's logs (out of memory?)"
+                )
+            self._searches += 1
+            self._suspects.extend([None, *self._kept()])
+        elif (place := self._suspects.popleft()) is None:
+            raise OutputError(
+                "workers die even when they are given no image; see why in Ray's logs (out of "
+                "memory?)"
+            )
+        else:
+            self.lost.append(place)
+
+
+class Workers:
+    """Actors of one class, hired as there is room for them; any may die.
+
+    Args:
+        cluster: where they are.
+        kind: their class, see `Cluster.start`.
+        arguments: of its constructor.
+    """
+
+    def __init__(self, cluster: Cluster, kind: type, *arguments: Any) -> None:
+        self._cluster = cluster
+        self._kind = kind
+        self._arguments = arguments
+        self._idle: list[Actor] = []
+        self._busy: dict[Future[Any], tuple[Actor, _Unit]] = {}
+
+    def share_out(
+        self,
+        units: Iterable[Sequence[Any]],
+        ask: Ask,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Done]:
+        """Have units of images handled, each by one worker.
+
+        Args:
+            units: images that belong together; read a bounded number ahead.
+            ask: has a worker handle the images of a unit, or some of them.
+            stopped: asked all the time.
+
+        Yields:
+            What came of each unit, in order.
+
+        Raises:
+            StoppedError: `stopped` has said so; what is in hand is given up.
+            AnomalyError: a worker has met it, or workers die whatever they are given.
+        """
+        rest = map(_Unit, units)
+        begun: deque[_Unit] = deque()  # in order, until they are yielded
+        waiting: deque[_Unit] = deque()
+        try:
+            while True:
+                room = max(1, self._cluster.room())
+                while not waiting and len(begun) < _AHEAD * room and (unit := next(rest, None)):
+                    begun.append(unit)
+                    waiting.append(unit)
+                    self._give(waiting, ask, room)
+                self._give(waiting, ask, room)
+                if not begun:
+                    return
+                while begun and (done := begun[0].done) is not None:
+                    begun.popleft()
+                    yield done
+                if stopped():
+                    raise StoppedError
+                if begun:
+                    waiting.extendleft(self._answers())
+        finally:
+            for worker, _ in self._busy.values():
+                worker.stop()
+            self._busy.clear()
+
+    def _give(self, waiting: deque[_Unit], ask: Ask, room: int) -> None:
+        """Give units to workers, as far as there are any or there is room for more."""
+        while waiting and (self._idle or len(self._busy) < room):
+            if not self._idle:
+                self._idle.append(self._cluster.start(self._kind, *self._arguments))
+            worker, unit = self._idle.pop(), waiting.popleft()
+            self._busy[ask(worker, unit.wanted)] = worker, unit
+
+    def _answers(self) -> list[_Unit]:
+        """Wait for workers; the units that something is still to be done with."""
+        finished = wait(self._busy, _WAIT, FIRST_COMPLETED).done
+        if not finished and not all(worker.placed for worker, _ in self._busy.values()):
+            self.close()  # one may wait for the place that another, idle one has
+        again = []
+        for future in finished:
+            worker, unit = self._busy.pop(future)
+            try:
+                result = future.result()
+            except WorkerDied:
+                worker.stop()
+                unit.died()
+            except BaseException:
+                worker.stop()
+                raise
+            else:
+                worker.placed = True
+                self._idle.append(worker)
+                unit.answered(result)
+            if unit.done is None:
+                again.append(unit)
+        return again
+
+    def close(self) -> None:
+        """End the workers that have nothing to do."""
+        while self._idle:
+            self._idle.pop().stop()

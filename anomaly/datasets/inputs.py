@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.lists import COLUMNS
+from anomaly.datasets.lists import COLUMNS, named
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
-from anomaly.files.storage import named
 from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
 from anomaly.files.writing import looked_in, short_name
 from anomaly.imaging.listing import is_folder, is_image, list_files
@@ -125,7 +124,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
         raise DataError(f"{name} is an image, not a list of images; give it with --input")
     lines = _lines(data, name)
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
-    if not is_table(header, list_file):
+    if not _is_table(header, list_file):
         return [Path(named(line)) for line in lines], {}
     if "image_sha256" in header:
         return [Path(named(path)) for path in _of_results(data, name)], {}
@@ -160,7 +159,7 @@ def _paths(data: bytes, name: str) -> list[str]:
     return [row["path"] for _, row in read_rows(data, name, _COLUMNS, ("path",)) if row["path"]]
 
 
-def is_table(header: Sequence[str], list_file: str) -> bool:
+def _is_table(header: Sequence[str], list_file: str) -> bool:
     """Whether a list is a CSV file with a header, not a path on each line."""
     if set(header) & set(_COLUMNS):
         return True

@@ -14,7 +14,6 @@ from anomaly.datasets.labels import Label, label_of, meant_by
 from anomaly.datasets.samples import GOOD, SPLITS, Dataset, Sample, in_splits
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system
-from anomaly.files.storage import named
 from anomaly.files.tables import Rows, read_rows
 from anomaly.files.writing import like
 from anomaly.imaging.listing import list_images
@@ -33,6 +32,21 @@ _COCO_SPLITS = {
     "test": "test",
 }
 _NO_PATH = {"", ".", ".."}
+
+
+def named(entry: str, folder: Path = Path()) -> str:
+    """The path that an entry of a list means; backslashes are slashes where only that file exists.
+
+    Args:
+        entry: a path, or a URL of one (`file://`).
+        folder: that it leads from.
+    """
+    name = entry.removeprefix("file://")
+    slashed = name if os.name == "nt" else name.replace("\\", "/")
+    # Of `os.path`, which takes any name: too long, with null characters.
+    if slashed == name or os.path.lexists(folder / name):
+        return name
+    return slashed if os.path.exists(folder / slashed) else name  # noqa: PTH110
 
 
 def open_list(file: Path) -> Dataset:

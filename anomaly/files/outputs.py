@@ -44,7 +44,6 @@ JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
 GOLDEN = "golden.json"
-JOB, PARTS = "results.job.json", "results.parts"
 # Folders of a run of `infer`, and the suffixes of what it writes into them.
 _SUFFIXES = {
     HEATMAPS: (".png",),
@@ -52,15 +51,12 @@ _SUFFIXES = {
     MAPS: (".png", ".tiff"),
     PAGES: (".html",),
     SCALES: (".png",),
-    PARTS: (".parquet",),
 }
 FOLDERS = tuple(_SUFFIXES)
 # Settings of a run, one of which it has if it was asked to write the folder.
 _SETTINGS = {MASKS: {"masks"}, MAPS: {"float32", "uint16"}}
-# What shards write.
-SHARDED = (JOB, PARTS, HEATMAPS, SCALE, SCALES, MASKS, MAPS)
 _TABLES = ("results.csv", "results.jsonl", "results.parquet", "regions.csv", "parts.csv")
-INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, JOB, *FOLDERS)
+INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, *FOLDERS)
 TRAIN = ("model", "train.json", "suspects")
 # And what belongs to the model of a run: its golden parts.
 RUN = (*TRAIN, "golden")
@@ -93,11 +89,6 @@ def left_by_system(name: str) -> bool:
     return name.startswith(".") or _SYSTEM.fullmatch(name) is not None
 
 
-def matched(name: str, pattern: str) -> bool:
-    """Whether a match of a pattern counts: no system file unless the pattern names it."""
-    return not any(map(left_by_system, set(name.split("/")) - set(pattern.split("/"))))
-
-
 def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     """Which entries of a folder this program's commands have written there.
 
@@ -112,7 +103,7 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
         own.update(TRAIN)
     if "golden" in names and (folder / "golden" / GOLDEN).is_file():
         own.add("golden")
-    if not {JOURNAL, WATCHED, DONE, JOB}.isdisjoint(names) or (
+    if not {JOURNAL, WATCHED, DONE}.isdisjoint(names) or (
         "results.csv" in names and _head(folder / "results.csv").startswith(b"path,image_sha256,")
     ):
         own.update(INFER)

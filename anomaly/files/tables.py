@@ -93,21 +93,10 @@ def read_rows(data: bytes, name: str, columns: Sequence[str], needed: Sequence[s
         DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells.
     """
     lines = io.StringIO(text_of(data, name), newline="")
-    return rows_of(lines.readline(), lines, name, columns, needed)
-
-
-def rows_of(
-    first: str, rest: Iterable[str], name: str, columns: Sequence[str], needed: Sequence[str]
-) -> Rows:
-    """What `read_rows` gives, of a list's first line and its others.
-
-    Raises:
-        DataError: a column is missing or unknown, or a line has more cells than the header.
-    """
     try:
-        header, delimiter = header_of(first, columns)
+        header, delimiter = header_of(lines.readline(), columns)
         _check_columns(name, header, columns, needed)
-        reader = csv.DictReader(rest, header, restval="", strict=True, delimiter=delimiter)
+        reader = csv.DictReader(lines, header, restval="", strict=True, delimiter=delimiter)
         for row in reader:
             if None in row:
                 raise DataError(

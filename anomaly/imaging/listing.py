@@ -79,20 +79,12 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
     Raises:
         DataError: the folder, or one inside it, can't be listed.
     """
-    return sorted(each_file(folder, tell=tell), key=lambda path: path.parts)
-
-
-def each_file(folder: Path, *, tell: bool = True) -> Iterator[Path]:
-    """What `list_files` lists, in the order in which it is come across, one folder at a time.
-
-    Raises:
-        DataError: the folder, or one inside it, can't be listed.
-    """
     own: list[Path] = []
-    yield from _walk(folder, (), own)
+    files = sorted(_walk(folder, (), own), key=lambda path: path.parts)
     if own and tell:
         names = some([path.relative_to(folder).as_posix() for path in own], most=6)
         log.warning("%s: skipped this program's own outputs: %s", folder, names)
+    return files
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:

@@ -101,7 +101,7 @@ class Journal:
             if self._end:
                 self.take(line)
             else:
-                check_same(self.file.parent, line["about"], self.about)
+                _check_same(self.file.parent, line["about"], self.about)
             self._end += len(text)
 
 
@@ -172,23 +172,17 @@ def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
             f"{done.parent} holds results, but {done.name}, which describes the run, is missing "
             f"or damaged; give another --output, or add --overwrite to start again"
         ) from None
-    check_same(done.parent, found, json.loads(json.dumps(about)))
+    _check_same(done.parent, found, json.loads(json.dumps(about)))
     return code
 
 
-def check_same(
-    output: object,
-    found: Mapping[str, object],
-    wanted: Mapping[str, object],
-    remedy: str = "give another --output, or --overwrite to start again",
-) -> None:
+def _check_same(output: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     """Check that the run in an output folder is the one to resume.
 
     Args:
         output: the folder, for the message.
         found: what its rows depend on.
         wanted: what the rows of this run depend on.
-        remedy: what to do if they differ.
 
     Raises:
         OutputError: it is another run.
@@ -197,5 +191,5 @@ def check_same(
         other = ", ".join(k for k in wanted if found.get(k) != wanted[k])
         raise OutputError(
             f"{output} holds a run with another {other or 'program'}, which can't be "
-            f"continued with this one; {remedy}"
+            "continued with this one; give another --output, or --overwrite to start again"
         )

@@ -62,8 +62,7 @@ class OutputOptions:
     """What a run writes, by the options of `anomaly infer`.
 
     Attributes:
-        heatmaps: which images have one: none, those not called good, or all. None, for a manifest's
-            images: those not called good, or none if the model has no thresholds.
+        heatmaps: which images have one: none, those not called good, or all.
         side_by_side: heatmaps of image, heatmap and colour bar.
         full_size: heatmaps of the image's own size, not at most twice the network's input.
         masks: whether to write marked areas as PNG.
@@ -73,7 +72,7 @@ class OutputOptions:
         page: whether to write results.html.
     """
 
-    heatmaps: Heatmaps | None = "all"
+    heatmaps: Heatmaps = "all"
     side_by_side: bool = False
     full_size: bool = False
     masks: bool = False
@@ -143,14 +142,8 @@ class Outputs:
         switches = ("side_by_side", "full_size", "masks", "regions", "parquet")
         names = [name for name in switches if getattr(options, name)]
         listed = {} if images is None else {"list of images": images}
-        return listed | {
-            "model": model.model_id,
-            "software version": __version__,
-            "device": str(model.reference_model.device),
-            "engine": model.reference_model.extractor.engine,
-            "precision": model.reference_model.extractor.precision,
-            "set of outputs": [options.heatmaps, *names, *filter(None, [options.maps])],
-        }
+        outputs = [options.heatmaps, *names, *filter(None, [options.maps])]
+        return {**listed, **about_model(model), "set of outputs": outputs}
 
     def pictures(self, model: AnyModel) -> PictureWriter:
         """The writer of each image's pictures.
@@ -166,7 +159,7 @@ class Outputs:
             "--heatmap reject": options.heatmaps == "reject",
         }
         needing = [name for name, wanted in by_thresholds.items() if wanted]
-        if needing and not have_thresholds(model):
+        if needing and any(one.thresholds is None for one in model.models.values()):
             raise OutputError(
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
@@ -218,9 +211,15 @@ class Outputs:
             write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
 
 
-def have_thresholds(model: AnyModel) -> bool:
-    """Whether all models that may score an image have thresholds."""
-    return all(detector.thresholds is not None for detector in model.models.values())
+def about_model(model: AnyModel) -> dict[str, object]:
+    """What scores depend on."""
+    return {
+        "model": model.model_id,
+        "software version": __version__,
+        "device": str(model.reference_model.device),
+        "engine": model.reference_model.extractor.engine,
+        "precision": model.reference_model.extractor.precision,
+    }
 
 
 @dataclass(frozen=True)

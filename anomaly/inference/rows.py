@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 from anomaly.calibration.production import flagged_line
 from anomaly.files.tables import csv_text
@@ -271,25 +271,18 @@ def as_jsonl(rows: Iterable[Row]) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def as_parquet(rows: Iterable[Row], about: Mapping[str, str] | None = None) -> bytes:
-    """Rows as a Parquet file, with notes in its metadata; needs pyarrow."""
+def as_parquet(rows: Iterable[Row]) -> bytes:
+    """Rows as a Parquet file; needs pyarrow."""
     import pyarrow
     import pyarrow.parquet
 
-    schema = parquet_schema().with_metadata(about)
+    hints = get_type_hints(Row)
+    plain = {str: pyarrow.string(), float | None: pyarrow.float64()}
+    schema = pyarrow.schema([(field.name, plain[hints[field.name]]) for field in fields(Row)])
     values = [{k: _text(v) for k, v in asdict(row).items()} for row in rows]
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values, schema), buffer)
     return buffer.getvalue()
-
-
-def parquet_schema() -> Any:
-    """The columns of `Row`, as pyarrow has them."""
-    import pyarrow
-
-    hints = get_type_hints(Row)
-    plain = {str: pyarrow.string(), float | None: pyarrow.float64()}
-    return pyarrow.schema([(field.name, plain[hints[field.name]]) for field in fields(Row)])
 
 
 def _text(value: object) -> object:

@@ -26,6 +26,11 @@ from anomaly.runtime.parallel import StoppedError
 from anomaly.scoring.prediction import Prediction
 from anomaly.scoring.predictor import AnyModel
 
+# Scores batches, as `Predictor.predict_batches` does.
+Predict: TypeAlias = Callable[
+    [Iterable[list[NetworkInput] | UnusableImage]], Iterator[Prediction | UnusableImage]
+]
+
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # for their pictures after a stop
 
@@ -38,13 +43,11 @@ class Inputs:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
         options: what to write.
-        brought: yields each index and path in order as soon as the file is local; for remote files.
     """
 
     paths: Sequence[Path]
     pictures: Sequence[str]
     options: OutputOptions = DEFAULTS
-    brought: Callable[[Iterator[tuple[int, Path]]], Iterator[tuple[int, Path]]] = iter
 
 
 def infer(
@@ -57,6 +60,7 @@ def infer(
     progress: Progress = lambda done, total: None,
     thumbnails: Thumbnails | None = None,
     scored: Callable[[Prediction], None] = lambda prediction: None,
+    predict: Predict | None = None,
 ) -> None:
     """Score the images that aren't in the record yet.
 
@@ -72,11 +76,13 @@ def infer(
         progress: called with images done in this run, and the number to do.
         thumbnails: gets small heatmaps of the images that matter most.
         scored: called with each prediction.
+        predict: scores batches; None for the model, in this process.
 
     Raises:
         OutputError: results can't be written.
     """
-    _Run(model, inputs, record, decoders, stopped, thumbnails, scored).score(progress)
+    run = _Run(model, inputs, record, decoders, stopped, thumbnails, scored)
+    run.score(progress, predict or model.predict_batches)
 
 
 def infer_files(
@@ -90,6 +96,7 @@ def infer_files(
     stopped: Callable[[], bool],
     progress: Callable[[int, int], None],
     scored: Callable[[Prediction], None] = lambda prediction: None,
+    predict: Predict | None = None,
 ) -> Thumbnails | None:
     """Score the files of a list that aren't in its journal yet, and write the tables.
 
@@ -103,6 +110,7 @@ def infer_files(
         stopped: whether to stop; the journal then lacks some files.
         progress: called with images done in this run, and the number to do.
         scored: called with each prediction.
+        predict: scores batches; None for the model, in this process.
 
     Returns:
         Small heatmaps for the page, if wanted.
@@ -127,6 +135,7 @@ def infer_files(
                 progress=progress,
                 thumbnails=thumbnails,
                 scored=scored,
+                predict=predict,
             )
     except OutputError as error:
         failure = error
@@ -181,15 +190,14 @@ class _Run:
     finished: list[Finished] = field(default_factory=list)
     begun: dict[int, float] = field(default_factory=dict)
 
-    def score(self, progress: Progress) -> None:
+    def score(self, progress: Progress, predict: Predict) -> None:
         paths, detector = self.inputs.paths, self.model
         new = [index for index in range(len(paths)) if index not in self.record.done]
-        items = self.inputs.brought((i, self._begin(i)) for i in new)
+        items = ((i, self._begin(i)) for i in new)
         loaded = self.decoders.load_all(items, self.stopped)
         batches = by_shape(detector.fitting(loaded), detector.batch_size)
         try:
-            results = detector.predict_batches(self._noted(batches))
-            for done, result in enumerate(results, 1):
+            for done, result in enumerate(predict(self._noted(batches)), 1):
                 self._take(result)
                 progress(done, len(new))
                 if result.index in self.batches and self.stopped():

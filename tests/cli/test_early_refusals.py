@@ -86,7 +86,7 @@ def _check(arguments: str, code: int, message: str, folder: Path) -> None:
         ("explain --backbone resnet18 --input {part} --output o --good .", 2, "give --model too"),
         ("manifest --input {good} --output m.csv", 2, "ends in .parquet"),
         ("infer --model {model}/manifest.json --input {good} --output o", 2, "is a file; give the"),
-        ("infer --model {model} --manifest m --output o --shard 1/1", 2, "to n - 1: 0/1, for all"),
+        ("infer --model {model} --input {part} --output o --workers 2", 2, "--workers needs a Ray"),
         ("infer --model {model} --input none --output o", 2, "none doesn't exist (looked in /"),
         ("infer --model {model} --input {good}/x.png --output o", 2, "x.png doesn't exist; in /"),
         ("calibrate --model {model} --review-rate 2%", 2, "'2%' is no number; write 0.02"),

@@ -116,23 +116,6 @@ def test_the_product_can_be_given(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_job_in_shards_knows_products(
-    product_runs: Path, two_products: Path, tmp_path: Path, command: Command
-) -> None:
-    listed, done = tmp_path / "job.parquet", tmp_path / "done"
-    inputs = [two_products / product / "test" for product in PRODUCTS]
-    assert command("manifest", ["--input", *inputs, "--output", listed])[0] == 0
-    code, _, err = infer(command, product_runs, done, "--manifest", listed, "--heatmap", "all")
-    assert code == 0, err
-    table = tmp_path / "all.csv"
-    arguments = [listed, done, "--output", table]
-    code, _, err = command("merge-results", arguments)
-    assert code == 0, err
-    for row in csv.DictReader(io.StringIO(table.read_text("utf-8"))):
-        assert f"/{row['product']}/" in row["path"]
-    assert (done / "heatmap_scales" / "stripes.png").is_file()
-
-
 def test_other_commands_ask_for_one_of_the_models(
     product_runs: Path, tmp_path: Path, command: Command
 ) -> None:

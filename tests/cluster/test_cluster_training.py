@@ -1,11 +1,9 @@
-"""Training by shards: workers in threads here, on Ray in tests/runtime."""
+"""Training by shards: workers in threads here, on Ray in `test_ray`."""
 
 import json
-import pickle
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAST, REPOSITORY, write_part, write_product
+from thread_cluster import Once, ThreadCluster
 
-from anomaly.cluster.actors import WorkerDied
-from anomaly.cluster.cache import computed_by
+from anomaly.cluster.features import ClusterFeatures
 from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError, OutputError
@@ -27,66 +25,6 @@ from anomaly.training.fit import Training
 from anomaly.training.runs import train_run
 
 _CPU = torch.device("cpu")
-_Dies = Callable[[str, tuple[Any, ...]], bool]
-
-
-class _Threads:
-    """A cluster whose actors are threads; what goes to them and comes back is copied."""
-
-    threads = 1
-
-    def __init__(self, workers: int, dies: _Dies = lambda method, arguments: False) -> None:
-        self._workers = workers
-        self._pool = ThreadPoolExecutor(workers)
-        self._dies = dies
-        self.started = self.stopped = 0
-
-    def room(self) -> int:
-        return self._workers
-
-    def put(self, value: Any) -> Any:
-        return _copied(value)
-
-    def start(self, kind: type, *arguments: Any) -> "_Actor":
-        self.started += 1
-        return _Actor(self, kind(*arguments))
-
-
-class _Actor:
-    def __init__(self, cluster: _Threads, served: Any) -> None:
-        self._cluster = cluster
-        self._served = served
-
-    def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        def act() -> Any:
-            if self._cluster._dies(method, arguments):
-                raise WorkerDied
-            return _copied(getattr(self._served, method)(*_copied(arguments)))
-
-        return self._cluster._pool.submit(act)
-
-    def stop(self) -> None:
-        self._cluster.stopped += 1
-        if decoders := self._served._decoders:
-            decoders.__exit__(None, None, None)
-
-
-class _Once:
-    """The n-th call of some methods kills its worker."""
-
-    def __init__(self, *pairs: Any) -> None:
-        self.left = dict(zip(pairs[::2], pairs[1::2], strict=True))
-
-    def __call__(self, method: str, arguments: tuple[Any, ...]) -> bool:
-        left = self.left.get(method)
-        if left is None:
-            return False
-        self.left[method] = left - 1
-        return left == 0
-
-
-def _copied(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +43,7 @@ def _trained(
     config = load_config(str(REPOSITORY / "configs" / "folder.yaml"), [*where, *FAST, *overrides])
     data = open_dataset(config.data.format, config.data.root, config.data.category)
     (output / "features-of-one-that-was-killed").mkdir(parents=True)
-    shared = None if cluster is None else computed_by(cluster)
+    shared = None if cluster is None else partial(ClusterFeatures, cluster)
     more: dict[str, Any] = {"shared": shared, "calibrate": calibrate}
     return train_run(config, data, output, device=_CPU, workers=1, **more)
 
@@ -118,8 +56,8 @@ def _same(one: Training, other: Training) -> bool:
 def test_a_bank_is_one_machines_whatever_the_workers(tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=36)
     one, summary = _trained(product, tmp_path / "one")
-    dies = _Once("learn", 1, "score", 2, "apply", 0)
-    clusters = [_Threads(1), _Threads(3, dies)]
+    dies = Once("learn", 1, "score", 2, "apply", 0)
+    clusters = [ThreadCluster(1), ThreadCluster(3, dies)]
     for i, cluster in enumerate(clusters):
         more, said = _trained(product, tmp_path / f"{i}", cluster=cluster)
         assert _same(one, more)
@@ -142,7 +80,7 @@ def test_a_refused_image_and_several_sizes_cost_nothing(product: Path, tmp_path:
         cv2.imwrite(str(file), np.ascontiguousarray(cv2.imread(str(file))[:-16]))
     kept_shape = "image.area=64"
     one, summary = _trained(product, tmp_path / "one", kept_shape)
-    more, said = _trained(product, tmp_path / "more", kept_shape, cluster=_Threads(2))
+    more, said = _trained(product, tmp_path / "more", kept_shape, cluster=ThreadCluster(2))
     assert summary["refused"] == said["refused"]
     assert len(said["refused"]) == 1
     bank, other = (t.detector.scorer.tensors() for t in (one, more))
@@ -170,7 +108,7 @@ def test_more_patches_than_memory_are_measured_by_workers(
         patchcore, "select_streamed", lambda *a, **how: select(*a, **{**how, "memory_limit": 1})
     )
     one, _ = _trained(product, tmp_path / "one", calibrate=False)
-    more, _ = _trained(product, tmp_path / "more", cluster=_Threads(2), calibrate=False)
+    more, _ = _trained(product, tmp_path / "more", cluster=ThreadCluster(2), calibrate=False)
     bank, other = (t.detector.scorer.tensors() for t in (one, more))
     assert not bank["exact"]
     assert not other["exact"]
@@ -184,7 +122,7 @@ def test_more_patches_than_memory_are_measured_by_workers(
 def test_turned_copies_are_learned_by_shards_too(product: Path, tmp_path: Path) -> None:
     copies = "model.turned_copies=quarter_turns"
     one, _ = _trained(product, tmp_path / "one", copies)
-    more, _ = _trained(product, tmp_path / "more", copies, cluster=_Threads(2))
+    more, _ = _trained(product, tmp_path / "more", copies, cluster=ThreadCluster(2))
     here, there = one.detector.scorer.tensors(), more.detector.scorer.tensors()
     assert here["vectors"].shape == there["vectors"].shape
     assert 0.9 < float(there["covering_radius"]) / float(here["covering_radius"]) < 1.3
@@ -196,7 +134,9 @@ def test_turned_copies_are_learned_by_shards_too(product: Path, tmp_path: Path) 
 def test_sums_are_those_of_one_machine(kind: str, tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=24)
     one, summary = _trained(product, tmp_path / "one", f"model.kind={kind}")
-    more, said = _trained(product, tmp_path / "more", f"model.kind={kind}", cluster=_Threads(2))
+    more, said = _trained(
+        product, tmp_path / "more", f"model.kind={kind}", cluster=ThreadCluster(2)
+    )
     here, there = one.detector.scorer.tensors(), more.detector.scorer.tensors()
     for name in here:
         assert torch.allclose(here[name].double(), there[name].double(), rtol=0, atol=1e-10), name
@@ -214,7 +154,7 @@ def test_suspects_are_left_out_as_on_one_machine(tmp_path: Path) -> None:
     write_part(root / "train" / "good" / "007.png", 7, mark=(30, 50))
     leave_out = "model.leave_out_suspects=true"
     one, _ = _trained(root, tmp_path / "one", leave_out)
-    more, _ = _trained(root, tmp_path / "more", leave_out, cluster=_Threads(2))
+    more, _ = _trained(root, tmp_path / "more", leave_out, cluster=ThreadCluster(2))
     assert list(one.stand_out) == list(more.stand_out) == ["train/good/007.png"]
     assert one.learned == more.learned == 29
     assert 7 not in set(more.detector.scorer.tensors()["origins"][:, 0].tolist())
@@ -227,7 +167,7 @@ def test_a_shard_of_which_no_image_can_be_used_costs_the_others_nothing(tmp_path
         file = product / "train" / "good" / f"{i:03}.png"
         file.write_bytes(file.read_bytes()[:300])
     one, _ = _trained(product, tmp_path / "one")
-    more, said = _trained(product, tmp_path / "more", cluster=_Threads(2))
+    more, said = _trained(product, tmp_path / "more", cluster=ThreadCluster(2))
     assert len(said["refused"]) == 4
     assert _same(one, more)
 
@@ -236,11 +176,11 @@ def test_an_image_that_kills_workers_is_refused(product: Path, tmp_path: Path) -
     poison = 13  # the second image of the fourth shard
 
     def dies(method: str, arguments: tuple[Any, ...]) -> bool:
-        if method == "learn" and arguments[0] == 3:
-            return 1 not in arguments[1]
-        return method == "try_images" and arguments[0] == 3 and 1 in arguments[1]
+        return method == "learn" and poison in arguments[0]
 
-    training, _ = _trained(product, tmp_path / "run", cluster=_Threads(2, dies), calibrate=False)
+    training, _ = _trained(
+        product, tmp_path / "run", cluster=ThreadCluster(2, dies), calibrate=False
+    )
     assert training.learned == 34
     assert "crashed" in training.refused[f"train/good/{poison:03}.png"]
     refused = training.detector.manifest["refused_images"]
@@ -264,20 +204,20 @@ def test_too_small_a_disk_for_all_shards_is_refused_at_once(
     images = 36 * 4 * (128 * 64 + 256 * 16 + 64 * 128)  # as in test_feature_cache
     size = images - 1
     with pytest.raises(OutputError, match=r"the features of 36 images take about .* are free"):
-        _trained(product, tmp_path / "a", *how, cluster=_Threads(1), calibrate=False)
+        _trained(product, tmp_path / "a", *how, cluster=ThreadCluster(1), calibrate=False)
     size = images
-    training, _ = _trained(product, tmp_path / "b", *how, cluster=_Threads(3), calibrate=False)
+    training, _ = _trained(product, tmp_path / "b", *how, cluster=ThreadCluster(3), calibrate=False)
     assert training.learned == 36
 
 
 @pytest.mark.slow
 def test_what_ends_a_training(product: Path, tmp_path: Path) -> None:
-    always = _Threads(2, lambda method, arguments: True)
-    with pytest.raises(OutputError, match=r"even without its images.*then train again"):
+    always = ThreadCluster(2, lambda method, arguments: True)
+    with pytest.raises(OutputError, match="workers die even when they are given no image"):
         _trained(product, tmp_path / "a", cluster=always)
     assert always.stopped == always.started
 
-    class Elsewhere(_Threads):
+    class Elsewhere(ThreadCluster):
         def put(self, value: Any) -> Any:
             place = getattr(value, "scratch", None)
             return value if place is None else replace(value, scratch=place / "no")

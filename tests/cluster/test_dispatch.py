@@ -1,9 +1,9 @@
-"""Chunks are shared out among workers that die: in threads here, in Ray's processes elsewhere."""
+"""Images are shared out among workers that die: in threads here, in Ray's processes elsewhere."""
 
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Semaphore
 from types import SimpleNamespace
@@ -12,45 +12,38 @@ from typing import Any
 import pytest
 
 from anomaly.cluster import actors
-from anomaly.cluster.actors import Work, WorkerDied, dispatch
+from anomaly.cluster.actors import WorkerDied, Workers
 from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.runtime.parallel import StoppedError
 
 _SIZE = 17
 
 
 class _Machines:
-    """Workers in threads, and what they have written."""
+    """A cluster whose workers are threads that repeat the images they are given."""
 
-    def __init__(self, dies: Callable[[int, set[int]], bool], at_most: int = 3) -> None:
+    def __init__(self, dies: Callable[[set[int]], bool], at_most: int = 3) -> None:
         self._dies = dies
         self._threads = ThreadPoolExecutor(8)
         self.at_most = at_most
         self.hired = self.stopped = 0
-        self.written: dict[int, dict[int, str]] = {}
-        self.scored: Counter[int] = Counter()
+        self.handled: Counter[int] = Counter()  # by the first image
+        self.placed = False
 
     def room(self) -> int:
         return self.at_most
 
-    def hire(self) -> "_Machines":
+    def start(self, kind: type) -> "_Machines":
         self.hired += 1
         return self
 
-    def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-        def act() -> Counter[str]:
-            if self._dies(chunk, set(range(_SIZE)) - set(lost)):
+    def ask(self, images: Sequence[int]) -> Future[list[int]]:
+        def act() -> list[int]:
+            if self._dies(set(images)):
                 raise WorkerDied
-            self.written[chunk] = dict(lost)
-            self.scored[chunk] += 1
-            return Counter(ok=_SIZE - len(lost), failed=len(lost))
-
-        return self._threads.submit(act)
-
-    def probe(self, chunk: int, images: Sequence[int]) -> Future[Counter[str]]:
-        def act() -> Counter[str]:
-            if self._dies(chunk, set(images)):
-                raise WorkerDied
-            return Counter(wrong=1)
+            if len(images) > 1:
+                self.handled[images[0] // _SIZE] += 1
+            return list(images)
 
         return self._threads.submit(act)
 
@@ -58,130 +51,118 @@ class _Machines:
         self.stopped += 1
 
 
-def _run(machines: _Machines, chunks: Sequence[int], **more: Any) -> Counter[str]:
-    return _counted(machines.hire, chunks, machines.room, **more)
+def _units(count: int) -> list[range]:
+    return [range(i * _SIZE, (i + 1) * _SIZE) for i in range(count)]
 
 
-def _counted(
-    hire: Callable[[], Any], chunks: Sequence[int], room: Callable[[], int], **more: Any
-) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    work = Work(
-        hire,
-        score=lambda worker, chunk, lost: worker.score(chunk, lost),
-        probe=lambda worker, chunk, images: worker.probe(chunk, images),
-        take=lambda chunk, found: counts.update(found),
-    )
-    dispatch(chunks, [_SIZE] * 50, work, room, **more)
-    return +counts  # without what is counted 0 times
+def _shared_out(
+    cluster: Any, units: Iterable[Sequence[int]], **more: Any
+) -> Iterator[tuple[list[int], list[int]]]:
+    workers = Workers(cluster, object)
+    yield from workers.share_out(units, lambda worker, images: worker.ask(images), **more)
+    workers.close()
 
 
-def test_each_chunk_is_scored_once_by_no_more_workers_than_there_is_room_for() -> None:
-    machines, seen = _Machines(lambda *_: False), []
-    counts = _run(machines, range(2, 40), progress=lambda done, total: seen.append((done, total)))
-    assert counts == {"ok": 38 * _SIZE}
-    assert machines.scored == dict.fromkeys(range(2, 40), 1)
+def test_each_unit_is_handled_once_and_in_order_by_no_more_workers_than_there_is_room_for() -> None:
+    machines, units = _Machines(lambda _: False), _units(38)
+    read: list[int] = []
+
+    def given() -> Iterator[range]:
+        for unit in units:
+            read.append(unit[0])
+            yield unit
+
+    for number, (result, lost) in enumerate(_shared_out(machines, given())):
+        assert (result, lost) == (list(units[number]), [])
+        assert len(read) <= number + 3 * 3  # no further ahead
+    assert machines.handled == dict.fromkeys(range(38), 1)
     assert machines.hired == machines.stopped == 3
-    assert seen == [((i + 1) * _SIZE, 38 * _SIZE) for i in range(38)]
 
 
-@pytest.mark.parametrize("poison", [{3: {0}}, {3: {16}}, {3: {5, 6, 11}, 4: {8}}])
-def test_images_that_kill_workers_are_found_and_the_others_scored(
-    poison: dict[int, set[int]],
-) -> None:
-    machines = _Machines(lambda chunk, images: bool(poison.get(chunk, set()) & images))
-    counts = _run(machines, range(6))
-    lost = sum(map(len, poison.values()))
-    assert counts == {"ok": 6 * _SIZE - lost, "failed": lost}
-    assert {c: set(found) for c, found in machines.written.items() if found} == poison
-    assert "crashed" in machines.written[3][min(poison[3])]
+@pytest.mark.parametrize(
+    "poison", [{51}, {67}, {56, 57, 62, 76}, set(range(51, 68)), {0, 1, 16, 17, 101}]
+)
+def test_images_that_kill_workers_are_found_and_the_others_handled(poison: set[int]) -> None:
+    machines, units = _Machines(lambda images: bool(poison & images)), _units(6)
+    for unit, (result, lost) in zip(units, _shared_out(machines, units), strict=True):
+        assert {unit[place] for place in lost} == poison & {*unit}
+        assert result == [image for image in unit if image not in poison]
     assert machines.stopped == machines.hired
 
 
 def test_workers_that_die_of_nothing_they_were_given_cost_no_image() -> None:
-    rng = random.Random(0)
-    machines = _Machines(lambda chunk, images: rng.random() < 0.2)
-    # Without bad luck at one chunk again and again, which is said to be the machines'.
-    counts = _run(_Machines(lambda chunk, images: len(images) == _SIZE and rng.random() < 0.3), [1])
-    assert counts == {"ok": _SIZE}
-    try:
-        counts = _run(machines, range(30))
-    except OutputError as error:
-        assert "--resume" in str(error)  # noqa: PT017
-    else:
-        assert counts["ok"] + counts["failed"] == 30 * _SIZE
+    rng, units = random.Random(0), _units(30)
+    machines = _Machines(lambda images: len(images) == _SIZE and rng.random() < 0.3)
+    assert [result for result, _ in _shared_out(machines, units)] == [list(u) for u in units]
 
 
-def test_a_chunk_that_kills_only_as_a_whole_ends_the_job() -> None:
-    machines = _Machines(lambda chunk, images: chunk == 2 and len(images) == _SIZE)
-    with pytest.raises(OutputError, match="chunk 2 crashed 6 workers, but no single image"):
-        _run(machines, range(4))
-    assert machines.stopped == machines.hired
+def test_a_unit_that_kills_only_as_a_whole_ends_the_job() -> None:
+    machines = _Machines(lambda images: 40 in images and len(images) == _SIZE)
+    with pytest.raises(OutputError, match="17 images crashed 6 workers, but none of them"):
+        list(_shared_out(machines, _units(4)))
+    assert machines.stopped >= machines.hired - 3
 
 
 def test_workers_that_die_of_anything_end_the_job_at_once() -> None:
-    machines = _Machines(lambda *_: True)
-    with pytest.raises(OutputError, match="even without its images"):
-        _run(machines, range(40))
+    machines = _Machines(lambda _: True)
+    with pytest.raises(OutputError, match="even when they are given no image"):
+        list(_shared_out(machines, _units(40)))
     assert machines.hired <= 3 * 4
-    assert machines.written == {}
+    assert not machines.handled
 
 
 def test_a_workers_error_is_the_jobs() -> None:
     class Broken(_Machines):
-        def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-            told: Future[Counter[str]] = Future()
-            told.set_exception(DataError("the storage doesn't answer"))
+        def ask(self, images: Sequence[int]) -> Future[list[int]]:
+            told: Future[list[int]] = Future()
+            told.set_exception(DataError("the disk doesn't answer"))
             return told
 
-    machines = Broken(lambda *_: False)
     with pytest.raises(DataError, match="doesn't answer"):
-        _run(machines, range(4))
-    assert machines.stopped == machines.hired
+        list(_shared_out(Broken(lambda _: False), _units(4)))
 
 
 def test_workers_come_and_go_with_the_room_for_them() -> None:
-    machines = _Machines(lambda *_: False, at_most=0)  # one is always asked for
-
-    def progress(done: int, total: int) -> None:
-        machines.at_most = 4 if done > total // 2 else 0
-
-    _run(machines, range(20), progress=progress)
-    assert machines.scored == dict.fromkeys(range(20), 1)
-    assert 2 <= machines.hired <= 4
+    machines = _Machines(lambda _: False, at_most=0)  # one is always asked for
+    for number, _ in enumerate(_shared_out(machines, _units(20))):
+        machines.at_most = 4 if number > 10 else 0
+    assert machines.handled == dict.fromkeys(range(20), 1)
+    assert 1 <= machines.hired <= 4
 
 
 def test_it_stops_when_it_is_told_to() -> None:
-    machines = _Machines(lambda *_: False, at_most=1)
-    counts = _run(machines, range(40), stopped=lambda: len(machines.scored) >= 3)
-    assert 2 * _SIZE <= counts["ok"] <= 4 * _SIZE
-    assert machines.stopped == machines.hired
+    machines, results = _Machines(lambda _: False, at_most=1), []
+    with pytest.raises(StoppedError):
+        results.extend(
+            _shared_out(machines, _units(40), stopped=lambda: len(machines.handled) >= 3)
+        )
+    assert len(machines.handled) < 10
 
 
-def test_workers_that_wait_for_a_place_get_it_once_nothing_is_left_for_others() -> None:
-    places, chunks = Semaphore(1), list(range(6))
+def test_workers_that_wait_for_a_place_get_it_once_others_have_nothing_to_do() -> None:
+    places = Semaphore(1)
 
-    class Waiting(_Machines):
+    class Waiting:
         """One that has a place only once another has been stopped."""
 
-        def __init__(self) -> None:
-            super().__init__(lambda *_: False)
-            self._has_place = False
+        placed = has_place = False
 
-        def score(self, chunk: int, lost: Mapping[int, str]) -> Future[Counter[str]]:
-            def act() -> Counter[str]:
-                if not self._has_place:
+        def ask(self, images: Sequence[int]) -> Future[list[int]]:
+            def act() -> list[int]:
+                if not self.has_place:
                     assert places.acquire(timeout=20)
-                    self._has_place = True
-                return Counter(ok=_SIZE)
+                    self.has_place = True
+                return list(images)
 
-            return self._threads.submit(act)
+            return threads.submit(act)
 
         def stop(self) -> None:
-            if self._has_place:
+            if self.has_place:
                 places.release()
 
-    assert _counted(Waiting, chunks, lambda: 4) == {"ok": 6 * _SIZE}
+    threads = ThreadPoolExecutor(8)
+    cluster = SimpleNamespace(room=lambda: 4, start=lambda kind: Waiting())
+    assert [result for result, _ in _shared_out(cluster, _units(6))] == [*map(list, _units(6))]
 
 
 @pytest.mark.parametrize(

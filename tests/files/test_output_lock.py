@@ -193,9 +193,8 @@ def test_every_command_that_writes_minds_the_lock(
     lines += [("features", save, features)]
     lines += [("update", update, out)]
     lines += [("report", ["--record", record, "--from", "2026-05-01", "--output", out], out)]
-    # These write one file that appears whole, add to a record or a store, or run others; shards
-    # share their folder.
-    single = {"manifest", "merge-results", "region", "feedback", "demo", "tune"}
+    # These write one file that appears whole, add to a record or a store, or run others.
+    single = {"region", "feedback", "demo", "tune"}
     nothing = {"check", "drift", "layers"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:

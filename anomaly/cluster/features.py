@@ -23,7 +23,7 @@ from typing import Any
 
 import cv2
 
-from anomaly.cluster.actors import Actor, Cluster, Work, dispatch
+from anomaly.cluster.actors import CRASHED, Actor, Cluster, Workers
 from anomaly.errors import AnomalyError, DataError
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
@@ -42,7 +42,6 @@ from anomaly.training.feature_cache import (
     TrainingSetup,
     joined_features,
 )
-from anomaly.training.fit import SharedFeaturesOf
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
 # workers without any.
@@ -50,23 +49,15 @@ _MOST = 64
 _LEAST_SHARDS = 10
 _FOLDER = "features-"
 _SCORED = 16  # images at once
-_Ask = Callable[[Actor, int, Any], "Future[Any]"]
 
 
-def computed_by(cluster: Cluster) -> SharedFeaturesOf:
-    """Have a cluster's workers compute the features of a training."""
-    return lambda model, images, scratch, progress: ClusterCache(
-        model, images, cluster, scratch, progress
-    )
-
-
-class ClusterCache:
-    """A `FeatureCache` whose features are computed by workers.
+class ClusterFeatures:
+    """The features of training images, computed by workers.
 
     Args:
+        cluster: where the workers are.
         model: whose network and alignment make the embeddings, by its settings.
         images: files, or pixels that are decoded already, by their numbers, ascending.
-        cluster: where the workers are.
         scratch: an existing folder that all machines see.
         progress: called with images done, and how many there are.
 
@@ -76,9 +67,9 @@ class ClusterCache:
 
     def __init__(
         self,
+        cluster: Cluster,
         model: TrainingSetup,
         images: Mapping[int, Path | Image],
-        cluster: Cluster,
         scratch: Path,
         progress: Progress,
     ) -> None:
@@ -91,10 +82,9 @@ class ClusterCache:
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
             shutil.rmtree(left, ignore_errors=True)
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute())
-        job = ShardJob(model, images, self.shard, cluster.threads, Path(self._folder.name))
-        self._shards = job.shards()
-        self._job = cluster.put(job)
-        self._idle: list[Actor] = []
+        job = ShardJob(model, images, cluster.threads, Path(self._folder.name))
+        # An actor outlives a pass over the images: its decoders are started.
+        self._workers = Workers(cluster, ShardWorker, cluster.put(job))
         self._used: list[list[int]] = []
         self._features: list[Any] = []
 
@@ -104,35 +94,31 @@ class ClusterCache:
         Raises:
             AnomalyError: a worker has met it, or workers die whatever they are given.
         """
-        killed: dict[int, Mapping[int, str]] = {}
-
-        def ask(actor: Actor, chunk: int, lost: Mapping[int, str]) -> Future[Any]:
-            killed[chunk] = lost
-            return actor.ask("learn", chunk, lost)
-
-        def attempt(actor: Actor, chunk: int, places: Sequence[int]) -> Future[Any]:
-            return actor.ask("try_images", chunk, places)
-
-        built: list[CachedFeatures] = self._pass(
-            [len(shard) for shard in self._shards], ask, attempt, self._progress
-        )
+        numbers = list(self._images)
+        shards = [numbers[i : i + self.shard] for i in range(0, len(numbers), self.shard)]
+        built: list[CachedFeatures] = []
+        refused: list[UnusableImage] = []
+        done = 0
+        results = self._workers.share_out(shards, lambda actor, shard: actor.ask("learn", shard))
+        for shard, (features, lost) in zip(shards, results, strict=True):
+            built.append(features)
+            refused += [
+                UnusableImage(i, "failed", f"{self._images[i]}: {CRASHED}")
+                for i in [shard[place] for place in lost]
+            ]
+            done += len(shard)
+            self._progress(done, len(numbers))
         self._features = [self._cluster.put(features) for features in built]
         self._used = [sorted(features.hashes) for features in built]
         joined = joined_features(built)
-        refused = list(joined.refused)
-        for chunk, lost in killed.items():
-            for place, reason in lost.items():
-                i = self._shards[chunk][place]
-                refused.append(UnusableImage(i, "failed", f"{self._images[i]}: {reason}"))
-        refused.sort(key=lambda item: item.index)
+        refused = sorted([*joined.refused, *refused], key=lambda item: item.index)
         return replace(joined, refused=tuple(refused), run_each=self.run_each)
 
     def run_each(
         self, images: Container[int], function: Callable[[PatchSet], Result]
     ) -> Iterator[Result]:
         """What a function makes of some of the images, a shard at a time, at the workers."""
-        sent = self._cluster.put(function)
-        yield from self._on_images("apply", self._units(images), sent, lambda done, total: None)
+        yield from self._on_images("apply", self._units(images), self._cluster.put(function))
 
     def score(
         self,
@@ -149,19 +135,18 @@ class ClusterCache:
             for shard in self._units(features.images)
             for i in range(0, len(shard), _SCORED)
         ]
-        pairs: dict[int, tuple[float, float]] = {}
+        known: dict[int, tuple[float, float]] = {}
         sent = self._cluster.put(detector.scorer.to("cpu"))  # and without what it has derived
-        results = self._on_images("score", units, sent, lambda done, _: progress(done))
-        for scores, worst in results:
-            pairs |= scores
+        for scores, worst in self._on_images("score", units, sent):
+            known |= scores
+            progress(len(known))
             if suspects is not None:
                 suspects.take(worst)
-        return pairs
+        return known
 
     def close(self) -> None:
         """End the workers and delete the features."""
-        while self._idle:
-            self._idle.pop().stop()
+        self._workers.close()
         self._folder.cleanup()
 
     def _units(self, images: Container[int]) -> list[list[int]]:
@@ -169,41 +154,17 @@ class ClusterCache:
         shards = ([i for i in used if i in images] for used in self._used)
         return [shard for shard in shards if shard]
 
-    def _on_images(
-        self, method: str, units: Sequence[Sequence[int]], sent: Any, progress: Progress
-    ) -> list[Any]:
+    def _on_images(self, method: str, units: Sequence[Sequence[int]], sent: Any) -> Iterator[Any]:
         """What a worker's method says of images, with what was sent beside them."""
 
-        def ask(actor: Actor, unit: int, lost: Mapping[int, str]) -> Future[Any]:
-            images = units[unit]
-            if lost:
-                name, why = self._images[images[min(lost)]], lost[min(lost)]
-                raise AnomalyError(f"{name}: {why}; train without it")
-            return on(actor, images)
-
-        def attempt(actor: Actor, unit: int, places: Sequence[int]) -> Future[Any]:
-            return on(actor, [units[unit][place] for place in places])
-
-        def on(actor: Actor, images: Sequence[int]) -> Future[Any]:
+        def ask(actor: Actor, images: Sequence[int]) -> Future[Any]:
             features = self._features[images[0] // self.shard if images else 0]
             return actor.ask(method, features, images, sent)
 
-        return self._pass([len(images) for images in units], ask, attempt, progress)
-
-    def _pass(
-        self, sizes: Sequence[int], ask: _Ask, attempt: _Ask, progress: Progress
-    ) -> list[Any]:
-        """What workers say of each of several units of work."""
-        results: dict[int, Any] = {}
-
-        def hire() -> Actor:
-            return self._idle.pop() if self._idle else self._cluster.start(ShardWorker, self._job)
-
-        # An actor outlives a pass: its decoders are started, and the next pass goes on with it.
-        work = Work(hire, ask, attempt, results.__setitem__, self._idle.append)
-        units, room = range(len(sizes)), self._cluster.room
-        dispatch(units, sizes, work, room, progress=progress, remedy="train again")
-        return [results[unit] for unit in units]
+        for unit, (result, lost) in zip(units, self._workers.share_out(units, ask), strict=True):
+            if lost:
+                raise AnomalyError(f"{self._images[unit[lost[0]]]}: {CRASHED}; train without it")
+            yield result
 
 
 @dataclass(frozen=True)
@@ -213,7 +174,6 @@ class ShardJob:
     Attributes:
         model: before it has learned; of its device, a worker's own of that type is meant.
         images: all training images, by number.
-        shard: how many of them make a shard.
         threads: of each worker.
         scratch: a folder for feature maps that all machines see.
         folder: the working folder, where relative paths begin.
@@ -221,15 +181,9 @@ class ShardJob:
 
     model: TrainingSetup
     images: Mapping[int, Path | Image]
-    shard: int
     threads: int
     scratch: Path
     folder: Path = field(default_factory=Path.cwd)
-
-    def shards(self) -> list[range]:
-        """The numbers of each shard's images."""
-        count = len(self.images)
-        return [range(i, min(i + self.shard, count)) for i in range(0, count, self.shard)]
 
 
 class ShardWorker:
@@ -239,37 +193,32 @@ class ShardWorker:
         self._job = job
         self._decoders: Any = None
 
-    def learn(self, chunk: int, lost: Mapping[int, str]) -> CachedFeatures:
-        """Compute and keep a shard's features, and what a bank is selected from.
+    def learn(self, images: Sequence[int]) -> CachedFeatures:
+        """Compute and keep features of images, and what a bank is selected from.
 
         Args:
-            chunk: which shard.
-            lost: its images that aren't touched, by place.
+            images: their numbers.
 
         Raises:
             DataError: none of the images is there.
         """
         self._begin()
-        shard = self._job.shards()[chunk]
-        self._check_there(shard)
+        job = self._job
+        self._check_there(images)
         # The first shard stands for all of them where it is asked whether the disk has room.
-        expected = len(self._job.images) if chunk == 0 else None
-        return self._build([i for place, i in enumerate(shard) if place not in lost], expected)
+        among = len(job.images) if 0 in images else len(images)
+        cache = FeatureCache(self._model, self._model.fitter, self._decoders, job.scratch)
+        with closing(cache):
+            return cache.build({i: job.images[i] for i in images}, among=among)
 
-    def _check_there(self, shard: Sequence[int]) -> None:
-        """See that this machine has the images' disk."""
-        files = [file for i in shard if isinstance(file := self._job.images[i], Path)]
-        if files and not any(file.exists() for file in files):
+    def _check_there(self, images: Sequence[int]) -> None:
+        """Check that this machine has the images' disk; one file alone may be missing."""
+        files = [file for i in images if isinstance(file := self._job.images[i], Path)]
+        if len(files) > 1 and not any(file.exists() for file in files):
             raise DataError(
                 f"the worker on {socket.gethostname()} sees no {files[0]}, nor any of "
                 f"{len(files)} images; with --ray, all machines need the same paths"
             )
-
-    def try_images(self, chunk: int, places: Sequence[int]) -> None:
-        """Compute features of some of a shard's images, and keep nothing."""
-        self._begin()
-        shard = self._job.shards()[chunk]
-        self._build([shard[place] for place in places])
 
     def score(
         self, features: CachedFeatures, images: Container[int], scorer: Scorer
@@ -290,13 +239,6 @@ class ShardWorker:
         """What a function makes of some images."""
         self._begin()
         return function(features.only(images))
-
-    def _build(self, images: Sequence[int], expected: int | None = None) -> CachedFeatures:
-        model, job = self._model, self._job
-        chosen = {i: job.images[i] for i in images}
-        cache = FeatureCache(model, model.fitter, self._decoders, job.scratch)
-        with closing(cache):
-            return cache.build(chosen, among=expected or len(images))
 
     def _begin(self) -> None:
         if self._decoders is not None:
