@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from anomaly.config.schema import Config, readers
 from anomaly.errors import ConfigError, nearest, why
@@ -46,7 +46,7 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     except ValidationError as error:
         lines = []
         for mistake in error.errors():
-            message = explain(dict(mistake), Config)
+            message = explain(dict(mistake))
             source = _source(mistake["loc"], message, sources) or where
             lines.append(f"{source}: {message}")
         raise ConfigError("\n  ".join(lines)) from None
@@ -104,7 +104,7 @@ _SHORT = reprlib.Repr()  # of a value, however long or deep
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
+def explain(error: dict[str, Any]) -> str:
     """What is wrong with a value and what it has to be, from a mistake that pydantic reports."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
@@ -112,23 +112,22 @@ def explain(error: dict[str, Any], schema: type[BaseModel]) -> str:
         if name in GONE:
             return f"{name} is no longer supported; {GONE[name]}"
     if kind in ("extra_forbidden", "invalid_key"):
-        alike = nearest(str(location[-1])[:200], _known_keys(location[:-1], schema))
+        alike = nearest(str(location[-1])[:200], _known_keys(location[:-1]))
         return f"unknown key {key[:200]!r}; {alike}"
     if kind == "value_error":
         return str(error["ctx"]["error"])
     if kind == "missing" and isinstance(location[-1], str):
         return f"{key[:200]} is missing"
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
-    keys = ", ".join(_known_keys(location, schema)) if kind == "model_type" else ""
+    keys = ", ".join(_known_keys(location)) if kind == "model_type" else ""
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}
     return f"{key[:200]} is {_SHORT.repr(error['input'])}: {wanted.format(keys=keys, **limits)}"
 
 
-def _known_keys(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
-    section: Any = schema
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    section: Any = Config
     for part in location:
-        if part in section.model_fields:  # else an entry of a list, or a name of somebody's own
-            section = _section_in(section.model_fields[part].annotation)
+        section = _section_in(section.model_fields[part].annotation)
     return list(section.model_fields)
 
 

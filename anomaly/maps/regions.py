@@ -48,8 +48,8 @@ class MarkedRegion:
     peak_y: int
     width_uncertainty: float
     height_uncertainty: float
-    length: float = 0.0
-    thickness: float = 0.0
+    length: float
+    thickness: float
 
 
 def strips(size: tuple[int, int]) -> Iterator[slice]:

@@ -177,7 +177,7 @@ def test_an_explanation_compares_equal_places(
         item = read_image(plates / "test" / "spot" / f"{i:03}.png", detector.loading)
         assert isinstance(item, NetworkInput)
         x, y = (int(value) for value in place([(-20, -10)], pose)[0])
-        flaw = MarkedRegion(x - 6, y - 6, 12, 12, 100, 1.0, x, y, 8.0, 8.0)
+        flaw = MarkedRegion(x - 6, y - 6, 12, 12, 100, 1.0, x, y, 8.0, 8.0, 12.0, 12.0)
         moved = in_part(flaw, item.view.pose)
         red, green, _ = item.in_part().decoded.pixels[moved.peak_y, moved.peak_x].tolist()
         assert red > 150 > green

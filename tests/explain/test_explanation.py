@@ -74,7 +74,8 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
 
 
 def _flaw(**place: int) -> MarkedRegion:
-    return MarkedRegion(**place, area=4, peak_score=3, width_uncertainty=10, height_uncertainty=10)
+    patch = {"width_uncertainty": 10, "height_uncertainty": 10}
+    return MarkedRegion(**place, **patch, area=4, peak_score=3, length=2, thickness=2)
 
 
 def test_a_flaw_between_two_patches_has_the_nearer_one() -> None:

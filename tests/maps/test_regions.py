@@ -58,6 +58,8 @@ def _expected_regions(scores: np.ndarray, mask: np.ndarray) -> set[MarkedRegion]
                 int(y),
                 width_uncertainty=1.0,
                 height_uncertainty=1.0,
+                length=0.0,
+                thickness=0.0,
             )
         )
     assert len(expected) == count
