@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -19,11 +18,9 @@ from anomaly.config.schema import Config
 from anomaly.errors import ImageError, needs_training
 from anomaly.evaluation.recalibrate import recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
-from anomaly.scoring import predictor
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.predictor import AnyModel
-from anomaly.storage import load as product_folder
+from anomaly.storage.load import load_model
 from anomaly.storage.save import save
 
 if TYPE_CHECKING:
@@ -43,10 +40,63 @@ def _extra_train(what: str) -> Iterator[None]:
         raise needs_training(what, error) from None
 
 
-class _Scoring:
-    """Scores images by a model, or by a set of them."""
+@dataclass(frozen=True, eq=False)
+class AnomalyDetector:
+    """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
 
-    model: AnyModel
+    Nothing in it changes: `calibrate` and `update` return another one.
+
+    Attributes:
+        model: its stages, and how they were made.
+    """
+
+    model: Model
+
+    def __repr__(self) -> str:
+        config, manifest = self.model.config, self.model.manifest
+        images = f"{len(manifest.get('training_images', ()))} good images"
+        about = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
+        return f"<AnomalyDetector {self.name}: {about}>"
+
+    @property
+    def name(self) -> str:
+        """The model's name in its config."""
+        return self.model.name
+
+    @property
+    def method(self) -> str:
+        """The method's name in the literature."""
+        return self.model.method
+
+    @property
+    def unit(self) -> str:
+        """Name of the score's unit, for people."""
+        return self.model.unit
+
+    @property
+    def config(self) -> Config:
+        """All settings."""
+        return self.model.config
+
+    @property
+    def thresholds(self) -> Thresholds | None:
+        """Where good ends; None where there were no good images to find that with."""
+        return self.model.thresholds
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """What the model folder says, or will say, of how the model was made."""
+        return self.model.manifest
+
+    @property
+    def model_id(self) -> str:
+        """Names the model in a folder; empty for one that hasn't been saved."""
+        return self.model.model_id
+
+    @property
+    def folder(self) -> Path | None:
+        """The model folder that it was loaded from; None where there is none."""
+        return self.model.folder
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
@@ -138,65 +188,6 @@ class _Scoring:
                 on_error(image, ImageError(result.reason, result.status))
             else:
                 log.warning("skipped: %s", result.reason)
-
-
-@dataclass(frozen=True, eq=False)
-class AnomalyDetector(_Scoring):
-    """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
-
-    Nothing in it changes: `calibrate` and `update` return another one.
-
-    Attributes:
-        model: its stages, and how they were made.
-    """
-
-    model: Model
-
-    def __repr__(self) -> str:
-        config, manifest = self.model.config, self.model.manifest
-        images = f"{len(manifest.get('training_images', ()))} good images"
-        about = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
-        return f"<AnomalyDetector {self.name}: {about}>"
-
-    @property
-    def name(self) -> str:
-        """The model's name in its config."""
-        return self.model.name
-
-    @property
-    def method(self) -> str:
-        """The method's name in the literature."""
-        return self.model.method
-
-    @property
-    def unit(self) -> str:
-        """Name of the score's unit, for people."""
-        return self.model.unit
-
-    @property
-    def config(self) -> Config:
-        """All settings."""
-        return self.model.config
-
-    @property
-    def thresholds(self) -> Thresholds | None:
-        """Where good ends; None where there were no good images to find that with."""
-        return self.model.thresholds
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        """What the model folder says, or will say, of how the model was made."""
-        return self.model.manifest
-
-    @property
-    def model_id(self) -> str:
-        """Names the model in a folder; empty for one that hasn't been saved."""
-        return self.model.model_id
-
-    @property
-    def folder(self) -> Path | None:
-        """The model folder that it was loaded from; None where there is none."""
-        return self.model.folder
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> str:
         """Write the model folder; it appears under its name complete, or not at all.
@@ -339,72 +330,23 @@ class AnomalyDetector(_Scoring):
         return explained(self.model, given.source(image), *([] if good is None else [good]))
 
 
-@dataclass(frozen=True, eq=False)
-class ProductSet(_Scoring):
-    """Detectors of several products, as `anomaly.load` reads them. Threads may share it.
-
-    An image goes through the backbone once. It is recognised as one of the products by its mean
-    embedding, unless `given` names the product, and that product's model scores it.
-
-    Attributes:
-        model: the products' models.
-    """
-
-    model: predictor.ProductSet
-
-    def __repr__(self) -> str:
-        return repr(self.model)
-
-    @cached_property
-    def products(self) -> Mapping[str, AnomalyDetector]:
-        """The detectors by product."""
-        return {name: AnomalyDetector(one) for name, one in self.model.products.items()}
-
-    @property
-    def model_id(self) -> str:
-        """The set's id: 16 digits from the models' names and ids."""
-        return self.model.model_id
-
-    def given(self, product: str) -> ProductSet:
-        """The same detectors, for images that all show one product.
-
-        An image that looks like another of the products is for review.
-
-        Args:
-            product: a key of `products`.
-
-        Raises:
-            ModelError: there is no such product.
-        """
-        return replace(self, model=self.model.given(product))
-
-
 def load(
     folder: str | Path,
     device: str | torch.device = "auto",
     precision: str | None = None,
-    product: str | None = None,
-) -> AnomalyDetector | ProductSet:
-    """Read a model folder, or a folder that holds a run for each of several products.
-
-    Every file is checked against its manifest.
+) -> AnomalyDetector:
+    """Read a model folder, checking every file against the manifest.
 
     Args:
-        folder: the model folder, the run that holds it as `model/`, or the folder of the runs.
+        folder: the model folder, or the run that holds it as `model/`.
         device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
             `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
-        product: that all images show, one of several; None recognises each image's.
-
-    Returns:
-        An `AnomalyDetector` of one model; a `ProductSet` of several, with the same methods.
 
     Raises:
         AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
             torch isn't installed.
         ModelError: no model there, made by something else, or a file is missing, changed or
-            doesn't belong; there is no such product; or the products' models can't share one
-            network, or nothing tells images of theirs apart.
+            doesn't belong.
     """
-    model = product_folder.load(folder, device, precision, product)
-    return AnomalyDetector(model) if isinstance(model, Model) else ProductSet(model)
+    return AnomalyDetector(load_model(folder, device, precision))

@@ -12,7 +12,7 @@ from typing import Any
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.datasets.masks import strays
-from anomaly.detector import AnomalyDetector, ProductSet
+from anomaly.detector import AnomalyDetector
 from anomaly.errors import DataError
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.methods.base import Progress
@@ -39,7 +39,7 @@ class EvaluationResult(Category):
 
 
 def evaluate(
-    detector: AnomalyDetector | ProductSet,
+    detector: AnomalyDetector,
     data: Dataset | Config | Iterable[Sample] | None = None,
     *,
     workers: int = 2,
@@ -50,7 +50,7 @@ def evaluate(
     Nothing is tuned here: the detector and its thresholds stay as they are.
 
     Args:
-        detector: trained, of one product.
+        detector: a trained one.
         data: what to test with: a data set's test split (`anomaly.open_dataset`), that of the data
             set which a config's `data` names, samples of your own, or None for the data set that
             the detector was trained on, where its run remembers that. Images that it has learned
@@ -63,14 +63,8 @@ def evaluate(
         and `report(folder)`.
 
     Raises:
-        DataError: it isn't one product's detector, there are no images, or a mask doesn't fit its
-            image.
+        DataError: there are no images, or a mask doesn't fit its image.
     """
-    if isinstance(detector, ProductSet):
-        raise DataError(
-            "one product's detector is evaluated at a time; of a set of products give "
-            "products.products[name]"
-        )
     model = detector.model
     mask_above = model.config.data.mask_above
     if data is None:

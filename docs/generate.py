@@ -48,7 +48,6 @@ IN_PRODUCTION = {
 }
 MORE = {
     "data.format": "own-data.md#data-sets",
-    "data.category": "own-data.md#several-products",
     "image.bit_depth": "own-data.md#kinds-of-file",
     "image.region": "own-data.md#where-to-look",
     "image.ignore": "own-data.md#where-to-look",

@@ -85,24 +85,6 @@ def write_product(root: Path, n_train: int = 12) -> Path:
     return root
 
 
-def write_stripes(root: Path, n_train: int = 12) -> Path:
-    """Another product, which looks like no disc: 96×120 pictures of bright stripes."""
-    for i in range(n_train + 3):
-        rng = np.random.default_rng(1000 + i)
-        picture = np.full((96, 120, 3), 90, dtype=np.float64)
-        picture[:, (np.arange(120) // 6 + i) % 2 == 0] = (60, 190, 220)
-        picture = np.clip(picture + rng.normal(0, 6, picture.shape), 0, 255)
-        split = "train" if i < n_train else "test"
-        file = root / split / "good" / f"{i:03}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        cv2.imwrite(str(file), picture.astype(np.uint8))
-        if split == "test":
-            picture[20:30, 50:60] = (30, 30, 220)
-            (root / "test" / "spot").mkdir(exist_ok=True)
-            cv2.imwrite(str(root / "test" / "spot" / file.name), picture.astype(np.uint8))
-    return root
-
-
 def result_files(folder: Path) -> dict[str, bytes]:
     """What `infer` has written, but for when it did so and how long that took."""
     from anomaly.files.tables import csv_rows, csv_text
@@ -175,13 +157,6 @@ def product(made_once: MadeOnce) -> Path:
     return made_once("data/disc", write_product)
 
 
-@pytest.fixture(scope="session")
-def two_products(made_once: MadeOnce) -> Path:
-    """The folder of two products, `disc` and `stripes`; read only."""
-    made_once("products/disc", write_product)
-    return made_once("products/stripes", write_stripes).parent
-
-
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs a command in this process; returns (exit code, stdout, stderr)."""
@@ -219,22 +194,6 @@ def train_arguments(product: Path, output: Path, *overrides: str) -> list[object
 def run_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained PatchCore run; read only."""
     return made_once("runs/disc", partial(train, product, "model.kind=patchcore"))
-
-
-def train_products_arguments(root: Path, output: Path, *overrides: str) -> list[object]:
-    """Arguments of `train` for the two products below a folder."""
-    listed = (f"data.root={root}", "data.category=[disc, stripes]", "name=both")
-    return train_arguments(root / "disc", output, *listed, *overrides)
-
-
-@pytest.fixture(scope="session")
-def product_runs(two_products: Path, made_once: MadeOnce) -> Path:
-    """Trained PatchCore runs of both products in one folder; read only."""
-
-    def train(runs: Path) -> None:
-        run_command("train", train_products_arguments(two_products, runs))
-
-    return made_once("product_runs/both", train)
 
 
 @pytest.fixture(scope="session")

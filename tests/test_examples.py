@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, write_part
+from conftest import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
@@ -33,21 +33,6 @@ def test_a_camera_judges_each_frame_and_keeps_what_is_not_good(elsewhere: Path) 
     assert counts["good"] > 0
     with pytest.raises(SystemExit, match="no camera or video"):
         camera.inspect(None, "nothing.avi", elsewhere)
-
-
-@pytest.mark.slow
-def test_several_products_and_one_that_cannot_be_used(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    products = importlib.import_module("several_products")
-    for i in range(6):
-        write_part(elsewhere / "all" / "ring" / "good" / f"{i}.png", seed=i)
-    write_part(elsewhere / "all" / "ring" / "defect" / "0.png", seed=99, mark=(30, 40))
-    (elsewhere / "all" / "empty").mkdir()
-    found = products.main(["all"])
-    assert found == {"ring": 1.0}
-    assert "empty" in capsys.readouterr().out
-    assert next((elsewhere / "products" / "ring").rglob("report.html")).is_file()
 
 
 @pytest.mark.slow

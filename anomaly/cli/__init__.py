@@ -157,10 +157,10 @@ def _check_paths(options: argparse.Namespace) -> None:
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
     if model is not None:
-        from anomaly.storage.folder import find_model, find_products
+        from anomaly.storage.folder import find_model, find_runs
 
-        several = options.command in ("evaluate", "infer")
-        find_products(model) if several else find_model(model)
+        several = options.command == "evaluate" and not (options.good or options.defects)
+        find_runs(model) if several else find_model(model)
     if isinstance(config, list):
         config = config[0] if len(config) == 1 else None
     if isinstance(config, str):

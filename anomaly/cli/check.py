@@ -12,7 +12,7 @@ from pathlib import Path
 
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
-from anomaly.config.schema import Config, by_product
+from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
@@ -35,25 +35,30 @@ _HEADINGS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check one data set, or each of several products.
+    """Check a data set.
 
     Returns:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
     config = load_config(options.config, options.overrides)
-    several = by_product(config)
-    checked = [_check_data_set(each) for each in (several.values() or [config])]
+    data = config.data
+    dataset = open_dataset(data.format, data.root, data.category)
+    with ProgressLine() as progress:
+        report = check(
+            dataset,
+            reading_of(config),
+            one_grid=config.one_aspect,
+            workers=cores(),
+            progress=partial(progress, "reading"),
+        )
+    folder = str(dataset.folder)
     if options.json:
-        values = [{"folder": folder} | asdict(report) for folder, report in checked]
-        print(json.dumps(values if several else values[0], indent=2, ensure_ascii=False))
+        print(json.dumps({"folder": folder} | asdict(report), indent=2, ensure_ascii=False))
     else:
-        shown = None if options.all else _SHOWN
-        texts = ["\n".join(_as_text(report, folder, shown)) for folder, report in checked]
-        print("\n\n".join(texts))
-    reports = [report for _, report in checked]
-    if any(report.has(Severity.WRONG) for report in reports):
+        print("\n".join(_as_text(report, folder, None if options.all else _SHOWN)))
+    if report.has(Severity.WRONG):
         return 2
-    return 3 if any(report.has(Severity.UNUSABLE) for report in reports) else 0
+    return 3 if report.has(Severity.UNUSABLE) else 0
 
 
 def reading_of(config: Config) -> Reading:
@@ -67,21 +72,6 @@ def reading_of(config: Config) -> Reading:
         image.tile is not None,
         image.align != "none",
     )
-
-
-def _check_data_set(config: Config) -> tuple[str, DataReport]:
-    """A data set's folder, and the report on it."""
-    data = config.data
-    dataset = open_dataset(data.format, data.root, data.category)
-    with ProgressLine() as progress:
-        report = check(
-            dataset,
-            reading_of(config),
-            one_grid=config.one_aspect,
-            workers=cores(),
-            progress=partial(progress, "reading"),
-        )
-    return str(dataset.folder), report
 
 
 def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:

@@ -15,7 +15,7 @@ from anomaly.errors import AnomalyError, ModelError
 from anomaly.runtime.devices import CPU, device_of
 from anomaly.runtime.parallel import cores, cpu_quota, use_threads
 from anomaly.storage.exported import is_exported
-from anomaly.storage.folder import find_products
+from anomaly.storage.folder import find_runs
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +138,5 @@ def device_and_threads(
 
 def _is_exported(folder: Path) -> bool:
     with suppress(ModelError):  # said where it is loaded
-        places = find_products(folder).values() or (folder, folder / "model")
-        return any(map(is_exported, places))
+        return any(is_exported(run) or is_exported(run / "model") for run in find_runs(folder))
     return False

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +14,6 @@ from typing import TYPE_CHECKING
 from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.train import TrainOptions, trained_run
-from anomaly.config.load import load_config
-from anomaly.config.schema import by_product
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
@@ -25,9 +22,8 @@ from anomaly.files.outputs import locked
 from anomaly.report.category import Category, evaluated
 from anomaly.report.index import EvaluationFolder, Failure
 from anomaly.report.tables import at_thresholds, flattered, table, undefined
-from anomaly.scoring.image_statistics import nearest
-from anomaly.storage.folder import find_products
-from anomaly.storage.load import load_model, training_statistics
+from anomaly.storage.folder import find_runs
+from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
     import torch
@@ -49,33 +45,15 @@ def run(options: argparse.Namespace) -> int:
             "with folders of images"
         )
     if options.good or options.defects:  # before torch is imported, which takes seconds
-        _check_one_product(options.model)
         open_test_images(options.good, options.defects, options.masks)
     with locked(options.output):
         return _run(options)
-
-
-def _check_one_product(folders: Sequence[Path]) -> None:
-    """See that the named images aren't to be those of several products.
-
-    Raises:
-        ConfigError: a folder holds the runs of several.
-    """
-    for folder in folders:
-        with suppress(ModelError):  # said when it is evaluated
-            if len(products := find_products(folder)) > 1:
-                raise ConfigError(
-                    f"{folder} holds several products ({', '.join(products)}), but --good and "
-                    "--defects hold images of one; evaluate one product at a time, e.g. with "
-                    f"--model {folder / next(iter(products))}"
-                )
 
 
 def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failures: list[Failure] = []
-    product_sets: dict[Path, list[Category]] = {}
 
     try:
         device, threads = device_and_threads(options)
@@ -87,85 +65,48 @@ def _run(options: argparse.Namespace) -> int:
                 print(f"{category.name}: {report}")
                 # The pictures are in the report; only the figures are needed from here on.
                 categories.append(replace(category, tiles={}))
-                if source.product:
-                    product_sets.setdefault(Path(outcome.model).parent, []).append(categories[-1])
             except WriteError:  # the others couldn't be written either
                 raise
             except AnomalyError as error:  # the others go on
                 log.error("%s", error)
-                failures.append(Failure(str(source), str(error)))
+                failures.append(Failure(source, str(error)))
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
             folder.finish(categories, failures)
-    for runs, members in product_sets.items():
-        if len(members) > 1:
-            _print_confusions(runs, members)
     return _report(categories, failures, options.output)
 
 
-def _print_confusions(folder: Path, members: Sequence[Category]) -> None:
-    """Say how many test images of each product are taken for another one.
-
-    Args:
-        folder: of the products' runs.
-        members: their evaluations.
-    """
-    try:
-        known = training_statistics(folder)
-    except AnomalyError as error:
-        log.warning("products can't be recognised from images: %s", error)
-        return
-    for category in members:
-        product = Path(category.model).name
-        counts = Counter(nearest(known, look) for look in category.looks.values())
-        others = [f"{count} for {name}" for name, count in counts.items() if name != product]
-        right = f"{counts[product]} of {counts.total()} test images are recognised as it"
-        print(f"{product}: {', '.join([right, *others])}")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What a model to evaluate comes from.
-
-    Attributes:
-        named: a run or model folder, a folder of runs, or a config, as the user named it.
-        product: one of those runs, or of the categories that the config lists; else empty.
-    """
-
-    named: str
-    product: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.named}: {self.product}" if self.product else self.named
-
-
-def _sources(options: argparse.Namespace) -> list[_Source]:
-    """The models that the options name: of a folder of runs or a list of categories, each."""
-    listed: list[_Source] = []
-    for named in map(str, [*(options.model or ()), *(options.config or ())]):
-        products: Iterable[str] = ()
-        with suppress(AnomalyError):  # said when it is evaluated
-            if options.config:
-                products = by_product(load_config(named, options.overrides))
-            else:
-                products = find_products(Path(named))
-        listed += [_Source(named, product) for product in products] or [_Source(named)]
+def _sources(options: argparse.Namespace) -> list[str]:
+    """The configs, or the runs and model folders, that the options name: of a folder all in it."""
+    listed = [*(options.config or ())]
+    for folder in options.model or ():
+        runs = [folder]
+        if not (options.good or options.defects):  # which are images of one model
+            with suppress(ModelError):  # said when it is evaluated
+                runs = find_runs(folder)
+        listed += map(str, runs)
     return listed
 
 
 def _evaluate(
-    source: _Source, options: argparse.Namespace, device: torch.device, threads: int
+    source: str, options: argparse.Namespace, device: torch.device, threads: int
 ) -> Category:
     """Evaluate one model, which is trained first where the options name configs.
+
+    Args:
+        source: a run or model folder, or a config.
+        options: of the command.
+        device: where to compute.
+        threads: decoding processes.
 
     Raises:
         AnomalyError: it can't be trained or evaluated.
     """
-    folder = Path(source.named) / source.product
+    folder = Path(source)
     if options.config:
         train = TrainOptions(device, threads)
-        folder = trained_run(source.named, options.overrides, options.runs, train, source.product)
+        folder = trained_run(source, options.overrides, options.runs, train)
     model = load_model(folder, device)
     samples, data_folder = images_to_test(
         model,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -30,31 +29,25 @@ from anomaly.files.writing import remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.inference.journal import RunJournal, exit_code_of
 from anomaly.inference.outputs import OutputOptions, Outputs, about_model
-from anomaly.inference.rows import counts_of, learned_by, say_counts, say_verdicts
+from anomaly.inference.rows import counts_of, learned_by, say_counts
 from anomaly.inference.run import Predict, infer_files, resumable
 from anomaly.report.gallery import write_gallery
 from anomaly.report.tables import passed_in_evaluation
-from anomaly.scoring.predictor import check_product
-from anomaly.storage.folder import find_model, find_products
-from anomaly.storage.load import load
+from anomaly.storage.folder import find_model
+from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
     from anomaly.cluster.actors import Cluster
     from anomaly.inference.rows import Row
+    from anomaly.scoring.pipeline import Model
     from anomaly.scoring.prediction import Prediction
-    from anomaly.scoring.predictor import AnyModel
 
 log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> int:
     """Score images."""
-    products = find_products(options.model)
-    if options.product is not None:  # before torch is imported, which takes seconds
-        check_product(options.model, products, options.product)
-    elif len(products) == 1:
-        log.log(NOTE, "%s holds one run, %s, which scores all images", options.model, *products)
     check_cluster(options)
     if options.watch and options.ray is not None:
         raise DataError("--ray can't be given with --watch, which scores on this machine")
@@ -80,7 +73,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         ExitStack() as opened,
     ):
         device, _ = device_and_threads(options)
-        model = load(options.model, device, options.precision, options.product)
+        model = load_model(options.model, device, options.precision)
         about = outputs.about(model, found.sha256)
         if is_complete:
             code = exit_code_of(options.output / DONE, about)
@@ -92,8 +85,8 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             outputs.clear(model)
         journal = RunJournal(options.output / JOURNAL, about)
         with resumable(lambda: f"{len(journal.done)} of {total} images are"):
-            judged: dict[str, list[JudgedImage]] = {product: [] for product in model.models}
             learned = learned_by(model)
+            judged: list[JudgedImage] = []
             with ProgressLine() as progress:
                 thumbnails = infer_files(
                     model,
@@ -113,7 +106,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             if is_complete and thumbnails is not None:
                 named = ", ".join(map(str, options.input or [options.list]))
                 page = write_gallery(
-                    model, options.model, named, lambda: rows, options.output, thumbnails, about
+                    model, options.model, named, rows, options.output, thumbnails, about
                 )
             _print_rows(rows, total, options.output, page)
             _print_learned(rows, learned)
@@ -126,15 +119,14 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
 
 
 def _predict_on(
-    cluster: Cluster, options: argparse.Namespace, model: AnyModel, stop: Stopping
+    cluster: Cluster, options: argparse.Namespace, model: Model, stop: Stopping
 ) -> Predict:
     """Have the workers of a cluster score batches."""
     there = annex("cluster.infer")
     job = there.ScoringJob(
         model=options.model.resolve(),
-        device=model.reference_model.device.type,
+        device=model.device.type,
         precision=options.precision,
-        product=options.product,
         threads=cluster.threads,
         about=about_model(model),
     )
@@ -142,44 +134,35 @@ def _predict_on(
     return predict
 
 
-def _judge(
-    learned: Mapping[str, frozenset[str]],
-    judged: Mapping[str, list[JudgedImage]],
-    prediction: Prediction,
-) -> None:
-    """Note what an image that its product's model hasn't learned from says of that model."""
-    if prediction.sha256 not in learned[prediction.product] and prediction.path is not None:
-        judged[prediction.product].append(JudgedImage.of(prediction, prediction.path))
+def _judge(learned: frozenset[str], judged: list[JudgedImage], prediction: Prediction) -> None:
+    """Note what an image that the model hasn't learned from says of the model."""
+    if prediction.sha256 not in learned and prediction.path is not None:
+        judged.append(JudgedImage.of(prediction, prediction.path))
 
 
-def _print_weaknesses(
-    model: AnyModel, options: argparse.Namespace, judged: Mapping[str, list[JudgedImage]]
-) -> None:
-    production = options.input if options.input and len(judged) == 1 else ["FOLDER"]
-    for product, images in judged.items():
-        folder = options.model / product
-        run = Run(model.models[product], folder, training_record(folder), production=production)
-        for line in lines(of_images(run, images), product):
-            log.info(line)
+def _print_weaknesses(model: Model, options: argparse.Namespace, judged: list[JudgedImage]) -> None:
+    production = options.input or ["FOLDER"]
+    run = Run(model, options.model, training_record(options.model), production=production)
+    for line in lines(of_images(run, judged)):
+        log.info(line)
 
 
-def _print_escapes(models: AnyModel, folder: Path) -> None:
-    """Repeat how many defects passed in the newest evaluation that lies in a model's run."""
-    for product, model in models.models.items():
-        run = find_model(folder / product).parent
-        if model.thresholds is None:
-            continue
-        for file in sorted(run.glob("*/scores.csv"), key=lambda f: f.stat().st_mtime, reverse=True):
-            with suppress(OSError, ValueError, KeyError):  # a file of something else
-                text = file.read_text("utf-8", "surrogateescape")
-                if line := passed_in_evaluation(text, model.thresholds):
-                    print(f"{product}: {line}" if product else line)
-                    break
+def _print_escapes(model: Model, folder: Path) -> None:
+    """Repeat how many defects passed in the newest evaluation that lies in the model's run."""
+    if model.thresholds is None:
+        return
+    files = find_model(folder).parent.glob("*/scores.csv")
+    for file in sorted(files, key=lambda f: f.stat().st_mtime, reverse=True):
+        with suppress(OSError, ValueError, KeyError):  # a file of something else
+            text = file.read_text("utf-8", "surrogateescape")
+            if line := passed_in_evaluation(text, model.thresholds):
+                print(line)
+                break
 
 
-def _print_learned(rows: list[Row], learned: Mapping[str, frozenset[str]]) -> None:
+def _print_learned(rows: list[Row], learned: frozenset[str]) -> None:
     """Say how many of the images are the model's own training images."""
-    if known := sum(row.image_sha256 in learned.get(row.product, ()) for row in rows):
+    if known := sum(row.image_sha256 in learned for row in rows):
         print(f"{known} of these images were used to train the model: new images will score higher")
 
 
@@ -201,11 +184,6 @@ def _finish(
 
 def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) -> None:
     print(say_counts(counts_of(rows), total))
-    products = sorted({row.product for row in rows} - {""})
-    for product in products if len(products) > 1 else ():
-        scored = [row for row in rows if row.product == product]
-        verdicts = say_verdicts(counts_of(scored))
-        print(f"  {product}: {len(scored)} images{f': {verdicts}' if verdicts else ''}")
     review = [
         f"review: {row.path}: {row.reason}"
         for row in rows

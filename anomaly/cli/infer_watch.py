@@ -8,9 +8,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
+from anomaly.calibration.production import flagged_line
 from anomaly.cli.common_options import device_and_threads, wanted_threads
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
@@ -27,7 +27,6 @@ from anomaly.inference.rows import (
     Row,
     count_flagged,
     counts_of,
-    flagged_lines,
     learned_by,
     say_counts,
     total_of,
@@ -36,9 +35,9 @@ from anomaly.inference.run import resumable
 from anomaly.inference.watch import WatchJournal, stamp_of, watch
 from anomaly.maps.encoding import Thumbnails
 from anomaly.report.gallery import write_gallery
-from anomaly.scoring.predictor import AnyModel
+from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import MANIFEST, model_id
-from anomaly.storage.load import load
+from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
             log.log(NOTE, say_passed_over(others))
     with Decoders(wanted_threads(options)) as decoders, Stopping() as stop:
         device, _ = device_and_threads(options)
-        model = load(options.model, device, options.precision, options.product)
+        model = load_model(options.model, device, options.precision)
         about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         if not resume:
@@ -63,8 +62,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
         counts = _follow(options, outputs, model, about, decoders, stop, thumbnails)
         page = ""
         if thumbnails is not None:
-            rows = partial(_rows, options.output)
-            named = ", ".join(map(str, options.input))
+            rows, named = _rows(options.output), ", ".join(map(str, options.input))
             file = write_gallery(
                 model, options.model, named, rows, options.output, thumbnails, about
             )
@@ -77,7 +75,7 @@ def run(options: argparse.Namespace, outputs: Outputs) -> int:
 def _follow(
     options: argparse.Namespace,
     outputs: Outputs,
-    model: AnyModel,
+    model: Model,
     about: dict[str, object],
     decoders: Decoders,
     stop: Stopping,
@@ -92,30 +90,33 @@ def _follow(
         OutputError: results can't be written; those that could are kept.
     """
     counts: Counter[str] = Counter()
-    flagged: Counter[tuple[str, bool]] = Counter()
+    flagged: Counter[bool] = Counter()
     learned = learned_by(model)
-    warned: set[str] = set()  # of products, once each
+    limits = model.thresholds
+    promised = None if limits is None else limits.calibration.review.false_rejects
+    is_warned = False
 
     def on_row(finished: Finished) -> None:
+        nonlocal is_warned
         row = finished.row
         counts.update(counts_of([row]))
         flagged.update(count_flagged([row], learned))
         print(_line(row), flush=True)
-        if row.product not in warned:
-            of_product = {key: count for key, count in flagged.items() if key[0] == row.product}
-            for line in flagged_lines(of_product, model, options.model):
-                log.warning(line)
-                warned.add(row.product)
+        if promised is None or is_warned:
+            return
+        if line := flagged_line(flagged[True], flagged.total(), promised, str(options.model)):
+            log.warning(line)
+            is_warned = True
 
     journal = WatchJournal(
         options.output,
         about,
         regions=outputs.options.regions,
-        mm_per_pixel=model.reference_model.config.image.mm_per_pixel,
+        mm_per_pixel=model.config.image.mm_per_pixel,
         seen=on_row,
     )
     outputs.write_scale(model)
-    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{counts['ok']} images are"), journal:
         watch(
@@ -134,27 +135,28 @@ def _follow(
     return counts
 
 
-def _warner_of_changes(model: AnyModel) -> Callable[[], None]:
+def _warner_of_changes(model: Model) -> Callable[[], None]:
     """A function that warns when a folder holds another model than was loaded from it."""
-    current = {m.folder: m.model_id for m in model.models.values() if m.folder is not None}
-    stamps = {folder: stamp_of(folder / MANIFEST) for folder in current}
+    folder, current = model.folder, model.model_id
+    assert folder is not None  # it was loaded
+    known = stamp_of(folder / MANIFEST)
 
     def look() -> None:
-        for folder, known in current.items():
-            stamp = stamp_of(folder / MANIFEST)
-            if stamp in (None, stamps[folder]):
-                continue
-            stamps[folder] = stamp
-            with suppress(OSError):  # replaced once more
-                current[folder] = model_id(folder)
-            if current[folder] != known:
-                log.warning(
-                    "the model in %s has changed to %s. Images are still scored with model %s; "
-                    "to use the new one, stop this and start again with another --output",
-                    folder,
-                    current[folder],
-                    known,
-                )
+        nonlocal current, known
+        stamp = stamp_of(folder / MANIFEST)
+        if stamp in (None, known):
+            return
+        known, before = stamp, current
+        with suppress(OSError):  # replaced once more
+            current = model_id(folder)
+        if current != before:
+            log.warning(
+                "the model in %s has changed to %s. Images are still scored with model %s; "
+                "to use the new one, stop this and start again with another --output",
+                folder,
+                current,
+                model.model_id,
+            )
 
     return look
 
@@ -173,7 +175,6 @@ def _line(row: Row) -> str:
     else:
         text += f"{row.image_score:.4g}"
         text += f" = {row.image_score / row.threshold:.2f} x reject" if row.threshold else ""
-        text += f"  {row.product}" if row.product else ""
         text += f"  {row.path}" + (f": {row.reason}" if row.reason else "")
     return f"{row.time[11:19]} UTC  {visible(text)}"
 

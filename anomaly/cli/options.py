@@ -352,13 +352,7 @@ def _infer(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         required=True,
-        help="the run's folder, or its model/ folder, or a folder of runs, one for each product",
-    )
-    parser.add_argument(
-        "--product",
-        metavar="NAME",
-        help="with a folder of runs: the product that all images show (default: recognised in "
-        "each image)",
+        help="the run's folder, or its model/ folder",
     )
     add_paths(parser, "--input", "image files and folders of them")
     parser.add_argument(

@@ -21,9 +21,9 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.inference.outputs import about_model
 from anomaly.inference.run import Predict
 from anomaly.runtime.parallel import use_threads
+from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.predictor import AnyModel
-from anomaly.storage.load import load
+from anomaly.storage.load import load_model
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class ScoringJob:
         model: model or run folder, as it is on all machines.
         device: `cpu` or `cuda`.
         precision: instead of the model's own; None for that.
-        product: that all images show, where there are models of several; None tells each image's.
         threads: of each worker.
         about: what scores depend on, see `about_model`.
     """
@@ -42,13 +41,12 @@ class ScoringJob:
     model: Path
     device: str
     precision: str | None
-    product: str | None
     threads: int
     about: Mapping[str, object]
 
 
 def predicted_by(cluster: Cluster, job: ScoringJob, stopped: Callable[[], bool]) -> Predict:
-    """Have a cluster's workers score batches, instead of `Predictor.predict_batches`."""
+    """Have a cluster's workers score batches, instead of `Model.predict_batches`."""
 
     def predict(
         batches: Iterable[list[NetworkInput] | UnusableImage],
@@ -83,7 +81,7 @@ class ScoringWorker:
 
     def __init__(self, job: ScoringJob) -> None:
         self._job = job
-        self._model: AnyModel | None = None
+        self._model: Model | None = None
 
     def predict(self, batch: list[NetworkInput]) -> list[Prediction | UnusableImage]:
         """Score a batch, which may be empty.
@@ -95,12 +93,12 @@ class ScoringWorker:
         results = model.predict_batches([batch] if batch else [])
         return [r if isinstance(r, UnusableImage) else replace(r, image=None) for r in results]
 
-    def _load(self) -> AnyModel:
+    def _load(self) -> Model:
         job, host = self._job, socket.gethostname()
         use_threads(job.threads)
         cv2.setNumThreads(1)
         try:
-            model = load(job.model, job.device, job.precision, job.product)
+            model = load_model(job.model, job.device, job.precision)
         except ModelError as error:
             raise ModelError(
                 f"the worker on {host}: {error} (all machines need the model folder)"

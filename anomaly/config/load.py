@@ -94,6 +94,7 @@ _WANTED = {
 
 # Settings, and values of settings, that earlier versions had: what to do instead.
 GONE: dict[str, str] = {
+    "data.category as a list": "train a model for each category",
     "model.arrangement": "leave it out; an image is scored by its patches alone",
     "rules": "use model.smallest_defect for small defects",
     "zones": "use image.region and image.ignore for what counts",
@@ -108,7 +109,8 @@ def explain(error: dict[str, Any]) -> str:
     """What is wrong with a value and what it has to be, from a mistake that pydantic reports."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
-    for name in (key, f"{key}={error['input']}"):
+    value = error["input"]
+    for name in (key, f"{key}={value}", f"{key} as a {type(value).__name__}"):
         if name in GONE:
             return f"{name} is no longer supported; {GONE[name]}"
     if kind in ("extra_forbidden", "invalid_key"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -78,49 +78,6 @@ def readers(key: str) -> list[str]:
     return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
 
-# A product's name becomes that of a folder in the run's, where these mean something else.
-_TAKEN = ("model", "suspects")
-
-
-def _known_categories(value: Any) -> Any:
-    """A category as it is; a list of them only if each can be a folder of its own.
-
-    Raises:
-        ValueError: it can't.
-    """
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list | tuple):
-        raise ValueError(  # noqa: TRY004, pydantic makes its message of a ValueError
-            f"data.category is {value!r}: must be text (put it in quotes), or a list of names, "
-            "e.g. [bottle, hazelnut]"
-        )
-    if not value:
-        raise ValueError("data.category is an empty list; name a category, or leave it out")
-    for name in value:
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"data.category lists {name!r}, which isn't a name (put it in quotes)")
-        if name in _TAKEN or name.startswith(".") or set(name) & set("/\\\0") or len(name) > 100:
-            raise ValueError(
-                f"data.category lists {name!r}, which can't be the name of a folder for its run; "
-                "rename that folder, or train it with a config of its own"
-            )
-    folded = [name.casefold() for name in value]  # not all file systems tell cases apart
-    if twice := [name for name in value if folded.count(name.casefold()) > 1]:
-        raise ValueError(f"data.category lists {twice[-1]!r} twice; name each category once")
-    return tuple(value)
-
-
-Categories: TypeAlias = Annotated[str | tuple[str, ...] | None, BeforeValidator(_known_categories)]
-
-
-def by_product(config: Config) -> dict[str, Config]:
-    """A config for each category that one lists, named after it; empty where it lists none."""
-    products = config.data.category if isinstance(config.data.category, tuple) else ()
-    data = {name: config.data.model_copy(update={"category": name}) for name in products}
-    return {name: config.model_copy(update={"name": name, "data": data[name]}) for name in products}
-
-
 NAMED_DIGITS = 16  # of a file's sha256 that name it in a config
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]
@@ -148,8 +105,8 @@ class DataConfig(_Section):
     """The layout of the folder."""
     root: Path | None = None
     """The folder with the images, or the CSV list; relative to the working directory."""
-    category: Categories = None
-    """A folder in `data.root` that holds the data set; for a list, each gets its own model."""
+    category: str | None = None
+    """A folder in `data.root` that holds the data set."""
     mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
     """Mask values above this are defect."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from anomaly.datasets.by_names import check_inputs
@@ -47,16 +46,13 @@ HOW_TO_GET_MVTEC = (
 )
 
 
-def open_dataset(
-    layout: str, root: str | Path | None, category: str | Sequence[str] | None = None
-) -> Dataset:
+def open_dataset(layout: str, root: str | Path | None, category: str | None = None) -> Dataset:
     """List a data set.
 
     Args:
         layout: a key of `FORMATS`; docs/own-data.md shows what each looks like.
         root: the folder of the data set, or of its categories; with `csv` it may be the list.
-        category: a folder (or list) inside `root`; None for `root` itself. Only one: a list of
-            several, as a config may have it, is refused.
+        category: a folder (or list) inside `root`; None for `root` itself.
 
     Raises:
         DataError: something is missing or may not be looked at, there are no training images, or a
@@ -67,11 +63,6 @@ def open_dataset(
         raise DataError(
             "data.root isn't set: name the folder with your images, "
             "e.g. --set data.root=/path/to/images"
-        )
-    if category is not None and not isinstance(category, str):
-        raise DataError(
-            f"data.category lists several data sets ({', '.join(category)}), but this command "
-            f"takes one; name it, e.g. --set data.category={category[0]}"
         )
     root = Path(root)
     if layout not in FORMATS:

@@ -13,7 +13,6 @@ from anomaly.explain.pictures import RgbImage
 from anomaly.inference.rows import RegionRow
 from anomaly.maps.encoding import jpeg, thumbnail
 from anomaly.maps.heatmap import display
-from anomaly.report.gallery import TITLES
 from anomaly.report.page import (
     command_line,
     figure_html,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from anomaly.explain.score import Explanation
     from anomaly.scoring.prediction import Prediction
 
+_TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
 _PIXELS = 1_000_000  # of a picture
 _REGIONS = 4  # that are numbered, as many as have crops; explanation.json has all
 
@@ -40,7 +40,7 @@ def explanation_html(explanation: Explanation) -> str:
     """The page: verdict, photograph, anomaly map, marked regions, good patches, next steps."""
     prediction = explanation.prediction
     name = prediction.name if prediction.path is None else prediction.path.name
-    title = TITLES.get(prediction.verdict, "No verdict")
+    title = _TITLES.get(prediction.verdict, "No verdict")
     about = f"<bdi>{escape(prediction.name)}</bdi> · explained {utc_now()}"
     lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(prediction))
     content = f"""

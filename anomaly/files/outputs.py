@@ -37,9 +37,7 @@ from anomaly.errors import OutputError, unwritable
 log = logging.getLogger(__name__)
 
 HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
-# Of a run with one model, and of one with models of several products.
-SCALE, SCALES = "heatmap_scale.png", "heatmap_scales"
-PAGE, PAGES = "results.html", "pages"
+SCALE, PAGE = "heatmap_scale.png", "results.html"
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
@@ -49,8 +47,6 @@ _SUFFIXES = {
     HEATMAPS: (".png",),
     MASKS: (".png",),
     MAPS: (".png", ".tiff"),
-    PAGES: (".html",),
-    SCALES: (".png",),
 }
 FOLDERS = tuple(_SUFFIXES)
 # Settings of a run, one of which it has if it was asked to write the folder.
@@ -144,8 +140,6 @@ def _files(folder: Path) -> Iterator[Path]:
 def _may_have_written(folder: Path, name: str) -> bool:
     """Whether a run may have written a folder, as far as its settings are known."""
     try:
-        if name == PAGES:  # of several products
-            return f'href="{PAGES}/'.encode() in (folder / PAGE).read_bytes()
         settings = _SETTINGS.get(name)
         return settings is None or not settings.isdisjoint(_about(folder)["set of outputs"])
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):

@@ -20,7 +20,6 @@ from anomaly.files.outputs import (
     MAPS,
     MASKS,
     SCALE,
-    SCALES,
     WATCHED,
 )
 from anomaly.files.writing import claim, clear, remove_drafts, write
@@ -50,7 +49,7 @@ from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, p
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.scoring.predictor import AnyModel
+    from anomaly.scoring.pipeline import Model
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]
@@ -126,12 +125,12 @@ class Outputs:
         remove_drafts(self.folder, FOLDERS)
         return complete
 
-    def clear(self, model: AnyModel) -> None:
+    def clear(self, model: Model) -> None:
         """Delete an earlier run's files, unless `pictures` raises."""
         self.pictures(model)
         clear(self.folder, INFER)
 
-    def about(self, model: AnyModel, images: str | None = None) -> dict[str, object]:
+    def about(self, model: Model, images: str | None = None) -> dict[str, object]:
         """What the rows of a run depend on.
 
         Args:
@@ -145,11 +144,11 @@ class Outputs:
         outputs = [options.heatmaps, *names, *filter(None, [options.maps])]
         return {**listed, **about_model(model), "set of outputs": outputs}
 
-    def pictures(self, model: AnyModel) -> PictureWriter:
+    def pictures(self, model: Model) -> PictureWriter:
         """The writer of each image's pictures.
 
         Raises:
-            OutputError: a model has no thresholds, which some pictures need.
+            OutputError: the model has no thresholds, which some pictures need.
         """
         options = self.options
         by_thresholds = {
@@ -159,26 +158,23 @@ class Outputs:
             "--heatmap reject": options.heatmaps == "reject",
         }
         needing = [name for name, wanted in by_thresholds.items() if wanted]
-        if needing and any(one.thresholds is None for one in model.models.values()):
+        if needing and model.thresholds is None:
             raise OutputError(
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return PictureWriter(self.folder, options, model.reference_model.unit)
+        return PictureWriter(self.folder, options, model.unit)
 
-    def write_scale(self, model: AnyModel) -> None:
-        """Write the heatmaps' colour bar, once for each model.
+    def write_scale(self, model: Model) -> None:
+        """Write the heatmaps' colour bar.
 
         Raises:
             OutputError: the disk is full or not writable.
         """
-        several = len(model.models) > 1
-        for product, detector in model.models.items():
-            thresholds = detector.thresholds
-            if thresholds is not None and self.options.heatmaps != "none":
-                bar = colour_bar(480, thresholds.pixel, detector.unit, thresholds.review_pixel)
-                place = self.folder / SCALES / f"{product}.png" if several else self.folder / SCALE
-                write(place, encode_png(bar))
+        thresholds = model.thresholds
+        if thresholds is not None and self.options.heatmaps != "none":
+            bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
+            write(self.folder / SCALE, encode_png(bar))
 
     def write_tables(
         self, journal: RunJournal, groups: Mapping[str, str], mm_per_pixel: float | None
@@ -211,14 +207,14 @@ class Outputs:
             write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
 
 
-def about_model(model: AnyModel) -> dict[str, object]:
+def about_model(model: Model) -> dict[str, object]:
     """What scores depend on."""
     return {
         "model": model.model_id,
         "software version": __version__,
-        "device": str(model.reference_model.device),
-        "engine": model.reference_model.extractor.engine,
-        "precision": model.reference_model.extractor.precision,
+        "device": str(model.device),
+        "engine": model.extractor.engine,
+        "precision": model.extractor.precision,
     }
 
 

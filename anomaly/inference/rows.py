@@ -7,24 +7,21 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, get_type_hints
 
-from anomaly.calibration.production import flagged_line
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from _typeshed import DataclassInstance
 
+    from anomaly.scoring.pipeline import Model
     from anomaly.scoring.prediction import Prediction
-    from anomaly.scoring.predictor import AnyModel
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,6 @@ class Row:
         milliseconds: from reading the file until its pictures were on disk, including waiting for
             its batch.
         engine: that computed: `torch`, or the engine that the model was exported for.
-        product: which of several products it was scored as; empty for a single model, and for an
-            image without a score or a given product.
     """
 
     path: str
@@ -74,12 +69,11 @@ class Row:
     time: str = ""
     milliseconds: float | None = None
     engine: str = "torch"
-    product: str = ""
 
 
 def row_of(
     result: Prediction | UnusableImage,
-    model: AnyModel,
+    model: Model,
     path: str,
     begun: float,
     heatmap: str = "",
@@ -88,15 +82,13 @@ def row_of(
 
     Args:
         result: its prediction, or why it is unusable.
-        model: that scored it, or one of its products' models did.
+        model: that scored it.
         path: the image's path in the row.
         begun: start of its scoring, by `time.perf_counter`.
         heatmap: picture, relative to the output folder; empty where there is none.
     """
     scored = None if isinstance(result, UnusableImage) else result
-    product = model.only_product if scored is None else scored.product
-    by = model.models.get(product)
-    limits = None if by is None else by.thresholds
+    limits = model.thresholds
     return Row(
         path=path,
         image_sha256="" if scored is None else scored.sha256,
@@ -107,15 +99,14 @@ def row_of(
         threshold=None if limits is None else limits.image,
         verdict="" if scored is None else scored.verdict,
         heatmap=heatmap,
-        model_id=(by or model).model_id,
+        model_id=model.model_id,
         software_version=__version__,
         threshold_label="" if limits is None else limits.label,
         reason=result.reason,
-        model_name=(by or model).name,
+        model_name=model.name,
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
-        engine=model.reference_model.extractor.engine,
-        product=product,
+        engine=model.extractor.engine,
     )
 
 
@@ -306,48 +297,24 @@ def total_of(counts: Counter[str]) -> int:
     return sum(counts[status] for status in ("ok", *_UNUSABLE))
 
 
-def learned_by(model: AnyModel) -> dict[str, frozenset[str]]:
-    """sha256 of a model's training images, by product."""
-    return {
-        product: frozenset(one.manifest["training_images"].values())
-        for product, one in model.models.items()
-    }
+def learned_by(model: Model) -> frozenset[str]:
+    """sha256 of a model's training images."""
+    return frozenset(model.manifest["training_images"].values())
 
 
-def count_flagged(
-    rows: Iterable[Row], learned: Mapping[str, Collection[str]]
-) -> Counter[tuple[str, bool]]:
-    """Number of images of each product that scores flag (True) or not (False).
+def count_flagged(rows: Iterable[Row], learned: Collection[str]) -> Counter[bool]:
+    """Number of images that scores flag (True) or not (False).
 
     Args:
         rows: of the images; those without a verdict, or for review whatever their score, don't
             count.
-        learned: sha256 of training images, which don't count, by product.
+        learned: sha256 of training images, which don't count.
     """
     return Counter(
-        (row.product, row.verdict != "good")
+        row.verdict != "good"
         for row in rows
-        if row.verdict and not row.reason and row.image_sha256 not in learned.get(row.product, ())
+        if row.verdict and not row.reason and row.image_sha256 not in learned
     )
-
-
-def flagged_lines(
-    counts: Mapping[tuple[str, bool], int], model: AnyModel, folder: Path
-) -> Iterator[str]:
-    """Readable lines for products with more or fewer flagged images than promised.
-
-    Args:
-        counts: see `count_flagged`.
-        model: that scored the images.
-        folder: the model's folder, as given by the user.
-    """
-    for product, one in model.models.items():
-        if one.thresholds is not None:
-            flagged, passed = (counts.get((product, is_flagged), 0) for is_flagged in (True, False))
-            promised = one.thresholds.calibration.review.false_rejects
-            place = str(folder / product)
-            if line := flagged_line(flagged, flagged + passed, promised, place):
-                yield line
 
 
 def say_counts(counts: Counter[str], total: int | None = None) -> str:

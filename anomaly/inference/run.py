@@ -23,10 +23,10 @@ from anomaly.inference.rows import Row, row_of
 from anomaly.maps.encoding import Thumbnails
 from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
+from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.predictor import AnyModel
 
-# Scores batches, as `Predictor.predict_batches` does.
+# Scores batches, as `Model.predict_batches` does.
 Predict: TypeAlias = Callable[
     [Iterable[list[NetworkInput] | UnusableImage]], Iterator[Prediction | UnusableImage]
 ]
@@ -51,7 +51,7 @@ class Inputs:
 
 
 def infer(
-    model: AnyModel,
+    model: Model,
     inputs: Inputs,
     record: Record,
     decoders: Decoders,
@@ -86,7 +86,7 @@ def infer(
 
 
 def infer_files(
-    model: AnyModel,
+    model: Model,
     found: Found,
     folders: Sequence[Path],
     outputs: Outputs,
@@ -121,7 +121,7 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
-    decoders.begin(Task(model.reference_model.loading, outputs.pictures(model)))
+    decoders.begin(Task(model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
         with journal:
@@ -142,7 +142,7 @@ def infer_files(
     finally:
         # Keep the existing rows, whatever stopped the run.
         try:
-            mm_per_pixel = model.reference_model.config.image.mm_per_pixel
+            mm_per_pixel = model.config.image.mm_per_pixel
             outputs.write_tables(journal, found.groups, mm_per_pixel)
         except OutputError as error:
             failure = failure or error
@@ -175,7 +175,7 @@ _Scored: TypeAlias = tuple[Prediction, RenderOptions, Future[RenderResult | Unus
 class _Run:
     """A run in progress: the arguments of `infer`, and unfinished images."""
 
-    model: AnyModel
+    model: Model
     inputs: Inputs
     record: Record
     decoders: Decoders

@@ -20,7 +20,7 @@ from anomaly.inference.outputs import DEFAULTS, OutputOptions, picture_exists
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.encoding import Thumbnails
-from anomaly.scoring.predictor import AnyModel
+from anomaly.scoring.pipeline import Model
 
 _POLL_SECONDS = 0.5
 # Largest share of the time for listing the folders.
@@ -196,7 +196,7 @@ class WatchJournal(Journal):
 
 
 def watch(
-    model: AnyModel,
+    model: Model,
     folders: list[Path],
     output: Path,
     journal: WatchJournal,

@@ -17,7 +17,7 @@ from anomaly.errors import AnomalyError, OutputError, visible
 from anomaly.files.outputs import locked_file
 from anomaly.line.record import Keeping, Record
 from anomaly.line.sinks import Mqtt, Sink, Webhook
-from anomaly.storage.folder import find_models, product_folders
+from anomaly.storage.folder import find_models
 
 TOKEN_VARIABLE = "ANOMALY_TOKEN"
 SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
@@ -32,12 +32,6 @@ def run(options: argparse.Namespace) -> int:
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
-    for name in product_folders(options.models):
-        log.warning(
-            "%s holds runs, which aren't served; to serve them, give --models %s",
-            options.models / name,
-            options.models / name,
-        )
     with locked_file(record), Stopping() as stop:
         # FastAPI and uvicorn are optional: `_check` has checked that they are installed.
         from anomaly.line.guard import Limits

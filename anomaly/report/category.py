@@ -26,7 +26,6 @@ from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import utc_now
 from anomaly.scoring.build import to_dict
-from anomaly.scoring.image_statistics import ImageStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import find_model
@@ -57,7 +56,6 @@ class Category:
         date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
-        looks: what each image that was scored is like as a whole, by its place.
         weaknesses: what to mend, the most important first.
     """
 
@@ -75,7 +73,6 @@ class Category:
     date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
-    looks: Mapping[int, ImageStatistics] = field(default_factory=dict)
     weaknesses: tuple[Weakness, ...] = ()
 
     def __repr__(self) -> str:
@@ -143,11 +140,9 @@ def evaluated(
     """
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
-    looks: dict[int, ImageStatistics] = {}
     judged: list[JudgedImage] = []
 
     def take(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
-        looks[prediction.index] = prediction.statistics
         judged.append(_judged(prediction, sample, mask))
         tiles.add(prediction, anomaly_map, mask)
 
@@ -180,7 +175,6 @@ def evaluated(
         date=utc_now(),
         seconds=seconds,
         tiles=pictures,
-        looks=looks,
         weaknesses=of_images(run, judged),
     )
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import base64
 import heapq
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,15 +19,15 @@ import numpy as np
 
 from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError
-from anomaly.files.outputs import PAGE, PAGES
+from anomaly.files.outputs import PAGE
 from anomaly.files.writing import write
 from anomaly.imaging.read import read_image
-from anomaly.inference.rows import Row, counts_of, say_counts, total_of
+from anomaly.inference.rows import Row, learned_by
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.document import model_page, promise_shown
-from anomaly.report.page import row_html, table_html, table_page, utc_now
+from anomaly.report.page import utc_now
 from anomaly.scoring.build import flatten, to_dict
-from anomaly.scoring.predictor import AnyModel
+from anomaly.scoring.pipeline import Model
 
 NAMED = 200  # images named that couldn't be scored
 
@@ -49,7 +47,6 @@ class Run:
         settings: the model's config as plain values.
         facts: what else there is to say, by name.
         learned: sha256 of the images that the model was learned from.
-        up: the way from the page to the folder that its heatmaps are relative to.
     """
 
     name: str
@@ -62,29 +59,24 @@ class Run:
     settings: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     learned: frozenset[str] = frozenset()
-    up: str = ""
 
 
 def write_gallery(
-    model: AnyModel,
+    model: Model,
     folder: Path,
     inputs: str,
-    rows: Callable[[], Iterable[Row]],
+    rows: Iterable[Row],
     output: Path,
     thumbnails: Thumbnails,
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write results.html into the folder of a run; of several products, a page for each in pages/.
-
-    Scores of several products have no common scale, so that no histogram holds them all, and
-    results.html leads to their pages. What couldn't be scored is on each: nobody knows what it
-    shows.
+    """Write results.html into the folder of a run.
 
     Args:
         model: that has scored the images.
         folder: of the model, as the user named it.
         inputs: what was scored, as the user named it.
-        rows: gives one row for each image; called for each page.
+        rows: one for each image, in any number: they are gone through once.
         output: the run's folder.
         thumbnails: what the run has drawn small.
         facts: what else there is to say, by name.
@@ -95,26 +87,19 @@ def write_gallery(
     Raises:
         OutputError: no room, no permission.
     """
-    several = len(model.models) > 1
-    for product, detector in model.models.items():
-        run = Run(
-            name=detector.config.name,
-            method=detector.method,
-            unit=detector.unit,
-            thresholds=detector.thresholds,
-            model=str(folder / product),
-            model_id=detector.model_id,
-            inputs=inputs,
-            settings=to_dict(detector.config),
-            facts=facts,
-            learned=frozenset(detector.manifest["training_images"].values()),
-            up="../" if several else "",
-        )
-        shown = (row for row in rows() if not several or row.product in (product, ""))
-        page = gallery_html(run, shown, output, thumbnails)
-        write(output / PAGES / f"{product}.html" if several else output / PAGE, page)
-    if several:
-        write(output / PAGE, product_index(model.models, inputs, rows()))
+    run = Run(
+        name=model.name,
+        method=model.method,
+        unit=model.unit,
+        thresholds=model.thresholds,
+        model=str(folder),
+        model_id=model.model_id,
+        inputs=inputs,
+        settings=to_dict(model.config),
+        facts=facts,
+        learned=learned_by(model),
+    )
+    write(output / PAGE, gallery_html(run, rows, output, thumbnails))
     return output / PAGE
 
 
@@ -134,7 +119,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
     )
-    images = [_image(row, output, thumbnails, run.up) for _, row in sorted(shown)]
+    images = [_image(row, output, thumbnails) for _, row in sorted(shown)]
     scored = len(tally.scores) + tally.odd
     total = scored + tally.refused
     left_out = ""
@@ -199,7 +184,7 @@ def _encoded(scores: array[float]) -> str:
     return base64.b64encode(np.sort(np.frombuffer(scores, "<f8")).tobytes()).decode()
 
 
-def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str, Any]:
+def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
     small = thumbnails.get(row.heatmap)
     if small is None and row.heatmap:
         small = _picture(output / row.heatmap, thumbnails.pixels)
@@ -213,7 +198,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails, up: str) -> dict[str,
         "size": small and small.size,
         "source": small and small.source,
         "photo": base64.b64encode(small.photo).decode() if small else "",
-        "link": row.heatmap and up + quote(row.heatmap, errors="surrogateescape"),
+        "link": row.heatmap and quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }
 
@@ -224,35 +209,3 @@ def _picture(file: Path, pixels: int) -> Thumbnail | None:
         return thumbnail(read_image(file).pixels, pixels)
     except ImageError:
         return None
-
-
-TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
-
-
-def product_index(products: Iterable[str], inputs: str, rows: Iterable[Row]) -> str:
-    """The page over the products' pages.
-
-    Args:
-        products: by name, in order; each has a page.
-        inputs: what was scored, as the user named it.
-        rows: one for each image; those without a product couldn't be scored.
-    """
-    counts: dict[str, Counter[str]] = {product: Counter() for product in ["", *products]}
-    for row in rows:
-        counts[row.product] += counts_of([row])
-    without = counts.pop("")
-    everything = sum(counts.values(), without)
-    refused = ""
-    if missed := total_of(without) - without["ok"]:
-        refused = f"{missed} couldn't be scored: each page names them. "
-    about = f"<bdi>{escape(inputs)}</bdi> · {escape(say_counts(everything))} · {utc_now()}"
-    rows_of_products = [_product_row(product, tally) for product, tally in counts.items()]
-    content = f"""{table_html(["Product", "Images", *TITLES.values()], rows_of_products)}
-<p class="soft small">{refused}Scores of several products have no common scale, so that each has
-a page of its own. results.csv has a row for each image.</p>"""
-    return table_page(f"Products – {inputs}", "Products", about, content)
-
-
-def _product_row(product: str, counts: Counter[str]) -> str:
-    link = f'<a href="{PAGES}/{quote(product)}.html"><bdi>{escape(product)}</bdi></a>'
-    return row_html(link, [counts["ok"], *(counts[verdict] for verdict in TITLES)])

@@ -243,20 +243,15 @@ def flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{key}", value
 
 
-def differences(
-    one: Mapping[str, Any],
-    other: Mapping[str, Any],
-    text: str = "{key} is {one!r} there and {other!r} here",
-) -> list[str]:
-    """The settings that differ, by key.
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The settings that differ, each with both values.
 
     Args:
-        one: flattened settings.
-        other: as well.
-        text: what is said of each, with `{key}`, and the two values as `{one}` and `{other}`.
+        one: flattened settings, of what is there.
+        other: flattened settings, of what is wanted here.
     """
     return [
-        text.format(key=key, one=one.get(key), other=other.get(key))
+        f"{key} is {one.get(key)!r} there and {other.get(key)!r} here"
         for key in {**one, **other}
         if one.get(key) != other.get(key)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -325,21 +325,16 @@ class TrainingStatistics:
         return ""
 
     def _outlying_embedding(self, image: ImageStatistics) -> str:
-        away = float(self._standardised(image.mean_embedding() - self.mean, self.variance))
-        if away > FARTHER * self.seen_distance and self.distance(image) > LEAST_DISTANCE:
+        apart = image.mean_embedding() - self.mean
+        away = float(self._standardised(apart, self.variance))
+        in_spreads = float(_root_mean_square(apart)) / self.spread
+        if away > FARTHER * self.seen_distance and in_spreads > LEAST_DISTANCE:
             return (
                 f"the image as a whole lies at distance {away:.2g} from the training images, which "
                 f"lie at most {self.seen_distance:.2g} from each other (another product, or turned "
                 "or cropped differently?)"
             )
         return ""
-
-    def distance(self, image: ImageStatistics) -> float:
-        """How far an image's mean embedding is from the training images', in spreads.
-
-        In one unit for all products behind one network.
-        """
-        return float(_root_mean_square(image.mean_embedding() - self.mean)) / self.spread
 
     def _standardised(self, apart: Floats, variance: Floats) -> Floats:
         """The root mean square over the channels of differences (…, D) in standard deviations.
@@ -437,11 +432,6 @@ def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     factor = max((high + _DARK) / (low + _DARK), _LEAST_FACTOR[name])
     return low / factor, high * factor
-
-
-def nearest(products: Mapping[str, TrainingStatistics], image: ImageStatistics) -> str:
-    """The product with the nearest training images."""
-    return min(products, key=lambda product: products[product].distance(image))
 
 
 def _mean_embeddings(statistics: Sequence[ImageStatistics]) -> Iterator[Floats]:

@@ -1,24 +1,40 @@
-"""Model: the stages from network inputs to predictions, and how they were made."""
+"""Model: images -> predictions, whole or tile by tile, and how the model was made."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
 
 from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import METHODS, Config
-from anomaly.errors import DataError
-from anomaly.imaging.loading import NetworkInput, Preprocessing
+from anomaly.errors import DataError, ImageError
+from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
+from anomaly.imaging.decoder_pool import Decoders, load_shared
+from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.geometry import Tiling
+from anomaly.imaging.loading import (
+    NetworkInput,
+    Preprocessing,
+    UnusableImage,
+    by_shape,
+    drop_outside_region,
+    to_unusable,
+)
+from anomaly.imaging.read import Image
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores, Scorer
+from anomaly.runtime.devices import check_fork
+from anomaly.runtime.parallel import apply_thread_limit, in_parallel
 from anomaly.scoring.build import loading_of, smallest_area
 from anomaly.scoring.image_score import (
     Piece,
@@ -32,7 +48,6 @@ from anomaly.scoring.image_score import (
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
 from anomaly.scoring.prediction import Patches, Prediction
-from anomaly.scoring.predictor import Predictor
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +57,8 @@ if TYPE_CHECKING:
 
 
 _LEAST_SCORE = 1e-12  # where a power has a gradient
+# Tiles are large: small batches keep what is in memory small.
+_TILES_AT_ONCE = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,18 +77,9 @@ class Embedded:
     statistics: Sequence[ImageStatistics]
     pieces: Sequence[Piece]
 
-    def only(self, places: Sequence[int]) -> Embedded:
-        """The entries at some ascending places."""
-        if len(places) == len(self.statistics):
-            return self
-        rows = list(places)
-        inside = None if self.inside is None else self.inside[rows]
-        statistics = [self.statistics[i] for i in rows]
-        return Embedded(self.embeddings[rows], inside, statistics, [self.pieces[i] for i in rows])
-
 
 @dataclass(frozen=True, eq=False)
-class Model(Predictor):
+class Model:
     """A trained model: backbone, alignment, patch scores, image scores, predictions.
 
     Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
@@ -117,23 +125,6 @@ class Model(Predictor):
         network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
         about = f"{self.method} on {network}, {count} good images, {self.device.type}"
         return f"<Model {self.config.name}: {about}>"
-
-    @property
-    def models(self) -> Mapping[str, Model]:
-        """The models that may score an image, by product: this one alone, by an empty name."""
-        return {"": self}
-
-    def product_of(self, statistics: ImageStatistics) -> tuple[str, str]:
-        """The product that an image shows: a single model has one, which needs no name.
-
-        Args:
-            statistics: of the image as a whole.
-
-        Returns:
-            An empty name; and why a person has to look at the image, whatever its score, empty
-            where there is no reason.
-        """
-        return "", self.review_reason(statistics)
 
     @property
     def name(self) -> str:
@@ -206,6 +197,151 @@ class Model(Predictor):
 
         return Embedder(self.extractor, self.normalise, self.scorer.align, self.device)
 
+    @property
+    def batch_size(self) -> int:
+        """Default number of images computed together."""
+        return self.embedder.max_batch_size(self.config.batch_size)
+
+    def array_format(
+        self,
+        channels: Channels = "rgb",
+        full_scale: float | None = None,
+        layout: AxisOrder | None = None,
+    ) -> ArrayFormat:
+        """The format of arrays; the config fills in what isn't given."""
+        image = self.config.image
+        return ArrayFormat(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+
+    def predict(
+        self, images: ImageLike | Iterable[ImageLike], given: ArrayFormat | None = None
+    ) -> Prediction | list[Prediction]:
+        """Score one image, or several; see `anomaly.AnomalyDetector.predict`.
+
+        Raises:
+            ImageError: an image can't be used; says which and why.
+        """
+        if is_one(images):
+            (prediction,) = map(_usable, self.results([images], given))
+            return prediction
+        results = self.results(cast(Iterable[ImageLike], images), given)
+        return sorted(map(_usable, results), key=lambda prediction: prediction.index)
+
+    def results(
+        self, images: Iterable[ImageLike], given: ArrayFormat | None = None
+    ) -> Iterator[Prediction | UnusableImage]:
+        """Results of images; unusable images have one too.
+
+        Args:
+            images: files, arrays, PIL images or tensors; read only a few batches ahead of what
+                is yielded.
+            given: what arrays among them are; by default RGB of the dtype's full scale.
+
+        Yields:
+            One result for each image, `UnusableImage` for those that can't be used; in another
+            order than the images', as `index` tells.
+        """
+        given = given or self.array_format()
+        loaded = self.fitting(load_shared(sources(images, given), self.loading))
+        return self.predict_batches(by_shape(loaded, self.batch_size))
+
+    def score_all(
+        self,
+        images: Sequence[Path | Image],
+        *,
+        batch_size: int | None = None,
+        workers: int = 2,
+        keep_images: bool = False,
+    ) -> Iterator[Prediction | UnusableImage]:
+        """Score images with new decoding processes, and report unusable ones.
+
+        Args:
+            images: files, or pixels that are decoded already.
+            batch_size: images at once; by default the model's.
+            workers: decoding processes.
+            keep_images: whether the predictions are to have the decoded images.
+
+        Yields:
+            One result for each image, `UnusableImage` for those that can't be used. With images of
+            several shapes the order isn't that of `images`; `index` tells.
+        """
+        task = Task(self.loading, keep_image=keep_images)
+        with Decoders(min(workers, len(images)), task) as decoders:
+            loaded = self.fitting(decoders.load_all(enumerate(images)))
+            yield from self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
+
+    def fitting(
+        self, items: Iterable[NetworkInput | UnusableImage]
+    ) -> Iterator[NetworkInput | UnusableImage]:
+        """Refuse images whose patches all lie outside the region.
+
+        Args:
+            items: loaded images; those refused already pass through.
+        """
+        return drop_outside_region(items, self.embedder.grid, self.region)
+
+    def predict_batches(
+        self, batches: Iterable[list[NetworkInput] | UnusableImage]
+    ) -> Iterator[Prediction | UnusableImage]:
+        """Score loaded images, as `anomaly.imaging.loading.by_shape` gathers them.
+
+        Args:
+            batches: images of one network size each, gathered from what `fitting` lets pass.
+
+        Yields:
+            One result for each image, in the batches' order.
+        """
+        apply_thread_limit()
+        check_fork(self.device)
+        tiled = self.config.image.tile is not None
+        # A large image's tiles go side by side already.
+        together = map if tiled else partial(in_parallel, device=self.device)
+        for results in together(self._attempt, batches):
+            yield from results
+
+    def _attempt(
+        self, batch: list[NetworkInput] | UnusableImage
+    ) -> Sequence[Prediction | UnusableImage]:
+        if isinstance(batch, UnusableImage):
+            return [batch]
+        try:
+            predictions = self.score(batch)
+        except (ImageError, DataError) as error:
+            # A large image that has vanished between two tiles; another grid than PaDiM's.
+            return [to_unusable(item.index, item.name, error) for item in batch]
+        return [p if math.isfinite(p.score) else _without_score(p) for p in predictions]
+
+    def score(self, batch: Sequence[NetworkInput]) -> list[Prediction]:
+        """Score loaded images of one network size, or large images in tiles.
+
+        Raises:
+            DataError: the region to look at holds none of an image's patches, or the scorer
+                doesn't take its grid.
+        """
+        if isinstance(batch[0].view, Tiling):
+            return [self._score_tiles(item) for item in batch]
+        with self.embedder.inference_mode():
+            embedded = self.embedded(batch)
+            scored = self.patches_of(embedded)
+        return list(map(self.prediction, batch, embedded.statistics, *scored))
+
+    def _score_tiles(self, item: NetworkInput) -> Prediction:
+        """Score one large image in tiles."""
+
+        def score(tiles: list[NetworkInput]) -> _ScoredTiles:
+            with self.embedder.inference_mode():
+                embedded = self.embedded(tiles)
+                return tiles, embedded.statistics, *self.patches_of(embedded)
+
+        tiled = _TiledPatches(*(len(pieces) for pieces in item.view.axes))
+        whole: ImageStatistics | None = None
+        batches = item.tiles(min(self.batch_size, _TILES_AT_ONCE))
+        for tiles, statistics, patches, scores in in_parallel(score, batches, self.device):
+            for tile in statistics:
+                whole = tile if whole is None else whole + tile
+            tiled.put(tiles, patches, scores)
+        assert whole is not None
+        return self.prediction(item, whole, tiled.patches, tiled.best)
+
     def embedded(self, batch: Sequence[NetworkInput]) -> Embedded:
         """Embeddings and statistics of images or tiles of one network size.
 
@@ -234,7 +370,6 @@ class Model(Predictor):
         statistics: ImageStatistics,
         patches: Patches,
         score: float,
-        recognised: tuple[str, str],
     ) -> Prediction:
         """The prediction for one image.
 
@@ -243,10 +378,9 @@ class Model(Predictor):
             statistics: of the image as a whole.
             patches: of the image, or of all its tiles together.
             score: as `image_scores_of` gave it; of tiles the highest.
-            recognised: as `product_of` gave it.
         """
         pose = item.view.pose
-        reasons = ("" if pose is None else pose.reason, recognised[1])
+        reasons = ("" if pose is None else pose.reason, self.review_reason(statistics))
         return Prediction(
             index=item.index,
             path=item.path,
@@ -261,7 +395,6 @@ class Model(Predictor):
             loading=self.loading,
             statistics=statistics,
             thresholds=self.thresholds,
-            product=recognised[0],
             reason="; ".join(filter(None, reasons)),
         )
 
@@ -340,3 +473,64 @@ class Model(Predictor):
         maps = network_map(values, size, model.smoothing, inside)
         counted = values if inside is None else xp.where(inside, values, math.nan)
         return image_scores(counted, maps, how, top)
+
+
+def _usable(result: Prediction | UnusableImage) -> Prediction:
+    """The prediction; raises the error of an unusable image."""
+    if isinstance(result, UnusableImage):
+        raise ImageError(result.reason, result.status)
+    return result
+
+
+def _without_score(prediction: Prediction) -> UnusableImage:
+    return UnusableImage(
+        prediction.index,
+        "failed",
+        f"{prediction.name}: its score isn't a finite number, so the model is damaged or numbers "
+        "overflow in its network; try another image, --precision fp32, or train again",
+    )
+
+
+# Tiles, and the statistics, patches and scores of each.
+_ScoredTiles: TypeAlias = tuple[
+    list[NetworkInput], Sequence[ImageStatistics], list[Patches], list[float]
+]
+
+
+class _TiledPatches:
+    """Collects the patches of a large image from its tiles.
+
+    Args:
+        rows: of tiles.
+        columns: of tiles.
+
+    Attributes:
+        best: the highest score of a tile; NaN once one of them is.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._times = (rows, columns)
+        self._patches: Patches | None = None
+        self.best = -math.inf
+
+    @property
+    def patches(self) -> Patches:
+        """The patches of the whole image, after all tiles were added."""
+        assert self._patches is not None
+        return self._patches
+
+    def put(
+        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: list[float]
+    ) -> None:
+        """Fill in some tiles."""
+        self.best = float(np.max([self.best, *scores]))  # NaN stays NaN
+        for tile, part in zip(tiles, patches, strict=True):
+            if self._patches is None:  # all tiles have one grid
+                nearest = None if part.nearest is None else np.tile(part.nearest, self._times)
+                self._patches = Patches(np.tile(part.scores, self._times), nearest)
+            height, width = part.scores.shape
+            row, column = tile.tile
+            here = np.s_[row * height : (row + 1) * height, column * width : (column + 1) * width]
+            self._patches.scores[here] = part.scores
+            if self._patches.nearest is not None and part.nearest is not None:
+                self._patches.nearest[here] = part.nearest

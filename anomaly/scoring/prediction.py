@@ -52,9 +52,7 @@ class Prediction:
         statistics: of the image as a whole.
         thresholds: the model's; None where it has none.
         reason: why a person has to look whatever the score: the image isn't like the training
-            images at all, it is blank, or it looks like another product than the one that was
-            named. Empty where nothing of that is so.
-        product: that it was scored as; empty for a model that isn't one of several.
+            images at all, or it is blank. Empty where nothing of that is so.
     """
 
     index: int
@@ -71,11 +69,10 @@ class Prediction:
     statistics: ImageStatistics
     thresholds: Thresholds | None = None
     reason: str = ""
-    product: str = ""
 
     def __repr__(self) -> str:
         limit = "" if self.thresholds is None else f" (reject above {self.thresholds.image:.4g})"
-        verdict = "".join(f"{word}, " for word in (self.product, self.verdict) if word)
+        verdict = f"{self.verdict}, " if self.verdict else ""
         reason = f"; {self.reason}" if self.reason else ""
         return f"<Prediction of {self.name}: {verdict}score {self.score:.4g}{limit}{reason}>"
 

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -293,33 +293,20 @@ def find_models(folder: Path) -> dict[str, Path]:
     return _models_inside(folder) or {folder.absolute().name: find_model(folder)}
 
 
-def product_folders(folder: Path) -> list[str]:
-    """The subfolders of a folder of runs that hold runs themselves, of several products say."""
-    names = []
-    for entry in [] if _model_at(folder) else _subfolders(folder):
-        with suppress(ModelError):
-            if find_products(entry):
-                names.append(entry.name)
-    return names
-
-
-def find_products(folder: str | Path) -> dict[str, Path]:
-    """The models of a folder that isn't one itself, by product; empty for a model or a run.
-
-    A folder of a single run is that of one product: a config may list one, and others may follow.
+def find_runs(folder: Path) -> list[Path]:
+    """A model folder or run alone; of any other folder the subfolders that are one.
 
     Raises:
         ModelError: there is none, or one lacks its manifest.
     """
-    folder = Path(folder)
-    if _model_at(folder) is None and (models := _models_inside(folder)):
-        return models
+    if _model_at(folder) is None and (inside := _models_inside(folder)):
+        return [folder / name for name in inside]
     find_model(folder)
-    return {}
+    return [folder]
 
 
 def check_run_folder(folder: Path, source: Path | None = None) -> None:
-    """See that a folder may become a run: among runs it would hide them, see `find_products`.
+    """See that a folder may become a run: among runs it would hide them, see `find_runs`.
 
     Args:
         folder: it needn't exist.
@@ -362,7 +349,6 @@ def _models_inside(folder: Path) -> dict[str, Path]:
         ModelError: a subfolder holds other parts of a model, but no manifest.
     """
     models = {entry.name: _model_at(entry) for entry in _subfolders(folder)}
-    # Images of a product that is left out would be scored as those of the others.
     if halves := [name for name, place in models.items() if not place and _is_half(folder / name)]:
         raise ModelError(
             f"{folder / halves[0]} holds parts of a model, but no {MANIFEST} in it or in its "

@@ -1,31 +1,25 @@
-"""Model folders -> models: one, or one for each of several products."""
+"""Model folders -> models."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config, parse_yaml
-from anomaly.config.schema import METHODS, Config
-from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training, some
+from anomaly.config.schema import Config
+from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
 from anomaly.imaging.reference import Reference
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
 from anomaly.scoring.build import (
-    MASKS,
-    differences,
-    flatten,
     region_of,
     scorer_of,
-    to_dict,
 )
-from anomaly.scoring.image_statistics import LEAST_IMAGES, TrainingStatistics
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.predictor import AnyModel, ProductSet, check_product
 from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
 from anomaly.storage.folder import (
     AGAIN,
@@ -36,7 +30,6 @@ from anomaly.storage.folder import (
     STATISTICS,
     check_files,
     find_model,
-    find_products,
     model_id,
     read_manifest,
     read_tensors,
@@ -57,8 +50,6 @@ def load_model(
     folder: str | Path,
     device: str | torch.device = "auto",
     precision: str | None = None,
-    *,
-    like: Model | None = None,
 ) -> Model:
     """Read a model folder, checking every file against the manifest.
 
@@ -67,7 +58,6 @@ def load_model(
         device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
             `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
-        like: a model of the same network, which is then in memory once; None to read it.
 
     Raises:
         AnomalyError: a GPU was asked for and isn't there; or the model isn't an exported one, and
@@ -82,7 +72,7 @@ def load_model(
     chosen = _device(folder, export, device)
     check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
     config = config_in(folder, manifest)
-    source = _Source(folder, manifest, config, chosen, precision, like)
+    source = _Source(folder, manifest, config, chosen, precision)
     # Outside the try: a missing engine is no damage, and training again wouldn't help.
     network = _exported_network(source, export) if export else None
     try:
@@ -178,7 +168,6 @@ class _Source:
     config: Config
     device: torch.device
     precision: str | None
-    like: Model | None
 
 
 def _exported_network(source: _Source, export: dict[str, Any]) -> ExportedNetwork:
@@ -188,8 +177,6 @@ def _exported_network(source: _Source, export: dict[str, Any]) -> ExportedNetwor
             f"{source.folder} was exported in {export['precision']}; to have it in "
             f"{source.precision}, export the model again with --precision {source.precision}"
         )
-    if source.like is not None and isinstance(source.like.extractor, ExportedNetwork):
-        return source.like.extractor
     return open_network(source.folder, source.manifest, export)
 
 
@@ -199,7 +186,7 @@ def _torch_stages(source: _Source) -> dict[str, Any]:
 
     backbone = source.manifest["backbone"]
     return {
-        "extractor": source.like.extractor if source.like else _extractor(source),
+        "extractor": _extractor(source),
         "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
         "scorer": scorer_of(source.config, _tensors(source.folder / SCORER), source.device),
         "device": source.device,
@@ -285,119 +272,3 @@ def _precision(source: _Source) -> str:
             why,
         )
     return chosen
-
-
-def load(
-    folder: str | Path,
-    device: str | torch.device = "auto",
-    precision: str | None = None,
-    product: str | None = None,
-) -> AnyModel:
-    """A folder's `Model`, or the `ProductSet` of a folder of runs; `anomaly.load` says more.
-
-    Raises:
-        AnomalyError: the device, or torch, which the model needs, isn't there.
-        ModelError: no whole model of this version is there, there is no such product, or the
-            products' models can't share one network.
-    """
-    folder = Path(folder)
-    products = find_products(folder)
-    if product is not None:
-        check_product(folder, products, product)
-    if not products:
-        return load_model(folder, device, precision)
-    # Before any network is read: this takes seconds, and its refusal costs nothing.
-    _check_sharing(folder, products, precision)
-    if product is None:
-        _check_recognisable(folder, products)
-    models: dict[str, Any] = {}
-    for name, place in products.items():
-        like = next(iter(models.values()), None)
-        models[name] = load_model(place, device, precision, like=like)
-    return ProductSet(models, product or "", folder)
-
-
-def training_statistics(folder: Path) -> dict[str, TrainingStatistics]:
-    """What the images of each of several products look like, without their networks and scorers.
-
-    Args:
-        folder: of the products' runs.
-
-    Raises:
-        ModelError: as `load`.
-    """
-    products = find_products(folder)
-    _check_sharing(folder, products, None)
-    _check_recognisable(folder, products)
-    return {name: _training_statistics(place) for name, place in products.items()}
-
-
-def _training_statistics(place: Path) -> TrainingStatistics:
-    manifest = read_manifest(place)
-    files = files_of(manifest, read_export(place))
-    check_files(place, {STATISTICS: files[STATISTICS]}, files.keys() - {STATISTICS})
-    return TrainingStatistics.from_tensors(
-        read_tensors(place / STATISTICS), len(manifest["training_images"])
-    )
-
-
-def _check_sharing(folder: Path, products: Mapping[str, Path], precision: str | None) -> None:
-    """See that what one network makes of an image serves the models of all products.
-
-    Raises:
-        ModelError: it doesn't; says what differs between which.
-    """
-    every = {name: _shared(place, precision) for name, place in products.items()}
-    first, *others = every
-    for other in others:
-        text = f"{{key}} is {{one!r:.40}} in {first} and {{other!r:.40}} in {other}"
-        if listed := some(differences(every[first], every[other], text), "; "):
-            raise ModelError(
-                f"the models in {folder} can't share one pass of the network: {listed}. Train "
-                f"them with one config, or score them one by one, with {folder / first} say"
-            )
-
-
-def _shared(place: Path, precision: str | None) -> dict[str, Any]:
-    """All that what a network makes of an image depends on, by name."""
-    manifest, export = read_manifest(place), read_export(place)
-    config = config_in(place, manifest)
-    files = files_of(manifest, export)
-    stem = Path(export["network"]["file"]).stem if export else Path(BACKBONE).stem
-    settings = to_dict(config)
-    every = dict(flatten(settings))
-    # Of equal weights, one model may have been trained before their licence was recorded.
-    backbone = {k: v for k, v in manifest["backbone"].items() if k != "weights_licence"}
-    return {
-        "model.kind": config.model.kind,
-        "the engine": export["engine"] if export else "torch",
-        "precision": precision or (export or manifest["made_with"])["precision"],
-        "the images' aspect": manifest["aspect"],
-        **{f"backbone.{key}": value for key, value in backbone.items()},
-        **{key: every[key] for key in METHODS[config.model.kind].embedded_by},
-        **dict(flatten(settings["image"], "image.")),
-        **{
-            f"the content of {name}": one["sha256"]
-            for name, one in files.items()
-            if Path(name).stem == stem or name in (*MASKS.values(), REFERENCE)
-        },
-    }
-
-
-def _check_recognisable(folder: Path, products: Mapping[str, Path]) -> None:
-    """See that every model knows what its product looks like, where there is more than one.
-
-    Raises:
-        ModelError: one of them doesn't.
-    """
-    lacking = [
-        name
-        for name, place in products.items()
-        if not (place / STATISTICS).is_file()
-        or len(read_manifest(place)["training_images"]) < LEAST_IMAGES
-    ]
-    if lacking and len(products) > 1:
-        raise ModelError(
-            f"{folder}: {', '.join(lacking)} has too few training images to recognise its product; "
-            "name the product of the images (--product, product=)"
-        )

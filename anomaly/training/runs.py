@@ -170,14 +170,13 @@ def training_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") -> None:
+def check_same(run: Path, config: Config, dataset: Dataset) -> None:
     """Refuse a run that was trained with other settings or another data set.
 
     Args:
         run: its folder.
         config: the settings.
         dataset: that the config names.
-        remedy: what to do where it wasn't; by default that of a command with --runs.
 
     Raises:
         ConfigError: it wasn't, or what it was trained with can't be read.
@@ -199,11 +198,8 @@ def check_same(run: Path, config: Config, dataset: Dataset, remedy: str = "") ->
     if different := differences(before, now):
         raise ConfigError(
             f"{run} was trained with other settings ({'; '.join(different)}); "
-            + (
-                remedy
-                or "give another --runs folder, another name (--set name=…), or evaluate it as it "
-                f"is with --model {run}"
-            )
+            "give another --runs folder, another name (--set name=…), or evaluate it as it is "
+            f"with --model {run}"
         )
 
 

@@ -183,12 +183,12 @@ def _poisoning(folder: Path, poison: Path) -> Path:
     (place / "sitecustomize.py").write_text(
         "import sys, os\n"
         "if 'default_worker.py' in ' '.join(sys.argv) or 'ray' in ' '.join(sys.orig_argv):\n"
-        "    from anomaly.scoring.predictor import Predictor\n"
-        "    predict = Predictor.predict_batches\n"
+        "    from anomaly.scoring.pipeline import Model\n"
+        "    predict = Model.predict_batches\n"
         "    def kill(self, batches):\n"
         f"        if any(str(item.path) == {str(poison)!r} for b in batches for item in b):\n"
         "            os.kill(os.getpid(), 9)\n"
         "        return predict(self, batches)\n"
-        "    Predictor.predict_batches = kill\n"
+        "    Model.predict_batches = kill\n"
     )
     return place

@@ -9,7 +9,7 @@ from conftest import REPOSITORY
 from pydantic import BaseModel
 
 from anomaly.config.load import GONE, load_config
-from anomaly.config.schema import METHODS, Config, by_product
+from anomaly.config.schema import METHODS, Config
 from anomaly.errors import AnomalyError, ConfigError
 
 CONFIGS = REPOSITORY / "configs"
@@ -62,18 +62,6 @@ def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
     assert load_config(file, ["model.coreset_ratio=1e-2"]).model.coreset_ratio == 0.01
 
 
-def test_a_list_of_categories_is_a_config_for_each(tmp_path: Path) -> None:
-    file = _write(tmp_path, "name: both\ndata: {category: bottle}\nseed: 3")
-    assert by_product(load_config(file)) == {}
-    config = load_config(file, ["data.category=[bottle, hazelnut]"])
-    assert config.data.category == ("bottle", "hazelnut")
-    alone = by_product(config)
-    assert list(alone) == ["bottle", "hazelnut"]
-    for name, one in alone.items():
-        assert (one.name, one.data.category, one.seed) == (name, name, 3)
-        assert Config.model_validate(one.model_dump()) == one
-
-
 @pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("image", [{}, {"resize": 256}, {"resize": 256, "crop": 224}])
 def test_the_image_score_does_not_hang_on_how_images_are_sized(
@@ -123,16 +111,9 @@ def _bomb(joined: str) -> str:
         ("name: a/b", "name is 'a/b'"),
         ("name: ..", "name is '..': must be a name, without / and \\ and with no dot in front"),
         ("name: .hidden", "name is '.hidden'"),
-        ("data: {category: []}", "data.category is an empty list"),
-        ("data: {category: 3}", "data.category is 3: must be text (put it in quotes), or a list"),
+        ("data: {category: [a, b]}", "data.category as a list is no longer supported; train a "),
+        ("data: {category: 3}", "data.category is 3: must be text (put it in quotes)"),
         ("data: {category: {a: 1}}", "data.category is {'a': 1}: must be text"),
-        ("data: {category: [a, 3]}", "data.category lists 3, which isn't a name"),
-        ("data: {category: [a, null]}", "data.category lists None, which isn't a name"),
-        ("data: {category: [a, ' ']}", "data.category lists ' ', which isn't a name"),
-        ("data: {category: [a, b, A]}", "data.category lists 'A' twice"),
-        ("data: {category: [model, b]}", "data.category lists 'model', which can't be the name"),
-        ("data: {category: [../b]}", "data.category lists '../b', which can't be the name"),
-        ("data: {category: [.b]}", "data.category lists '.b', which can't be the name"),
         ("seed: -1", "seed is -1"),
         ("- a\n- b", "must hold `key: value` lines"),
         pytest.param("[" * 5000, " line 1: this is nested more than 20 levels deep", id="deep"),

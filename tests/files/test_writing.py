@@ -212,7 +212,6 @@ def test_overwriting_spares_folders_that_no_run_has_made(
     [
         ([], "masks/mine.png"),
         ([], "maps/a/mine.npy"),
-        ([], "pages/mine.html"),
         ([], "heatmaps/notes.txt"),
         (["--masks", "--maps", "float32"], "masks/mine.xcf"),
     ],

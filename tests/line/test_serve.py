@@ -240,19 +240,3 @@ def test_only_this_machine_may_ask_without_a_token(
     assert (code, "16 characters" in err) == (2, True)
     code, _, err = command("serve", ["--models", served.folder])
     assert (code, "in use" in err or "another" in err) == (2, True)
-
-
-def test_products_in_a_folder_of_their_own_are_said_to_be_left_out(
-    run_folder: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("disc", "boards/left", "boards/right"):
-        shutil.copytree(run_folder / "model", tmp_path / "runs" / name / "model")
-    (tmp_path / "token").write_text("0123456789abcdef\n")
-    arguments = ["--models", tmp_path / "runs", "--token-file", tmp_path / "token"]
-    # An address that isn't this machine's: it ends before it serves.
-    assert command("serve", [*arguments, "--host", "203.0.113.1"])[0] == 2
-    boards = tmp_path / "runs" / "boards"
-    assert f"{boards} holds runs, which aren't served; to serve them" in caplog.text
-    caplog.clear()
-    assert command("serve", ["--models", boards, *arguments[2:], "--host", "203.0.113.1"])[0] == 2
-    assert "left out" not in caplog.text

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from anomaly.scoring.predictor import _TiledPatches
+from anomaly.scoring.pipeline import _TiledPatches
 
 
 @pytest.mark.parametrize("scores", [[1.0, math.nan], [math.nan, 1.0], [math.nan, math.nan]])

@@ -176,8 +176,8 @@ def test_files_may_be_written_over_while_the_model_is_in_use(
     code = f"""if True:
         import os
         from pathlib import Path
-        from anomaly.storage.load import load
-        detector = load("{tmp_path}/run")
+        from anomaly.storage.load import load_model
+        detector = load_model("{tmp_path}/run")
         for file in Path("{tmp_path}/run/model").iterdir():
             os.truncate(file, 0)
         (one,) = detector.predict(["{image}"])

@@ -271,7 +271,7 @@ def tune(
         progress: called with (stage, done, total).
 
     Raises:
-        DataError: there are too few training images, or the config lists several products.
+        DataError: there are too few training images.
         AnomalyError: the settings that are there can't be trained.
     """
     if data is None:
