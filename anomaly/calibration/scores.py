@@ -100,7 +100,7 @@ class GoodScores:
         source = re.sub(rf"^{len(self.names)}\b", str(len(kept)), self.source)
         return replace(self.with_rows(kept), left_out=out, source=source)
 
-    def joined(self, other: GoodScores, source: str) -> GoodScores:
+    def joined(self, other: GoodScores) -> GoodScores:
         """These scores and others together; images left out stay so unless the others hold them.
 
         An image that both have counts once, with the other's score. Where groups are known of
@@ -114,7 +114,6 @@ class GoodScores:
         moved = tuple(image._replace(place=count + image.place) for image in other.left_out)
         return replace(
             self.with_rows(rows + other.rows()),
-            source=source,
             groups=(self.groups or 1) + (other.groups or 1) if known else None,
             left_out=out + moved,
             stood_out=self.stood_out + other.stood_out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -121,7 +122,7 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
         address: `local`, or that of a cluster: `auto`, `HOST:PORT`, `ray://HOST:PORT`.
         threads: processors of each actor.
         most: how many actors there may be; None for as many as there is room for.
-        device: as `--device`; with `cuda` each actor has a GPU.
+        device: `cpu`, or `cuda`, where each actor has a GPU.
 
     Raises:
         AnomalyError: Ray isn't installed, no cluster answers there, or this machine has no GPU.
@@ -136,31 +137,29 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
     if address == _LOCAL:
         count = most or max(1, cores() // threads)
         options |= {"num_cpus": count * threads, "include_dashboard": False}
+    stopping = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, **options)
     except Exception as error:  # Ray raises any kind, where it doesn't start in time that very one
-        name = type(error).__name__
+        remedy = "start one with 'ray start --head', or give --ray local"
         if address == _LOCAL:
-            raise AnomalyError(
-                f"Ray doesn't start on this machine ({name}); see why in its logs (too much to do, "
-                "too little memory?), and try again"
-            ) from None
+            remedy = "see why in Ray's logs (too much to do, too little memory?), and try again"
         raise AnomalyError(
-            f"no Ray cluster answers at {address} ({name}); start one with "
-            "'ray start --head', or give --ray local"
+            f"no Ray cluster answers at {address} ({type(error).__name__}); {remedy}"
         ) from None
+    with suppress(ValueError):  # not in the main thread, where Ray takes no signal
+        signal.signal(signal.SIGTERM, stopping)
     try:
         cluster = Cluster(threads, most, device)
         if not cluster.room():
             if address == _LOCAL:  # has as many processors as were asked for
                 raise AnomalyError("Ray finds no GPU on this machine; leave --device cuda out")
             log.warning(
-                "no machine of the cluster at %s has %d processor%s%s, which each worker needs; "
+                "no machine of the cluster at %s has room for a worker (processors: %d, GPUs: %d); "
                 "waiting until one joins (fewer --threads need less)",
                 address,
                 threads,
-                "" if threads == 1 else "s",
-                " and a GPU" if device == "cuda" else "",
+                device == "cuda",
             )
         yield cluster
     finally:

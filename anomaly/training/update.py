@@ -206,7 +206,7 @@ def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
 
 def _thresholds(detector: Model, new: GoodScores) -> Thresholds:
     assert detector.thresholds is not None
-    good = detector.thresholds.good.joined(new, "")
+    good = detector.thresholds.good.joined(new)
     source = (
         f"{len(good.names)} good images, each scored by a model that hasn't seen it, "
         f"{len(new.names)} of them new"

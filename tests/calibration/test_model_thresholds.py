@@ -146,14 +146,14 @@ def test_scores_without_some_images_keep_them_apart_and_caution() -> None:
 def test_an_image_counts_once_with_its_latest_score() -> None:
     old = GoodScores(("a", "b"), (1.0, 2.0), (3.0, 4.0), "", hashes=("1", "2"))
     new = GoodScores(("x", "c"), (0.5, 5.0), (0.6, 6.0), "", hashes=("2", "3"))
-    both = old.joined(new, "both")
+    both = old.joined(new)
     rows = [("a", 1.0, 3.0, "1"), ("x", 0.5, 0.6, "2"), ("c", 5.0, 6.0, "3")]
     assert both.rows() == rows
     unknown = GoodScores(("d",), (7.0,), (8.0,), "")
-    assert both.joined(unknown, "").hashes == ("1", "2", "3", "")
-    assert unknown.joined(unknown, "").hashes == ()
+    assert both.joined(unknown).hashes == ("1", "2", "3", "")
+    assert unknown.joined(unknown).hashes == ()
     left = both.without(["x"])
     assert (left.names, left.hashes) == (("a", "c"), ("1", "3"))
-    assert left.joined(both, "").names == ("a", "x", "c")
-    assert left.joined(both, "").left_out == ()
+    assert left.joined(both).names == ("a", "x", "c")
+    assert left.joined(both).left_out == ()
     assert left.without([]) == replace(both, left_out=())

@@ -210,10 +210,10 @@ def test_a_cluster_without_room_for_any_worker_is_said(
     with actors.joined("head:1", 2, None, "cpu") as cluster:
         assert cluster.room() == 2
     assert not caplog.messages
-    for threads, device, said in ((3, "cpu", "3 processors"), (1, "cuda", "1 processor and a GPU")):
+    for threads, device, said in ((3, "cpu", "3, GPUs: 0"), (1, "cuda", "1, GPUs: 1")):
         with actors.joined("head:1", threads, None, device) as cluster:
             assert cluster.room() == 0
-        assert f"no machine of the cluster at head:1 has {said}, which" in caplog.messages[-1]
+        assert f"head:1 has room for a worker (processors: {said})" in caplog.messages[-1]
     ray.ended.said = False
     here = actors.joined("local", 1, None, "cuda")
     with pytest.raises(AnomalyError, match="Ray finds no GPU on this machine"), here:
