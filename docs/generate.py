@@ -54,7 +54,6 @@ MORE = {
     "image.tile": "own-data.md#where-to-look",
     "model.search": "how/patchcore.md#search",
     "model.projection": "how/padim.md",
-    "model.variance": "how/subspace.md",
     "calibration.reject_rate": "thresholds.md",
     "calibration.review_rate": "thresholds.md",
     "precision": "reproducibility.md#precision-belongs-to-the-model",

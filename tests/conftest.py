@@ -38,7 +38,7 @@ os.environ["COLUMNS"] = "100"
 REPOSITORY = Path(__file__).parents[1]
 _TIMES = ("time", "milliseconds")
 # By method, the fixture of a trained run.
-RUNS = {"patchcore": "run_folder", "padim": "padim_folder", "subspace": "subspace_folder"}
+RUNS = {"patchcore": "run_folder", "padim": "padim_folder"}
 SHARED = REPOSITORY.parent / "shared"
 FAST = [
     "backbone.name=tiny",
@@ -227,12 +227,6 @@ def padim_folder(product: Path, made_once: MadeOnce) -> Path:
 def resnet_folder(product: Path, made_once: MadeOnce) -> Path:
     """A trained PatchCore run of a network that sees more than the tests' own; read only."""
     return made_once("resnet/disc", partial(train, product, "backbone.name=resnet18"))
-
-
-@pytest.fixture(scope="session")
-def subspace_folder(product: Path, made_once: MadeOnce) -> Path:
-    """A trained subspace run; read only."""
-    return made_once("subspace/disc", partial(train, product, "model.kind=subspace"))
 
 
 @pytest.fixture(scope="session")

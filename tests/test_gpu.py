@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-METHODS = ["patchcore", "padim", "subspace"]
+METHODS = ["patchcore", "padim"]
 SETTINGS = {
     "plain": (),
     "tiles": ("image.tile=64",),
@@ -82,7 +82,7 @@ def test_settings_on_a_gpu(name: str, product: Path, tmp_path: Path, command: Co
 def test_models_of_the_processor_go_on_on_a_gpu(
     method: str, product: Path, tmp_path: Path, command: Command, request: pytest.FixtureRequest
 ) -> None:
-    name = {"patchcore": "run_folder", "padim": "padim_folder", "subspace": "subspace_folder"}
+    name = {"patchcore": "run_folder", "padim": "padim_folder"}
     run = tmp_path / "run"
     shutil.copytree(request.getfixturevalue(name[method]), run)
     agree_on_both(command, run, product / "test", tmp_path)

@@ -93,9 +93,12 @@ _WANTED = {
 
 
 # Settings, and values of settings, that earlier versions had: what to do instead.
-GONE: dict[str, str] = {
+GONE = {
     "data.category as a list": "train a model for each category",
     "model.arrangement": "leave it out; an image is scored by its patches alone",
+    "model.components": "remove it: no method reads it",
+    "model.kind=subspace": "use model.kind=patchcore",
+    "model.variance": "remove it: no method reads it",
     "rules": "use model.smallest_defect for small defects",
     "zones": "use image.region and image.ignore for what counts",
 }

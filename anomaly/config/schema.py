@@ -63,12 +63,6 @@ METHODS = {
         embedded_by=("model.dimensions", "model.projection", "seed"),
         settings=("dimensions", "projection", "regularisation"),
     ),
-    "subspace": Method(
-        "Subspace",
-        "anomaly.methods.subspace",
-        "anomaly.methods.subspace",
-        settings=("variance", "components"),
-    ),
 }
 
 
@@ -257,7 +251,7 @@ class ModelConfig(_Section):
     """The method and its settings. Keys of another method are allowed and unused."""
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
-    """The method: `patchcore`, `padim` or `subspace`."""
+    """The method: `patchcore` or `padim`."""
     image_score: Literal[
         "map_top_percent", "map_max", "map_top_relative", "top_percent", "max", "reweighted"
     ] = "map_top_percent"
@@ -295,8 +289,7 @@ class ModelConfig(_Section):
     always says how many there are."""
     turned_copies: Literal["none", "quarter_turns", "quarter_turns_and_mirrors"] = "none"
     """Also learns turned copies of each training image, for parts that may lie in any
-    direction. A turned part then counts as good. Helps most with few images. PatchCore and
-    Subspace."""
+    direction. A turned part then counts as good. Helps most with few images. PatchCore."""
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: share of the patches kept in the memory bank."""
@@ -323,11 +316,6 @@ class ModelConfig(_Section):
     channels."""
     regularisation: Annotated[float, Field(gt=0)] = 0.01
     """PaDiM: added to the diagonal of each covariance."""
-
-    variance: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Subspace: share of the patches' variance that is kept."""
-    components: PositiveInt | None = None
-    """Subspace: number of principal axes; overrides the share."""
 
 
 class CalibrationConfig(_Section):
@@ -419,7 +407,7 @@ class Config(_Section):
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
             if is_set and METHODS[self.model.kind].one_grid:
                 raise ValueError(
-                    f"{key} needs model.kind=patchcore or subspace, because {self.model.kind} "
-                    "learns each position separately; change one of these"
+                    f"{key} needs model.kind=patchcore, because {self.model.kind} learns each "
+                    "position separately; change one of these"
                 )
         return self

@@ -496,7 +496,7 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
     listing = tmp_path / "data" / "parts.csv"
     shutil.copytree(product, tmp_path / "data")
     listing.write_text("\n".join(["path,split,group", *rows]) + "\n")
-    for kind in ("patchcore", "padim", "subspace"):
+    for kind in ("patchcore", "padim"):
         arguments = train_arguments(listing, tmp_path / kind, f"model.kind={kind}")
         code, out, _ = command("train", [*arguments, "--set", "data.format=csv"])
         assert code == 0

@@ -33,8 +33,7 @@ def test_layers_as_text_says_what_is_hooked(run_folder: Path, command: Command) 
         "118,272",
         "69.8%",
         "patchcore,",
-        "padim,",
-        "subspace",
+        "padim",
     ]
     assert lines["features.3"].endswith("  padim")
     assert "features.0.0" not in lines
@@ -60,7 +59,7 @@ def test_layers_as_json(command: Command) -> None:
     assert set(layers) == {name for name, _ in torchvision.models.resnet18().named_modules()}
     assert layers["layer2"]["shape"] == [1, 128, 8, 8]
     assert layers["layer2"]["stride"] == 8
-    assert layers["layer2"]["hooked"] == ["patchcore", "padim", "subspace"]
+    assert layers["layer2"]["hooked"] == ["patchcore", "padim"]
     assert layers["layer2"]["parameters"] == 525_568
     assert 0 < layers["layer1"]["compute_share"] < layers["layer2"]["compute_share"] < 1
     several = {path for path, layer in layers.items() if layer["runs"] != 1}

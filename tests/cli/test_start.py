@@ -149,7 +149,7 @@ def test_a_single_image_ends_in_heatmaps_without_verdicts(
 def test_a_method_without_a_bank_is_not_told_how_much_to_keep(
     product: Path, command: Command, tmp_path: Path
 ) -> None:
-    given = [*SETTINGS, "--set", "model.kind=subspace"]
+    given = [*SETTINGS, "--set", "model.kind=padim"]
     folder = product / "train" / "good"
     code, out, err = command("start", [folder, "--output", tmp_path / "out", *given])
     assert code == 0, err

@@ -266,7 +266,8 @@ def test_an_override_without_effect_is_told(
     tmp_path: Path, overrides: list[str], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "part.yaml"
-    file.write_text("model: {variance: 0.9}\n")  # a base may have settings of any method
+    # A base may have settings of any method.
+    file.write_text("model: {coreset_size: 9, regularisation: 0.1}\n")
     load_config(file, overrides)
     assert bool(caplog.text) == bool(says)
     assert says in caplog.text

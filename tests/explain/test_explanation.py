@@ -11,13 +11,14 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import Command, train_arguments, write_part
+from conftest import REPOSITORY, Command, train_arguments, write_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from pixel_map import pixel_map
 from scipy import ndimage
 
+from anomaly.config.schema import METHODS, Method
 from anomaly.datasets.samples import listed
 from anomaly.evaluation.splits import TrainingImages, training_names
 from anomaly.explain.evidence import (
@@ -102,7 +103,6 @@ SETTINGS: dict[str, list[str]] = {
         "model.image_score=top_percent",
     ],
     "padim": ["model.kind=padim"],
-    "subspace": ["model.kind=subspace"],
     "padim, more images than dimensions": ["model.kind=padim", "model.dimensions=6"],
 }
 
@@ -208,9 +208,14 @@ def test_padim_compares_with_the_same_place_on_several_good_images(
 
 
 def test_the_same_place_on_an_image_of_another_shape(
-    subspace_folder: Path, product: Path, tmp_path: Path
+    product: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = opened(subspace_folder)
+    """A method from outside keeps no patches, and learns no places."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "methods"))
+    monkeypatch.setitem(METHODS, "mean", Method("Mean embedding", "mean_embedding"))
+    run = tmp_path / "run"
+    assert command("train", train_arguments(product, run, "model.kind=mean"))[0] == 0
+    model = opened(run)
     tall = cv2.imread(str(product / "test" / "good" / "000.png"))
     cv2.imwrite(str(tmp_path / "tall.png"), cv2.resize(tall, (60, 300)))
     item = loaded(model, tmp_path / "tall.png")

@@ -78,7 +78,7 @@ def test_a_mask_says_how_high_the_map_is_at_the_defect(run: Path, faint: Path) -
             explain_missed(model, faint, mask=faint.with_name("other.png"))
 
 
-@pytest.mark.parametrize("kind", ["run_folder", "padim_folder", "subspace_folder"])
+@pytest.mark.parametrize("kind", ["run_folder", "padim_folder"])
 def test_the_models_own_settings_give_the_scores_of_training(
     kind: str, faint: Path, request: pytest.FixtureRequest
 ) -> None:

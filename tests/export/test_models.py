@@ -431,7 +431,6 @@ def test_a_precision_or_device_that_an_engine_lacks(
     [
         ("image.tile=64",),
         ("model.embedding=adaptive",),
-        ("model.kind=subspace",),
         ("model.kind=padim", "model.projection=random"),
         ("model.kind=padim", "image.resize=96", "image.crop=80"),
         ("model.image_score=reweighted",),
@@ -475,7 +474,7 @@ def test_each_family_of_networks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
 @pytest.mark.parametrize("category", ["mvtec_ad/bottle", "magnetic_tile"])
 def test_real_images(
     category: str, kind: str, engine: str, tmp_path: Path, command: Command

@@ -154,7 +154,7 @@ def test_the_graph_says_what_infer_says(
     "more",
     [
         ["model.kind=padim"],
-        ["model.kind=subspace", "image.resize=64", "image.crop=48"],
+        ["image.resize=64", "image.crop=48"],
         [
             "image.region={polygons: [[[0.1, 0.1], [0.8, 0.1], [0.8, 0.9]]]}",
             "model.image_score=max",

@@ -159,7 +159,6 @@ def test_padim_and_further_settings(
     for i, overrides in enumerate(
         [
             ("model.kind=padim",),
-            ("model.kind=subspace",),
             ("model.image_score=reweighted", region),
             ("image.tile=64", "model.image_score=top_percent"),
         ]
@@ -253,7 +252,7 @@ def test_search_of_what_is_like_nothing() -> None:
     assert np.isnan(distances[7])
 
 
-@pytest.mark.parametrize("folder", ["run_folder", "padim_folder", "subspace_folder"])
+@pytest.mark.parametrize("folder", ["run_folder", "padim_folder"])
 def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None:
     detector = load_model(request.getfixturevalue(folder), "cpu", "fp32")
     tensors = detector.scorer.tensors()

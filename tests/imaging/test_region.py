@@ -107,7 +107,7 @@ def test_a_region_without_patches_is_an_error() -> None:
 LEFT = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
 
 
-@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "padim", "subspace"], "patchcore"))
+@pytest.mark.parametrize("kind", quick_and_slow(["patchcore", "padim"], "patchcore"))
 def test_what_lies_outside_counts_nowhere(
     kind: str, product: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -131,8 +131,7 @@ def test_what_lies_outside_counts_nowhere(
         np.testing.assert_array_equal(
             np.isnan(result.source_map(slice(5, 9))), np.isnan(found[5:9])
         )
-    # Noise alone is far from a subspace that random features have: twelve images show little of it.
-    assert inside.score > (1.1 if kind == "subspace" else 1.3) * plain.score
+    assert inside.score > 1.3 * plain.score
     # Neighbouring patches see some of it.
     assert outside.score - plain.score < (inside.score - plain.score) / 2
     assert inside.score > detector.thresholds.image

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from mean_embedding import MeanFitter
@@ -15,7 +13,6 @@ from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore.coreset import pick_beyond
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
-from anomaly.methods.subspace import SubspaceFitter
 
 GRID = (4, 5)
 DIM = 12
@@ -127,31 +124,6 @@ def _same(found: object, expected: object, patches: torch.Tensor) -> None:
     asked = torch.cat([patches[:5], _patches(5, 77, shift=2.0)])
     scores = [scorer.score(asked).scores for scorer in (found, expected)]  # type: ignore[attr-defined]
     torch.testing.assert_close(*scores, rtol=2e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("counts", [(5, 4), (20, 5, 7)])
-def test_subspaces_that_learn_more_are_those_of_a_fit_on_all(
-    counts: Sequence[int],
-) -> None:
-    parts = [_patches(n, k, shift=k) for k, n in enumerate(counts)]
-    patches, fitter = torch.cat(parts), SubspaceFitter(components=4)
-    whole = fitter.fit(_batches(patches))
-    grown, known = fitter.fit(_batches(parts[0])), counts[0]
-    for part in parts[1:]:
-        growing = fitter.incremental(grown, known)
-        grown, known = growing.fit(_batches(part, first=known)), known + len(part)
-    assert grown.statistics.count == whole.statistics.count
-    torch.testing.assert_close(grown.statistics.mean, whole.statistics.mean, rtol=1e-8, atol=0)
-    scatter = whole.statistics.scatter
-    torch.testing.assert_close(grown.statistics.scatter, scatter, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(grown.score(patches).scores, whole.score(patches).scores)
-    # What a fold of the last images leaves out is taken off all of them.
-    fold = tuple(range(known - 2, known))
-    ((_, left),) = growing.held_out(
-        grown, _batches(parts[-1], first=known - counts[-1]), [fold], grouped=False
-    )
-    expected = fitter.fit(_batches(patches[:-2]))
-    torch.testing.assert_close(left.score(patches).scores, expected.score(patches).scores)
 
 
 def test_a_method_that_cannot_says_so() -> None:

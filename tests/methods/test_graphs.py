@@ -8,7 +8,6 @@ from anomaly.methods.base import PatchBatch, Scorer
 from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore import bank as bank_module
 from anomaly.methods.patchcore.bank import MemoryBank
-from anomaly.methods.subspace import SubspaceFitter
 
 
 def bank(count: int) -> MemoryBank:
@@ -47,14 +46,6 @@ def test_gaussians(images: int, dimensions: int) -> None:
     patches = scorer.projection(torch.randn(3, 3, 4, 24))
     (scores,) = scorer.graph()(patches)
     torch.testing.assert_close(scores, scorer.score(patches).scores, rtol=1e-5, atol=1e-5)
-
-
-def test_a_subspace() -> None:
-    good = torch.randn(6, 3, 4, 24, generator=torch.Generator().manual_seed(0))
-    scorer = SubspaceFitter(0.6).fit([PatchBatch(good, tuple(range(6)))])
-    patches = torch.randn(3, 5, 2, 24)
-    (scores,) = scorer.graph()(patches)
-    torch.testing.assert_close(scores, scorer.score(patches).scores)
 
 
 def test_a_method_without_a_graph_says_so() -> None:

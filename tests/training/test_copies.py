@@ -25,7 +25,7 @@ def _parts(count: int) -> list[np.ndarray]:
     return [np.random.default_rng(i).integers(20, 30, (64, 96, 3), np.uint8) for i in range(count)]
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim", "subspace"])
+@pytest.mark.parametrize("kind", ["patchcore", "padim"])
 def test_files_of_the_same_pixels_are_copies(
     kind: str, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,6 @@ def test_what_is_tried_depends_on_what_is_there() -> None:
     every = {"bank", "size", "turns", "pose", "network"}
     assert axes(config(model={"coreset_ratio": 0.02})) == every
     assert "bank" not in axes(config(model={"coreset_ratio": 0.5}))
-    assert "bank" not in axes(config(model={"coreset_ratio": 0.02, "kind": "subspace"}))
     assert axes(config(model={"kind": "padim"})) == {"size", "pose", "network"}
     assert "turns" not in axes(config(model={"turned_copies": "quarter_turns"}))
     assert "size" not in axes(config(image={"resize": 256}))
@@ -41,7 +40,7 @@ def test_what_is_tried_depends_on_what_is_there() -> None:
     [
         {},
         {"model": {"kind": "padim"}},
-        {"model": {"kind": "subspace", "image_score": "max"}},
+        {"model": {"image_score": "max"}},
         {"image": {"tile": 1024, "overlap": 100}},
         {"image": {"area": 64}},
         {"image": {"resize": 256, "crop": 224}},
