@@ -96,6 +96,7 @@ _WANTED = {
 GONE = {
     "data.category as a list": "train a model for each category",
     "model.arrangement": "leave it out; an image is scored by its patches alone",
+    "model.border_damping": "remove it: the border counts like the rest of the image",
     "model.components": "remove it: no method reads it",
     "model.kind=subspace": "use model.kind=patchcore",
     "model.variance": "remove it: no method reads it",

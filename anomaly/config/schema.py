@@ -277,12 +277,6 @@ class ModelConfig(_Section):
     Display only; the image score is unchanged. A patch score s in the map is multiplied by (s /
     highest neighbour) to this power.
     """
-    border_damping: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """How much less patches at the image's border count for the image score, from 0 to 1.
-
-    Fades over 24 network pixels, because near the border features partly come from padding.
-    Maps, outlines and images of several tiles don't depend on it.
-    """
     leave_out_suspects: bool = False
     """Leaves out training images that look unlike all others, which may be defects: images
     whose score's logarithm lies five robust standard deviations above the median. `train`

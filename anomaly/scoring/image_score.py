@@ -23,8 +23,6 @@ from anomaly.maps.anomaly_map import upsample_and_smooth
 # `anomaly.imaging.loading`.
 Piece: TypeAlias = tuple[AnyView, tuple[int, int], int]
 
-_BORDER = 24.0  # network pixels
-
 
 def network_map(
     scores: Array, size: tuple[int, int], smoothing: float, inside: Array | None = None
@@ -57,34 +55,6 @@ def network_map(
 def _nearest(patches: int, size: int) -> list[int]:
     """The patch index of each pixel along an axis."""
     return [(2 * i + 1) * patches // (2 * size) for i in range(size)]
-
-
-def with_border_damped(scores: Array, size: tuple[int, int], damping: float) -> Array:
-    """Patch scores, lowered near the image's border: s · (1 − δ·(1 − d/24)).
-
-    d is how far a patch's centre is from the nearest border, 24 network pixels at most. What a
-    network makes of the border comes in part from the zeros that it pads images with.
-
-    Args:
-        scores: (B, h, w), tensors or numpy arrays; NaN and infinite values stay.
-        size: (H, W) of the network's input.
-        damping: δ, from 0, which changes nothing, to 1.
-
-    Returns:
-        Like `scores`.
-    """
-    if damping == 0:
-        return scores
-    away = [_from_border(n, s) for n, s in zip(scores.shape[1:], size, strict=True)]
-    near = np.maximum(0.0, 1.0 - np.minimum(away[0][:, None], away[1]) / _BORDER)
-    damped: Array = scores * like((1.0 - damping * near).astype(np.float32), scores)
-    return damped
-
-
-def _from_border(patches: int, size: int) -> NDArray[np.float64]:
-    """Pixels between the centres of an axis's patches and the nearer end of it."""
-    centres = (np.arange(patches) + 0.5) * size / patches
-    return np.minimum(centres, size - centres)
 
 
 def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -> Array:

@@ -44,7 +44,6 @@ from anomaly.scoring.image_score import (
     levels_of_areas,
     network_map,
     pieces_of,
-    with_border_damped,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
 from anomaly.scoring.prediction import Patches, Prediction
@@ -438,11 +437,9 @@ class Model:
             inside: (B, h, w) bool, the patches that count; None for all.
             top: how many values the highest 1 % are; None to count them.
         """
-        layout, xp = pieces[0][0], module_of(embeddings)
+        xp = module_of(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
         values = self.scorer.weighted(patches)
-        if layout.whole:  # the borders of tiles lie amid the image
-            values = with_border_damped(values, layout.size, self.config.model.border_damping)
         if inside is not None:
             shown = replace(patches, scores=xp.where(inside, patches.scores, math.nan))
             broken &= inside

@@ -94,7 +94,10 @@ def test_without_calibration_there_are_no_verdicts_until_calibrate_finds_some(
     code, out, _ = command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])
     assert (code, "10 good images" in out) == (0, True)
     infer = ["--model", run, "--input", product / "test", "--output", tmp_path / "out"]
-    assert "3 rejected" in command("infer", infer)[1]
+    assert command("infer", infer)[0] == 0
+    rows = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
+    spots = [row["verdict"] for row in rows if "spot" in row["path"]]
+    assert spots == ["reject"] * 3
     assert _history(run)[0]["before"] is None
 
 

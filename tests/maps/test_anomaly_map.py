@@ -16,7 +16,7 @@ from anomaly.imaging.geometry import AxisView, Sizing, View
 from anomaly.imaging.pose import Motion, Pose
 from anomaly.imaging.region import Polygons, Region
 from anomaly.maps.anomaly_map import SourceMap, source_map, without_halo
-from anomaly.scoring.image_score import image_scores, network_map, with_border_damped
+from anomaly.scoring.image_score import image_scores, network_map
 
 
 @pytest.mark.parametrize("grid", [(28, 28), (14, 20), (3, 2), (1, 5)])
@@ -132,20 +132,6 @@ def test_image_scores() -> None:
     both = [image_scores(s, m, "map_top_percent") for s, m in _twice(scores, maps)]
     for found in both:
         np.testing.assert_allclose(found, best, rtol=1e-6)
-
-
-def test_the_border_counts_less() -> None:
-    scores = np.random.default_rng(4).random((2, 6, 9), dtype=np.float32)
-    scores[0, 2, 3] = np.nan
-    expected = scores.astype(float)
-    for row in range(6):
-        for column in range(9):
-            y, x = 8 * row + 4, 16 * column + 8  # an input of 48 × 144
-            away = min(y, 48 - y, x, 144 - x)
-            expected[:, row, column] *= 1 - 0.4 * max(0, 1 - away / 24)
-    for given_ in (scores, torch.from_numpy(scores)):
-        np.testing.assert_allclose(with_border_damped(given_, (48, 144), 0.4), expected, rtol=1e-6)
-    assert with_border_damped(scores, (48, 144), 0) is scores
 
 
 def test_the_highest_percent_is_of_what_counts() -> None:

@@ -111,7 +111,7 @@ def test_the_smallest_defect_is_part_of_every_score(
     product: Path, tmp_path: Path, command: Command
 ) -> None:
     """Images and thresholds go by the level of the area; what can't be measured ends a training."""
-    plain = ["border_damping=0", "halo_damping=0", "spacing_neighbours=0"]
+    plain = ["halo_damping=0", "spacing_neighbours=0"]
     settings = [f"model.{setting}" for setting in [*plain, "smallest_defect.area=300"]]
     run_command("train", train_arguments(product, tmp_path / "run", *settings))
     model = load_model(tmp_path / "run", "cpu")

@@ -70,7 +70,7 @@ def _patches(images: int = 11, dim: int = 8) -> _Patches:
 
 def _fitted(kind: str, patches: _Patches) -> tuple[Model, Any]:
     score = "max" if kind == "patchcore" else "map_max"
-    model = {"kind": kind, "smoothing": 0, "halo_damping": 0, "border_damping": 0}
+    model = {"kind": kind, "smoothing": 0, "halo_damping": 0}
     model["image_score"] = score
     config = parse_config({"model": model}, "a test")
     if kind == "patchcore":

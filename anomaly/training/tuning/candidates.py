@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 from anomaly.config.load import parse_config
@@ -26,11 +25,6 @@ _IMAGE_SCORES = {
     "map_top_percent": "for defects of any size",
     "map_max": "for defects of a few pixels",
     "map_top_relative": "for parts that differ as a whole, in light or grain",
-}
-_BORDERS = {
-    0.2: "for defects and odd borders alike",
-    0.0: "for defects at the image's border",
-    0.4: "for borders that differ from part to part",
 }
 
 
@@ -79,17 +73,13 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
 
 def image_scores(config: Config) -> list[Change]:
     """Other image scores of the same patch scores, which cost nothing to try."""
-    now = (config.image_score_in_force, config.model.border_damping)
-    keys = ("model.image_score", "model.border_damping")
-    # Beside a smallest defect, no other image score has an effect.
-    kinds = _IMAGE_SCORES if config.model.smallest_defect is None else {now[0]: ""}
-    found = []
-    for pair in product(kinds.items(), _BORDERS.items()):
-        new = [(key, *x) for key, x, old in zip(keys, pair, now, strict=True) if x[0] != old]
-        if new:
-            values = {key: value for key, value, _ in new}
-            found.append(Change(SCORE, values, " and ".join(reason for *_, reason in new)))
-    return found
+    if config.model.smallest_defect is not None:
+        return []  # beside it, no other image score has an effect
+    return [
+        Change(SCORE, {"model.image_score": name}, reason)
+        for name, reason in _IMAGE_SCORES.items()
+        if name != config.image_score_in_force
+    ]
 
 
 def steps(config: Config, networks: Sequence[str]) -> list[Change]:

@@ -134,8 +134,8 @@ class Features:
         """Train with the first settings; return the scores of all images by each of them.
 
         Args:
-            configs: equal but in what image scores are made of (`model.image_score` and
-                `model.border_damping`): they share the patch scores, which take the time.
+            configs: equal but in `model.image_score`: they share the patch scores, which take the
+                time.
         """
         settled = {"precision": self._setup.config.precision}
         configs = [config.model_copy(update=settled) for config in configs]
