@@ -18,10 +18,8 @@ from scipy import stats
 
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import (
-    Costs,
     Threshold,
     calibrate,
-    cheapest_thresholds,
     recall_at,
     threshold_at,
 )
@@ -29,10 +27,9 @@ from anomaly.evaluation.metrics import curves
 from anomaly.evaluation.metrics.images import image_intervals
 
 Floats = NDArray[np.float64]
-COSTS = Costs(false_reject=5.0, escape=200.0, review=1.0, defect_share=0.01)
 # Good and defective images of a test split.
 SPLITS = ((20, 20), (40, 40), (60, 80), (20, 63), (209, 63), (1000, 1000))
-# Good images that thresholds come from, and defects that costs are weighed with.
+# Good images that thresholds come from, and defects whose recall is told.
 CALIBRATIONS = ((20, 10), (40, 10), (60, 20), (209, 63), (1000, 100))
 
 
@@ -92,7 +89,7 @@ def figure_coverage(law: Law, images: tuple[int, int], repeats: int) -> dict[str
 
 
 def threshold_coverage(law: Law, images: tuple[int, int], repeats: int) -> dict[str, float]:
-    """How often what is told of thresholds holds; and told and true means of a choice by cost."""
+    """How often what is told of thresholds holds."""
     rng = np.random.default_rng(images)
     rows: list[dict[str, float]] = []
     for _ in range(repeats):
@@ -106,18 +103,6 @@ def threshold_coverage(law: Law, images: tuple[int, int], repeats: int) -> dict[
         # Somebody puts it just where the last good image, or a tenth of them, would be flagged.
         worst = max((_slack(threshold_at(t, good), law), t) for t in np.sort(good)[-10:])[1]
         row["by hand, the worst of ten: false rejects"] = _kept(threshold_at(worst, good), law)
-        choice = cheapest_thresholds(good, defects, COSTS)
-        values = choice.review.value, choice.reject.value
-        rejected, found = float(law.good.sf(values[1])), float(law.defect.sf(values[0]))
-        shares = (float(one.sf(t)) for one in (law.good, law.defect) for t in values)
-        cost = float(COSTS.of_a_part(*shares))
-        row["by cost: false rejects"] = _kept(choice.reject, law)
-        row["by cost: caught"] = choice.caught.low <= found <= choice.caught.high
-        row["by cost: cost"] = choice.low <= cost <= choice.high
-        row |= {"told rejects": choice.reject.false_rejects.expected, "true rejects": rejected}
-        row |= {"told caught": choice.caught.expected, "true caught": found}
-        row |= {"told cost": choice.cost, "true cost": cost}
-        row["counted caught"] = choice.caught.count / images[1]
         for name, fixed in (("false reject rate", law.good), ("escape rate", law.defect)):
             new, n = (good, images[0]) if fixed is law.good else (-defects, images[1])
             limit = float(law.good.isf(0.02)) * (1 if fixed is law.good else -1)
@@ -172,19 +157,17 @@ def table(
     sizes: tuple[tuple[int, int], ...],
     measure: Callable[[Law, tuple[int, int], int], dict[str, float]],
     repeats: int,
-) -> tuple[list[str], list[dict[str, float]]]:
-    """A Markdown table of coverages, lowest to highest over the laws, and what it is made of."""
+) -> list[str]:
+    """The lines of a Markdown table of coverages, lowest to highest over the laws."""
     lines: list[str] = []
-    means = []
     for images in sizes:
         found = [measure(law, images, repeats // (4 if sum(images) > 1000 else 1)) for law in LAWS]
-        names = [n for n in found[0] if not n.startswith(("told", "true", "counted"))]
+        names = list(found[0])
         if not lines:
             lines = [f"| good / defective | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
         cells = (f"{min(f[n] for f in found):.1%} – {max(f[n] for f in found):.1%}" for n in names)
         lines.append(f"| {images[0]} / {images[1]} | {' | '.join(cells)} |")
-        means.append(found[1])
-    return lines, means
+    return lines
 
 
 def main() -> None:
@@ -196,14 +179,8 @@ def main() -> None:
         for n in (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100, 200, 500, 1000, 2000, 5000, 20000):
             print(n, *(f"{exact_level(n, c):.4g}" for c in (0.95, 0.975)), flush=True)
         return
-    figures, _ = table(SPLITS, figure_coverage, args.repeats)
-    thresholds, means = table(CALIBRATIONS, threshold_coverage, args.repeats)
-    told = [
-        f"| {good} / {defects} | {m['told rejects']:.1%} | {m['true rejects']:.1%} | "
-        f"{m['counted caught']:.1%} | {m['told caught']:.1%} | {m['true caught']:.1%} | "
-        f"{m['told cost']:.3f} | {m['true cost']:.3f} |"
-        for (good, defects), m in zip(CALIBRATIONS, means, strict=True)
-    ]
+    figures = table(SPLITS, figure_coverage, args.repeats)
+    thresholds = table(CALIBRATIONS, threshold_coverage, args.repeats)
     print(
         PAGE.format(
             repeats=args.repeats,
@@ -211,7 +188,6 @@ def main() -> None:
             laws="; ".join(law.name for law in LAWS),
             figures="\n".join(figures),
             thresholds="\n".join(thresholds),
-            told="\n".join(told),
         )
     )
 
@@ -242,19 +218,9 @@ cover binning only, not the choice of test images.
   rejects": how often the upper bound holds. "Recall": how often the interval of
   `calibrate --defects` holds.
 - `by hand` is the worst case: of the ten highest scores, the threshold whose bound fails most.
-- `by cost` uses 200 for an escape, 5 for a false reject, 1 for a review and 1 % of defective parts:
-  how often the bound of false rejects and the intervals of defects caught and of the cost hold.
 - `evaluate`: how often the intervals of false rejects and escapes on a test split hold.
 
 {thresholds}
-
-Thresholds by cost: estimates beside true figures, averaged over draws of normal scores 2 σ apart.
-The share caught among the defects that chose the thresholds is too high, so `calibrate` doesn't
-report it as an estimate.
-
-| good / defective | false rejects | true | caught: counted | estimate | true | cost | true |
-|---|---|---|---|---|---|---|---|
-{told}
 
 **Next:** [Thresholds](thresholds.md), to use them.
 """

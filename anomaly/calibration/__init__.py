@@ -6,22 +6,18 @@ Pure statistics of scores; nothing here knows a model or sees a test split.
 from anomaly.calibration.changes import ThresholdChange
 from anomaly.calibration.model_thresholds import (
     Thresholds,
-    thresholds_by_cost,
     thresholds_by_hand,
     thresholds_from,
 )
 from anomaly.calibration.scores import GoodScores
-from anomaly.calibration.thresholds import Choice, Costs, Threshold, recall_at
+from anomaly.calibration.thresholds import Threshold, recall_at
 
 __all__ = [
-    "Choice",
-    "Costs",
     "GoodScores",
     "Threshold",
     "ThresholdChange",
     "Thresholds",
     "recall_at",
-    "thresholds_by_cost",
     "thresholds_by_hand",
     "thresholds_from",
 ]

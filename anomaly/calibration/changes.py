@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anomaly.calibration.model_thresholds import Thresholds
@@ -11,21 +10,6 @@ from anomaly.errors import some
 # Times the reject threshold so far, above which a new one is reported as higher. Less is never
 # doubted: the interval of a threshold from few images hangs on one or two gaps between scores.
 _FAR = 1.1
-# By threshold, or for both where nothing is for review: why it falls, and why it rises.
-_WHY = {
-    "review": (
-        "reviewing these parts costs less than letting defects pass",
-        "reviewing these parts would cost more than letting defects pass",
-    ),
-    "reject": (
-        "rejecting these parts costs less than reviewing them",
-        "reviewing these parts costs less than rejecting good ones",
-    ),
-    "one": (
-        "rejecting these parts costs less than letting defects pass",
-        "rejecting these parts would cost more than letting defects pass",
-    ),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,37 +47,6 @@ class ThresholdChange:
         if by_rank and self.after.image != self.before.image:
             name, score = self.after.decisive
             lines.append(f"the reject threshold is set by the score of {name} ({score:.4g})")
-        return lines
-
-    def reasons(self, defect_scores: Sequence[float]) -> list[str]:
-        """Lines for people: why thresholds by cost differ from those before.
-
-        Args:
-            defect_scores: image scores of the defects that were weighed.
-        """
-        is_one = self.after.review == self.after.image
-        old = {"review": self.before.review, "reject": self.before.image}
-        new = {"review": self.after.review, "reject": self.after.image}
-        lines = []
-        for name in ("reject",) if is_one else ("review", "reject"):
-            low, high = sorted((old[name], new[name]))
-            if low == high:
-                continue
-            good, defects = (
-                sum(low < score <= high for score in scores)
-                for scores in (self.after.good.image, defect_scores)
-            )
-            why = _WHY["one" if is_one else name][new[name] > old[name]]
-            between = f"{good} good images and {defects} defects score between; {why}"
-            if not good and not defects:
-                between = "no image scores between: the threshold is put into this gap"
-            direction = "rises" if new[name] > old[name] else "falls"
-            lines.append(f"the {name} threshold {direction}: {between}")
-        if not is_one and new["reject"] > old["reject"]:
-            lines.append(
-                "a defect in review is caught, so the cost of escapes only lowers the review "
-                "threshold; it never raises the reject threshold"
-            )
         return lines
 
     @property

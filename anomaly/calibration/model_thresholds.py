@@ -13,11 +13,8 @@ from anomaly.calibration.rates import ScoreScale, rate_showing
 from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
-    Choice,
-    Costs,
     Threshold,
     calibrate,
-    cheapest_thresholds,
     threshold_at,
     threshold_for_false_reject_rate,
 )
@@ -37,7 +34,7 @@ class Thresholds:
     Attributes:
         calibration: the review and the reject threshold, and what each does to good parts.
         pixel: an anomaly-map value above this is marked.
-        label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
+        label: how the thresholds were found: `calibrated` or `by hand`.
         good: the scores of good images behind them.
     """
 
@@ -185,23 +182,6 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
     """
     calibration = Calibration(threshold_at(review, good.image), threshold_at(reject, good.image))
     return with_pixels(calibration, "by hand", good)
-
-
-def thresholds_by_cost(
-    good: GoodScores, defect_scores: Sequence[float], costs: Costs
-) -> tuple[Thresholds, Choice]:
-    """The thresholds that cost least.
-
-    Args:
-        good: scores of good images.
-        defect_scores: image scores of defects; see `cheapest_thresholds`.
-        costs: of verdicts.
-
-    Returns:
-        The thresholds, and what is to be expected of them.
-    """
-    choice = cheapest_thresholds(good.image, defect_scores, costs)
-    return with_pixels(Calibration(choice.review, choice.reject), "by cost", good), choice
 
 
 def with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:

@@ -216,18 +216,17 @@ OUTSIDE = 1e-2
 REACH = 1e-2
 
 
-def placed(value: float, scores: Floats, room: float = ROOM) -> float:
+def placed(value: float, scores: Floats) -> float:
     """A threshold in a gap between scores, at or above a value.
 
     Taken is the lowest gap of `GAP` or more that begins at most `REACH` above the highest score up
-    to `value`, or the widest of them if none is so wide. The threshold lies `room` above its lower
+    to `value`, or the widest of them if none is so wide. The threshold lies `ROOM` above its lower
     end, and never beyond its middle. So it flags as many of the scores as `value` does, or a few
     less. Beyond both ends of the scores it keeps `OUTSIDE` from them.
 
     Args:
         value: a score above it was to be flagged.
         scores: (n,) finite, at least one, in any order.
-        room: infinite for the middle of the gap.
 
     Returns:
         The threshold, a float32 wherever the gap holds one.
@@ -246,7 +245,7 @@ def placed(value: float, scores: Floats, room: float = ROOM) -> float:
     wide = widths >= GAP
     at = int(np.argmax(wide) if wide.any() else np.argmax(widths))
     size = _size(below[at])
-    step = OUTSIDE * size if np.isinf(above[at]) else min((above[at] - below[at]) / 2, room * size)
+    step = OUTSIDE * size if np.isinf(above[at]) else min((above[at] - below[at]) / 2, ROOM * size)
     return _single(below[at] + step, below[at], above[at])
 
 

@@ -1,4 +1,4 @@
-"""Thresholds from the scores of good images, and of defects where costs are given.
+"""Thresholds from the scores of good images.
 
 The scores must come from images that the scoring model hasn't learned from. If they and the parts
 still to come are alike (exchangeable), the rate of false rejects above the k-th highest of n
@@ -29,9 +29,6 @@ from anomaly.calibration.rates import (
 )
 
 _SLACK = 1e-9  # of rates, for rounding
-# Parts of the scores that are left out one after the other, to judge a choice by cost by what it
-# hasn't seen.
-_FOLDS = 100
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Threshold:
         false_rejects: the good calibration images above it, and the rate to expect of new good
             parts.
         confidence: of the bounds.
-        target: the rate asked for; None for a threshold that was set by hand or by cost.
+        target: the rate asked for; None for a threshold that was set by hand.
         kept: how the target is kept: by the `bound`, at the confidence, or in the `mean`.
     """
 
@@ -241,90 +238,6 @@ def calibrate(
     )
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Costs of verdicts, in any currency.
-
-    Attributes:
-        false_reject: of rejecting a good part, at least 0.
-        escape: of calling a defective part good, at least 0.
-        review: of a person's look at a part, good or defective, at least 0.
-        defect_share: p, the share of defective parts on the line, in [0, 1].
-
-    Raises:
-        ValueError: a price is negative, or the share is out of range.
-    """
-
-    false_reject: float
-    escape: float
-    review: float
-    defect_share: float
-
-    def __post_init__(self) -> None:
-        if min(self.false_reject, self.escape, self.review) < 0 or not 0 <= self.defect_share <= 1:
-            raise ValueError("prices must be at least 0 and the defect share from 0 to 1")
-
-    @property
-    def weights(self) -> tuple[float, float, float, float]:
-        """The weights W of the shares s in cost = p · escape + W · s.
-
-        The first and third hang on the review threshold alone, the others on the reject threshold.
-        """
-        p = self.defect_share
-        of_good = (1 - p) * self.review, (1 - p) * (self.false_reject - self.review)
-        return (*of_good, p * (self.review - self.escape), -p * self.review)
-
-    def of_a_part(
-        self,
-        good_flagged: ArrayLike,
-        good_rejected: ArrayLike,
-        caught: ArrayLike,
-        rejected: ArrayLike,
-    ) -> Floats:
-        """Expected cost of a part.
-
-        (1 − p) · (false_reject · F + review · R) + p · (escape · E + review · S), where F of the
-        good parts are rejected and R are for review, E of the defective ones are called good and S
-        are for review.
-
-        Args:
-            good_flagged: the share of good parts that aren't called good, F + R.
-            good_rejected: of them the rejected ones, F.
-            caught: the share of defective parts that aren't called good, 1 − E.
-            rejected: of them the rejected ones, 1 − E − S.
-        """
-        shares = good_flagged, good_rejected, caught, rejected
-        total = sum(w * np.asarray(s) for w, s in zip(self.weights, shares, strict=True))
-        # The terms cancel where nothing costs anything: rounding must not make that a gain.
-        return np.asarray(np.maximum(self.defect_share * self.escape + total, 0.0))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Two thresholds chosen by cost.
-
-    What to expect of new parts is estimated on scores that were not used for the choice: each
-    hundredth is judged by the thresholds that the others choose. The bounds hold at any threshold.
-
-    Attributes:
-        review: what the review threshold does to good parts.
-        reject: what the reject threshold does to them.
-        caught: the share of defective parts above the review threshold.
-        rejected: of them above the reject threshold.
-        cost: expected cost of a part, in the currency of the prices.
-        low: lower end of its interval, with 95 % confidence.
-        high: upper end.
-    """
-
-    review: Threshold
-    reject: Threshold
-    caught: Rate
-    rejected: Rate
-    cost: float
-    low: float
-    high: float
-
-
 def recall_at(threshold: float, defect_scores: ArrayLike, *, chosen: bool = False) -> Rate:
     """The share of defective images above a threshold, with 95 % bounds.
 
@@ -340,82 +253,3 @@ def recall_at(threshold: float, defect_scores: ArrayLike, *, chosen: bool = Fals
     defects = sorted_scores(defect_scores, "recall")
     caught = int((defects > threshold).sum())
     return (rate_anywhere if chosen else rate_of)(caught, len(defects), caught / len(defects))
-
-
-def cheapest_thresholds(good_scores: ArrayLike, defect_scores: ArrayLike, costs: Costs) -> Choice:
-    """The review and the reject threshold with the lowest expected cost of a part.
-
-    A dearer escape raises neither of them: it weighs on the review threshold alone, unless both are
-    one. Of equal costs the lowest thresholds win. Both lie in a gap between the scores of all
-    images, see `placed`: review begins at its lower end, where good parts end, and rejection in its
-    middle.
-
-    Args:
-        good_scores: (n,) finite scores of good images the model hasn't learned from.
-        defect_scores: (m,) finite scores of defective images. They mustn't be those the choice
-            is judged by afterwards.
-        costs: of verdicts.
-
-    Raises:
-        DataError: no good or no defect scores.
-        ValueError: a score isn't finite.
-    """
-    good = sorted_scores(good_scores, "a threshold")
-    defects = sorted_scores(defect_scores, "recall")
-    both = _cheapest(good, defects, costs)
-    flagged = [threshold_at(value, good) for value in both]
-    found = [recall_at(value, defects, chosen=True) for value in both]
-    counts = _left_out(good, defects, costs)
-    # None flagged still says no less than that the next image would be the first.
-    of_good = [max(count, 1) / (len(good) + 1) for count in counts[0]]
-    of_defects = [count / len(defects) for count in counts[1]]
-    cost = float(costs.of_a_part(*of_good, *of_defects))
-    rates = [t.false_rejects for t in flagged] + found
-    weighed = list(zip(costs.weights, rates, strict=True))
-    # Each share at the end of its interval that is worse: of good and of defective images both
-    # fail together once in 40 times at most.
-    ends = [
-        float(costs.of_a_part(*((r.high if (w > 0) == worst else r.low) for w, r in weighed)))
-        for worst in (False, True)
-    ]
-    review, reject = (
-        replace(t, false_rejects=replace(t.false_rejects, expected=share))
-        for t, share in zip(flagged, of_good, strict=True)
-    )
-    caught, rejected = (
-        replace(r, expected=share) for r, share in zip(found, of_defects, strict=True)
-    )
-    low, high = max(0.0, min(ends[0], cost)), max(ends[1], cost)
-    return Choice(review, reject, caught, rejected, cost, low, high)
-
-
-def _cheapest(good: Floats, defects: Floats, costs: Costs) -> tuple[float, float]:
-    """The review and the reject threshold that cost least on these scores."""
-    scores = np.union1d(good, defects)
-    candidates = np.append(-np.inf, scores)
-    flagged = (len(good) - np.searchsorted(good, candidates, side="right") + 1) / (len(good) + 1)
-    found = 1 - np.searchsorted(defects, candidates, side="right") / len(defects)
-    of_good, of_rejected_good, of_caught, of_rejected = costs.weights
-    review = of_good * flagged + of_caught * found  # what hangs on the review threshold
-    reject = of_rejected_good * flagged + of_rejected * found
-    # Rejection costs what it does and the cheapest review threshold that isn't above.
-    at = int(np.argmin(np.minimum.accumulate(review) + reject))
-    lower = int(np.argmin(review[: at + 1]))
-    highest = placed(float(candidates[at]), scores, room=np.inf)
-    return min(placed(float(candidates[lower]), scores), highest), highest
-
-
-def _left_out(good: Floats, defects: Floats, costs: Costs) -> tuple[list[int], list[int]]:
-    """Good and defective images above both thresholds that are chosen without them.
-
-    Of a class with one image nothing can be left out; that one is judged by the whole choice.
-    """
-    flagged, found = [0, 0], [0, 0]
-    folds = min(_FOLDS, max(len(good), len(defects)))
-    for fold in range(folds):
-        out = [np.arange(len(s)) % folds == fold for s in (good, defects)]
-        kept = [s[~o] if len(s) > 1 else s for s, o in zip((good, defects), out, strict=True)]
-        for i, value in enumerate(_cheapest(kept[0], kept[1], costs)):
-            flagged[i] += int((good[out[0]] > value).sum())
-            found[i] += int((defects[out[1]] > value).sum())
-    return flagged, found

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.calibration import (
-    Choice,
-    Costs,
     GoodScores,
     ThresholdChange,
     Thresholds,
     recall_at,
-    thresholds_by_cost,
     thresholds_from,
 )
 from anomaly.calibration.production import ProductionChoice, thresholds_from_production
@@ -52,17 +49,10 @@ from anomaly.storage.thresholds import change, replace_thresholds
 log = logging.getLogger(__name__)
 
 
-_RATES = ("false_reject_rate", "review_rate", "defect_share")
-_COSTS = ("cost_false_reject", "cost_escape", "cost_review")
-_AMOUNTS = ("threshold", "review_threshold", *_COSTS)
-_CRITERIA = (
-    "without",
-    "at_most_defective",
-    "data_root",
-    "currency",
-    *_RATES,
-    *_AMOUNTS,
-)  # that the history records
+_RATES = ("false_reject_rate", "review_rate")
+_AMOUNTS = ("threshold", "review_threshold")
+# What the history records.
+_CRITERIA = ("without", "at_most_defective", "data_root", *_RATES, *_AMOUNTS)
 _MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 _MOST_DEFECTIVE = 0.2  # share of production images
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
@@ -91,14 +81,14 @@ def _run(options: argparse.Namespace) -> int:
     unlabelled: ProductionChoice | None = None
     if options.at_most_defective:
         unlabelled = _choose_from_production(options, model, good)
-        new, choice, good = unlabelled.thresholds, None, unlabelled.thresholds.good
+        new, good = unlabelled.thresholds, unlabelled.thresholds.good
     else:
-        new, choice = _choose(options, model, good, defects)
+        new = _choose(options, model, good)
     _warn_of_unusual(before, new, good)
     print("\n".join(new.lines()))
     learned = model.manifest["training_images"]
     _report_raised(new, options.model, learned=any(n in learned for n in new.good.names))
-    recall = None if defects is None else _print_recall(new, defects, choice)
+    recall = None if defects is None else _print_recall(new, defects)
     exit_code = 3 if any(images.refused for images in scored.values()) else 0
     if any(out.name in learned for out in good.left_out):
         log.info(
@@ -107,8 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     if before is not None:
         moved = ThresholdChange(before, new)
-        reasons = [] if choice is None or defects is None else moved.reasons(defects.scores)
-        print("\n".join([*moved.lines(), *reasons]))
+        print("\n".join(moved.lines()))
         if unlabelled is not None:
             print("\n".join(unlabelled.lines()))
         if "production" in scored:
@@ -180,13 +169,6 @@ def _score_images(
         for reason in first_of(scored[name].refused, f" of --{name}"):
             log.warning("skipped: %s", reason)
     defects = set(scored["defects"].named_hashes().values()) if "defects" in scored else set()
-    if (both := len(defects & tested)) and options.cost_escape is not None:
-        log.info(
-            "%d of %d defects are test images and choose the thresholds; `evaluate` will point "
-            "this out and estimate the rates for new defects by leaving out one defect at a time",
-            both,
-            len(defects),
-        )
     if len(scored) > 1:
         for path, sha256 in next(iter(scored.values())).named_hashes().items():
             if sha256 in defects:
@@ -239,25 +221,12 @@ def _warn_of_unusual(before: Thresholds | None, new: Thresholds, good: GoodScore
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that don't go together, before anything is loaded."""
     by_rate = options.false_reject_rate is not None or options.review_rate is not None
-    costs = [getattr(options, name) for name in _COSTS]
-    by_cost = any(cost is not None for cost in costs)
     by_hand = options.threshold is not None or options.review_threshold is not None
-    if by_hand and (by_rate or by_cost):
-        raise AnomalyError(
-            "thresholds are either set by hand or found by rates or costs; give one of these"
-        )
-    if by_cost and by_rate:
-        raise AnomalyError("thresholds are found either by rates or by costs; give one of these")
+    if by_hand and by_rate:
+        raise AnomalyError("thresholds are either set by hand or found by rates; give one of these")
     if by_hand and options.threshold is None:
         raise AnomalyError("--review-threshold needs --threshold; give both")
-    if by_cost and (None in costs or not options.defects):
-        raise AnomalyError(
-            "costs need all of --cost-false-reject, --cost-escape, --cost-review and --defects"
-        )
-    _check_production(options, by_hand=by_hand, by_cost=by_cost)
-    for name in ("defect_share", "currency"):
-        if getattr(options, name) is not None and not by_cost:
-            raise AnomalyError(f"--{name.replace('_', '-')} needs --cost-escape; give both")
+    _check_production(options, by_hand=by_hand)
     for name in (*_RATES, *_AMOUNTS):
         value = getattr(options, name)
         if value is None or (0 < value < 1 if name in _RATES else 0 <= value < math.inf):
@@ -279,57 +248,32 @@ def _good_scores(
     return known_scores(model, options.without or ())
 
 
-def _choose(
-    options: argparse.Namespace,
-    model: Model,
-    good: GoodScores,
-    defects: HeldOutScores | None,
-) -> tuple[Thresholds, Choice | None]:
-    """The thresholds that were asked for, and what was chosen by cost."""
+def _choose(options: argparse.Namespace, model: Model, good: GoodScores) -> Thresholds:
+    """The thresholds that were asked for."""
     if options.threshold is not None:
-        return by_hand(good, options.threshold, options.review_threshold), None
-    if options.cost_escape is None or defects is None:
-        return thresholds_from(
-            good, *model.rates(options.review_rate, options.false_reject_rate)
-        ), None
-    share = 0.01 if options.defect_share is None else options.defect_share
-    costs = Costs(options.cost_false_reject, options.cost_escape, options.cost_review, share)
-    thresholds, choice = thresholds_by_cost(good, defects.scores, costs)
-    currency = f" {options.currency}" if options.currency else ""
-    print(
-        f"expected cost {choice.cost:.3g}{currency} a part ({choice.low:.3g} to {choice.high:.3g} "
-        f"with 95 % confidence), if {percent(share)} of the parts are defective; estimated on "
-        f"{good.source} and {len(defects.scores)} defects, each judged by thresholds chosen "
-        "without it"
-    )
-    return thresholds, choice
+        return by_hand(good, options.threshold, options.review_threshold)
+    return thresholds_from(good, *model.rates(options.review_rate, options.false_reject_rate))
 
 
-def _print_recall(
-    thresholds: Thresholds, defects: HeldOutScores, choice: Choice | None
-) -> dict[str, Any]:
+def _print_recall(thresholds: Thresholds, defects: HeldOutScores) -> dict[str, Any]:
     """Print how many defects are found, and return these figures for the record.
 
     Only thresholds by rate are sure not to have been chosen by these defects.
     """
     recalls = {}
     chosen = thresholds.label != "calibrated"
-    for what, value, estimate in (
-        ("rejected", thresholds.image, choice and choice.rejected),
-        ("caught", thresholds.review, choice and choice.caught),
-    ):
-        rate = estimate or recall_at(value, defects.scores, chosen=chosen)
-        expected = f"; {100 * rate.expected:.1f} % expected of new ones" if choice else ""
+    for what, value in (("rejected", thresholds.image), ("caught", thresholds.review)):
+        rate = recall_at(value, defects.scores, chosen=chosen)
         print(
             f"of {rate.images} defects {rate.count} {_MEANING[what]}: "
-            f"{100 * rate.count / rate.images:.1f} %{expected}, "
+            f"{100 * rate.count / rate.images:.1f} %, "
             f"{100 * rate.low:.1f} to {100 * rate.high:.1f} % (95 % confidence)"
         )
         recalls[what] = asdict(rate)
     return recalls
 
 
-def _check_production(options: argparse.Namespace, *, by_hand: bool, by_cost: bool) -> None:
+def _check_production(options: argparse.Namespace, *, by_hand: bool) -> None:
     """Refuse options that don't go with unsorted production images."""
     share = options.at_most_defective
     if bool(options.production) != (share is not None):
@@ -348,10 +292,8 @@ def _check_production(options: argparse.Namespace, *, by_hand: bool, by_cost: bo
             f"--at-most-defective is {percent(share)}; it must be from 0 % to "
             f"{percent(_MOST_DEFECTIVE)}. Beyond that, sort the images: give --good and --defects"
         )
-    if share and (by_hand or by_cost):
-        raise AnomalyError(
-            "thresholds by hand or by cost need images that are known to be good; give --good"
-        )
+    if share and by_hand:
+        raise AnomalyError("thresholds by hand need images that are known to be good; give --good")
 
 
 def _choose_from_production(

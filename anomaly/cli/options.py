@@ -198,7 +198,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="with --production: the largest share of these images that may be defective, e.g. 5%%",
     )
-    defects = "images of defects: shows how many are caught; needed for costs"
+    defects = "images of defects: shows how many are caught"
     add_paths(parser, "--defects", defects)
     add(
         "--without",
@@ -218,18 +218,6 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     add = rates.add_argument
     add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
     add("--review-rate", type=number, metavar="R", help="good parts that may not be called good")
-    costs = parser.add_argument_group("by cost (needs --defects)")
-    add = costs.add_argument
-    add("--cost-false-reject", type=number, metavar="C", help="cost of rejecting a good part")
-    add("--cost-escape", type=number, metavar="C", help="cost of calling a defective part good")
-    add("--cost-review", type=number, metavar="C", help="cost of a person looking at a part")
-    add("--currency", metavar="NAME", help="currency of the costs, e.g. EUR; only shown")
-    add(
-        "--defect-share",
-        type=number,
-        metavar="P",
-        help="share of defective parts on the line (default: 0.01)",
-    )
     hand = parser.add_argument_group("by hand")
     add = hand.add_argument
     add("--threshold", type=number, metavar="X", help="reject above this image score")

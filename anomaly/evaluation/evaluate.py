@@ -24,7 +24,7 @@ from anomaly.evaluation.metrics.images import (
     recall_at_false_reject_rates,
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
-from anomaly.evaluation.splits import expected_of_new_defects, threshold_images
+from anomaly.evaluation.splits import threshold_images
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
@@ -93,8 +93,6 @@ class Evaluation:
         by_type: each type of defect's figures against all good images.
         thresholds: the model's own; None where it has none.
         n_threshold_images: how many of the images the thresholds were chosen with.
-        expected_of_new: the share of other defects that the thresholds are expected to catch, where
-            costs and some defects have chosen them; else None.
         n_settings_images: how many of them the settings were chosen with, see `anomaly.tune`.
     """
 
@@ -106,7 +104,6 @@ class Evaluation:
     thresholds: Thresholds | None = None
     n_threshold_images: int = 0
     n_settings_images: int = 0
-    expected_of_new: float | None = None
 
     @property
     def usable(self) -> list[tuple[Scored, float]]:
@@ -230,7 +227,6 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         detector.thresholds,
         sum(row.image_sha256 in chosen_with for row in rows),
         sum(detector.config.has_chosen(row.image_sha256) for row in rows),
-        expected_of_new_defects(detector),
     )
 
 

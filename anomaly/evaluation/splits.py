@@ -70,7 +70,7 @@ def content_hash(sample: Sample) -> str:
 def threshold_images(model: Model) -> frozenset[str]:
     """sha256 of the images that a model's thresholds were chosen with; figures on them flatter.
 
-    Good images, and the defects that were given where thresholds were chosen by cost or by hand.
+    Good images, and the defects that were given where thresholds were set by hand.
     """
     limits = model.thresholds
     if limits is None:
@@ -82,16 +82,6 @@ def threshold_images(model: Model) -> frozenset[str]:
         with suppress(*_EDITED_BY_HAND):
             hashes |= {*_last_change(model)["images"].get("defects", {}).values()}
     return frozenset(hashes)
-
-
-def expected_of_new_defects(model: Model) -> float | None:
-    """The share that thresholds by cost catch of defects which didn't choose them.
-
-    As `calibrate` has found it, by leaving out one defect after the other; None where they weren't
-    chosen so.
-    """
-    by_cost = model.thresholds is not None and model.thresholds.label == "by cost"
-    return caught_defects(model) if by_cost else None
 
 
 def caught_defects(model: Model) -> float | None:

@@ -43,7 +43,7 @@ class Row:
         heatmap: picture, relative to the output folder; empty where there is none.
         model_id: the model that scored it.
         software_version: of this program.
-        threshold_label: how the thresholds were found: `calibrated`, `by cost` or `by hand`.
+        threshold_label: how the thresholds were found: `calibrated` or `by hand`.
         reason: why there is no score, or why the part is for review.
         model_name: the model's name in its config.
         time: when it was scored, in UTC (ISO 8601).

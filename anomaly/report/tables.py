@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from anomaly.calibration import Thresholds
-from anomaly.calibration.rates import percent, rate_of
+from anomaly.calibration.rates import rate_of
 from anomaly.errors import counted
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import Confusion
@@ -150,12 +150,6 @@ def flattered(evaluation: Evaluation) -> str:
         notes.append(
             f"{count} of {images} test images were used to choose the thresholds, so verdicts are "
             "better here than on new parts"
-            + (
-                f". Expected for new defects: about {percent(evaluation.expected_of_new)} caught, "
-                "estimated by leaving out one defect at a time"
-                if evaluation.expected_of_new is not None
-                else ""
-            )
         )
     if notes:
         return ". ".join(notes)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.calibration.thresholds import Calibration
@@ -80,7 +80,7 @@ def read_thresholds(folder: Path) -> Thresholds | None:
 class _ThresholdsFile:
     """What thresholds.json has to hold."""
 
-    label: str
+    label: Literal["calibrated", "by hand"]
     source: str
     review: Threshold
     reject: Threshold

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from anomaly.calibration import (
-    Costs,
     GoodScores,
-    thresholds_by_cost,
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.calibration.thresholds import cheapest_thresholds
 from anomaly.errors import DataError
 from anomaly.storage.thresholds import read_thresholds, write_thresholds
 
@@ -99,16 +96,6 @@ def test_few_images_say_so_and_lots_caution() -> None:
     assert len(lines) == 4
     assert "same lot, lamp and camera" in lines[3]
     assert not any("needs" in line for line in lines)
-
-
-def test_the_cheapest_thresholds_rule() -> None:
-    good, defects = np.arange(100.0).tolist(), [30.5, 200.0]
-    for escape in (0.0, 1.0, 1000.0):
-        costs = Costs(false_reject=1.0, escape=escape, review=0.1, defect_share=0.1)
-        thresholds, choice = thresholds_by_cost(_good(good), defects, costs)
-        assert choice == cheapest_thresholds(good, defects, costs)
-        assert (thresholds.review, thresholds.image) == (choice.review.value, choice.reject.value)
-        assert thresholds.label == "by cost"
 
 
 def test_images_that_raise_the_threshold_are_named_one_by_one() -> None:

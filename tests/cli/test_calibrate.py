@@ -1,4 +1,4 @@
-"""Thresholds without retraining: by rate, cost and hand, on record, of no good test image."""
+"""Thresholds without retraining: by rate and hand, on record, of no good test image."""
 
 import hashlib
 import json
@@ -14,7 +14,6 @@ import pytest
 from conftest import Command, train_arguments, with_note, write_part, write_product
 
 import anomaly
-from anomaly.calibration.rates import percent
 from anomaly.training.feature_cache import CachedFeatures
 
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
@@ -145,7 +144,7 @@ def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
     assert len(_history(run)) == 2
 
 
-def test_defects_say_how_many_are_found_and_costs_choose_between(
+def test_defects_say_how_many_are_found(
     run: Path, good: Path, defects: Path, command: Command
 ) -> None:
     common = ["--model", run, "--good", good, "--defects", defects, "--device", "cpu"]
@@ -156,31 +155,6 @@ def test_defects_say_how_many_are_found_and_costs_choose_between(
     assert line["defects_found"]["rejected"]["count"] == 4
     assert len(line["images"]["good"]) == 10
     assert len(line["images"]["defects"]) == 4
-
-    costs = ["--cost-false-reject", 1, "--cost-review", 0.1, "--currency", "EUR"]
-    code, out, err = command("calibrate", [*common, *costs, "--cost-escape", 1000])
-    assert (code, "--yes" in err) == (1, True)
-    assert " EUR a part (" in out
-    assert "10 good images that the model hasn't learned from and 4 defects" in out
-    # Why it rises although an escape is dear.
-    assert (
-        "the reject threshold rises: no image scores between: the threshold is put into this gap"
-        in out
-    )
-    assert "the cost of escapes only lowers the review threshold; it never raises the reject" in out
-    code, out, _ = command("calibrate", [*common, *costs, "--cost-escape", 1000, "--yes"])
-    assert (code, "of 4 defects 4 caught, rejected or for review: 100.0 %" in out) == (0, True)
-    assert _history(run)[-1]["asked"]["currency"] == "EUR"
-    reject, review = (_thresholds(run)[name]["value"] for name in ("reject", "review"))
-    assert command("calibrate", [*common, *costs, "--cost-escape", 100_000])[0] == 0
-    assert _thresholds(run)["review"]["value"] <= review
-    assert _thresholds(run)["reject"]["value"] <= reject
-    written = _thresholds(run)
-    assert written["label"] == "by cost"
-    scores = json.loads((run / "model" / "calibration.json").read_text())["image"]
-    # Good and defective are apart: the cheapest threshold lies in the gap.
-    assert written["reject"]["value"] > max(scores)
-    assert written["review"]["value"] <= written["reject"]["value"]
 
 
 def test_one_odd_good_image_is_named_and_can_be_left_out(
@@ -238,30 +212,6 @@ def test_good_images_of_the_test_split_are_refused(
     )
     assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
     assert _files(run) == before
-
-
-def test_defects_that_are_tested_with_may_choose_and_both_commands_say_so(
-    run: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
-    costs = ["--cost-false-reject", 5, "--cost-escape", 200, "--cost-review", 1, "--yes"]
-    given = ["--model", run, "--defects", product / "test" / "spot", "--device", "cpu"]
-    code, out, _ = command("calibrate", [*given, *costs])
-    assert code == 0
-    assert "3 of 3 defects are test images and choose the thresholds" in out
-    code, _, err = command(
-        "evaluate", ["--model", run, "--device", "cpu", "--output", tmp_path / "figures"]
-    )
-    assert code == 0
-    assert "3 of 6 test images were used to choose the thresholds" in err
-    last = json.loads((run / "model" / "history.jsonl").read_text().splitlines()[-1])
-    expected = last["defects_found"]["caught"]["expected"]
-    assert (
-        f"Expected for new defects: about {percent(expected)} caught, estimated by leaving out"
-        in err
-    )
-    # By rates nothing is chosen with them.
-    code, out, _ = command("calibrate", [*given, "--false-reject-rate", 0.02, "--yes"])
-    assert (code, "choose the thresholds" in out) == (0, False)
 
 
 def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
@@ -472,9 +422,8 @@ def test_an_evaluation_says_which_of_its_images_chose_the_thresholds(
         return figures["n_threshold_images"], caplog.text, pages[0]
 
     assert evaluated(["--false-reject-rate", 0.02])[:2] == (0, "")
-    costs = ["--cost-false-reject", 5, "--cost-escape", 200, "--cost-review", 1, "--yes"]
     given = ["--good", good, "--defects", defects]
-    count, log, page = evaluated([*given, *costs])
+    count, log, page = evaluated([*given, "--threshold", 1])  # perhaps chosen by these defects
     said = "4 of 10 test images were used to choose the thresholds"
     assert (count, said in log, said in page) == (4, True, True)
     count, log, page = evaluated([*given, "--false-reject-rate", 0.02])  # no defect chooses rates
@@ -518,11 +467,6 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
         (["--threshold", "3", "--review-threshold", "4"], "lies above the threshold"),
         (["--review-threshold", "4"], "needs --threshold"),
         (["--threshold", "3", "--review-rate", "0.1"], "set by hand or found by rates"),
-        (["--cost-escape", "10"], "costs need all of"),
-        (["--cost-review", "10", "--cost-escape", "10"], "costs need all of"),
-        (["--cost-review", "1", "--review-rate", "0.1"], "either by rates or by costs"),
-        (["--defect-share", "0.1"], "needs --cost-escape"),
-        (["--currency", "EUR"], "needs --cost-escape"),
         (["--good", "/nowhere/at/all"], "--good /nowhere/at/all doesn't exist"),
     ],
 )
