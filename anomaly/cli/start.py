@@ -21,7 +21,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import SMALL_SET, advice, check
-from anomaly.datasets.recognise import LIST_SUFFIXES, chosen, recognise, with_copies_together
+from anomaly.datasets.recognise import LIST_SUFFIX, chosen, recognise, with_copies_together
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, from_json, write
@@ -296,5 +296,5 @@ def _network(settings: Sequence[str]) -> tuple[str | None, str]:
 
 def _name_of(folder: Path) -> str:
     place = at_home(folder).absolute()
-    name = place.stem if place.suffix.lower() in LIST_SUFFIXES else place.name
+    name = place.stem if place.suffix.lower() == LIST_SUFFIX else place.name
     return name.lstrip(".") or "model"

@@ -95,6 +95,7 @@ _WANTED = {
 # Settings, and values of settings, that earlier versions had: what to do instead.
 GONE = {
     "data.category as a list": "train a model for each category",
+    "data.format=coco": "write a CSV list of the images and use data.format=csv",
     "model.arrangement": "leave it out; an image is scored by its patches alone",
     "model.border_damping": "remove it: the border counts like the rest of the image",
     "model.components": "remove it: no method reads it",

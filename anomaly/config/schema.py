@@ -93,7 +93,6 @@ class DataConfig(_Section):
         "visa",
         "folder",
         "good_defect",
-        "coco",
         "csv",
     ] = "mvtec"
     """The layout of the folder."""

@@ -34,7 +34,6 @@ TEST_IMAGES = {
     "mvtec_3d": "has them in test/good/rgb and test/<type of defect>/rgb",
     "btad": "has them in test/ok and test/ko",
     "visa": "has them in split_csv/1cls.csv with the split `test`",
-    "coco": "has them in test/, and images with annotations in train/",
     "csv": "has them in rows with the split `test`, or in a list without splits",
     "good_defect": "has them in defect/ or defect/<type>/, and a fifth of good/, or in test/",
 }

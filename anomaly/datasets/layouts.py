@@ -26,7 +26,7 @@ from anomaly.datasets.labels import (
     only_places,
     says_masks,
 )
-from anomaly.datasets.lists import annotations_in, open_coco, open_list, open_visa
+from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.masks import Masks, entries_of, strays
 from anomaly.datasets.samples import (
     GOOD,
@@ -42,6 +42,8 @@ from anomaly.files.writing import like
 from anomaly.imaging.listing import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
+
+_COCO = "_annotations.coco.json"
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,25 @@ class _FolderLayout:
         return samples
 
 
-def _good_only(folder: Path) -> Dataset:
-    if annotated := annotations_in(folder):
-        layout, root, what = annotated
+def check_no_annotations(folder: Path) -> None:
+    """Refuse a folder with annotations that say which images are good, but can't be read.
+
+    Raises:
+        DataError: it has a list as COCO, Roboflow, SageMaker or Lookout for Vision write it.
+    """
+    coco = [folder / split / _COCO for split in ("", "train", "valid", "val", "test")]
+    found = [file for file in coco if file.is_file()]
+    found += [p for p in sorted(folder.glob("*.manifest")) if not left_by_system(p.name)]
+    if found:
         raise DataError(
-            f"{folder} has {what}, which says which images are good: use --set "
-            f"data.format={layout} {_root(root)}"
+            f"{found[0]} says which images are good, in a form that can't be read; write a CSV "
+            "list with the columns path and label, and use --set data.format=csv --set "
+            "data.root=LIST.csv"
         )
+
+
+def _good_only(folder: Path) -> Dataset:
+    check_no_annotations(folder)
     train = listed(folder, folder)
     if not train:
         raise DataError(
@@ -323,7 +337,6 @@ FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "mvtec_3d": _FolderLayout("MVTec 3D AD", images="rgb"),
     "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
     "folder": _good_only,
-    "coco": open_coco,
     "good_defect": open_by_names,
     "visa": open_visa,
     "csv": open_list,

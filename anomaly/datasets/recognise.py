@@ -12,16 +12,19 @@ from pathlib import Path
 
 from anomaly.datasets.by_names import labels_in, say_folder, sorted_by_names
 from anomaly.datasets.labels import Label, by_file_names, label_of, split_of
-from anomaly.datasets.layouts import KNOWN_LAYOUTS, folders_in, say_named
-from anomaly.datasets.lists import annotations_in
+from anomaly.datasets.layouts import (
+    KNOWN_LAYOUTS,
+    check_no_annotations,
+    folders_in,
+    say_named,
+)
 from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
 from anomaly.imaging.listing import is_folder, list_images, other_files
 
-# Lists of images, as CSV or as a manifest of SageMaker.
-LIST_SUFFIXES = (".csv", ".manifest", ".jsonl")
+LIST_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,12 @@ def recognise(
     if layout is not None:
         return (Recognised(layout, place, "as you chose"),)
     if not is_folder(place):
-        if place.suffix.lower() not in LIST_SUFFIXES:
+        if place.suffix.lower() != LIST_SUFFIX:
             raise DataError(
-                f"{place} is a file; give the folder that it is in, or a list ("
-                f"{', '.join(LIST_SUFFIXES)})"
+                f"{place} is a file; give the folder that it is in, or a list ({LIST_SUFFIX})"
             )
         return (Recognised("csv", place, "a list of images"),)
-    if annotated := annotations_in(place):
-        return (Recognised(*annotated),)
+    check_no_annotations(place)
     known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
     if known and known[0].layout != "good_defect":
         return tuple(known)
@@ -135,7 +136,7 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     others = dict.fromkeys(
         s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect
     )
-    reason = f"{_exporter(place)}good images in {some([i.as_posix() for i in good], most=8)}"
+    reason = f"good images in {some([i.as_posix() for i in good], most=8)}"
     if others:
         reason += f", others in {some(list(others), most=8)}"
     if any(sample.mask_path for _, sample in samples):
@@ -147,13 +148,6 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         root = place / tops.pop() if len(tops) == 1 else place
         return Recognised("folder", root, reason)
     return Recognised("good_defect", place, reason)
-
-
-def _exporter(place: Path) -> str:
-    """The product that exports such folders, for people; empty where it isn't known."""
-    if all(is_folder(place / "train" / name) for name in ("normal", "anomaly")):
-        return "AWS Lookout for Vision, "
-    return "Roboflow, " if list(place.glob("README.roboflow.txt")) else ""
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
