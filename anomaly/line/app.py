@@ -305,7 +305,9 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     async def events() -> StreamingResponse:
         followed = service.follow()
         await anext(followed)  # raises BusyError if too many clients follow
-        return StreamingResponse(_events(followed), media_type="text/event-stream")
+        # nginx otherwise holds events back until it has 4 kB of them.
+        at_once = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(followed), media_type="text/event-stream", headers=at_once)
 
 
 def _picture(number: int, picture: bytes | None) -> Response:

@@ -25,6 +25,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # for supervisors, which have no token
 _ALWAYS = (*_OPEN, "/metrics")  # answered even when too many clients are connected
+_PAGE_HEADER = b"x-requested-with"  # sent by our page's scripts, see line.js
 _LINGER_SECONDS = 1.0
 _HEADER_CHARACTERS = 1000
 _POLICY = (
@@ -143,8 +144,7 @@ class Guard:
         host = headers.get(b"host", "")
         if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
             raise refusal(403, "without a token only this machine may ask, as localhost")
-        origin = headers.get(b"origin")
-        if origin is not None and _netloc(origin)[0] != host:
+        if _is_of_another_site(scope, headers, host):
             raise refusal(403, "requests from pages of other sites are refused")
         shown = credentials(headers.get(b"authorization", ""))[1]
         if not self._token or hmac.compare_digest(shown.encode(), self._token.encode()):
@@ -285,6 +285,21 @@ def credentials(authorization: str) -> tuple[str, str]:
             user, _, token = base64.b64decode(value, validate=True).decode().partition(":")
             return user, token
     return "", ""
+
+
+def _is_of_another_site(scope: Scope, headers: Mapping[bytes, str], host: str) -> bool:
+    """Whether a page of another site asks, as far as its browser says.
+
+    Links from other sites may be followed. Over plain HTTP browsers name the origin alone, and a
+    proxy may have put its own host in: a header of our page's then tells it from others, whose
+    browsers would first ask here whether they may send it. Scripts hold no data.
+    """
+    if site := headers.get(b"sec-fetch-site"):
+        link = scope["method"] == "GET" and headers.get(b"sec-fetch-dest") == "document"
+        return site not in ("same-origin", "none") and not link
+    origin = headers.get(b"origin")
+    own = _PAGE_HEADER in headers or scope["path"].endswith(".js")
+    return origin is not None and _netloc(origin)[0] != host and not own
 
 
 def _netloc(address: str) -> tuple[str, str]:

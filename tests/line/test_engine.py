@@ -446,6 +446,22 @@ def test_a_token_is_asked_for_where_one_is_set() -> None:
     assert asked(guard, authorization=f"Bearer {TOKEN}", origin="http://line:80") == 200
 
 
+def test_other_sites_are_told_from_the_page_behind_a_proxy() -> None:
+    guard = Guard(_through, TOKEN)
+    known = {"authorization": f"Bearer {TOKEN}"}
+    page = {**known, "origin": "https://plant.example"}  # the proxy has put its own host in
+    assert asked(guard, **page, sec_fetch_site="same-origin") == 200
+    assert asked(guard, **page) == 403
+    assert asked(guard, "/line.js", **page) == 200
+    assert asked(guard, **page, x_requested_with="line") == 200  # as over plain HTTP
+    for site in ("cross-site", "same-site"):
+        assert asked(guard, **known, sec_fetch_site=site, sec_fetch_dest="image") == 403
+        assert asked(guard, **page, sec_fetch_site=site, x_requested_with="line") == 403
+    link = {**known, "sec_fetch_site": "cross-site", "sec_fetch_dest": "document"}
+    assert asked(guard, **link) == 200
+    assert asked(guard, "/v1/parts", "POST", **link) == 403
+
+
 def test_without_a_token_only_this_machine_may_ask() -> None:
     guard = Guard(_through, "")
     for host in ("localhost:8000", "127.0.0.1", "[::1]:80"):

@@ -1,7 +1,7 @@
 // The page for the line: newest part, counts, strip and chart, live by server-sent events.
 // What clients and people have written is only ever put in place as text.
 
-import { language, number, offerLanguages, word } from "./words.js";
+import { language, number, offerLanguages, remembered, word } from "./words.js";
 import { zoomable } from "./zoom.js";
 
 const KEPT = 60;
@@ -26,7 +26,7 @@ const at = (id) => document.getElementById(id);
 const digits = (value) => value.toLocaleString(language, { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
 const person = () => at("who").value.trim();
 // The hash keeps another record's part of this number out of the browser's memory.
-const pictureAddress = (part, kind) => `/v1/parts/${part.id}/${kind}?of=${part.image_sha256.slice(0, 16)}`;
+const pictureAddress = (part, kind) => `v1/parts/${part.id}/${kind}?of=${part.image_sha256.slice(0, 16)}`;
 const kind = (part) => (part.status === "ok" ? part.verdict || "none" : "none");
 const verdictText = (part) => word(part.status === "ok" ? VERDICTS[part.verdict] || "no_verdict" : "not_read");
 const shown = () => parts.find((part) => part.id === chosen);
@@ -38,7 +38,8 @@ const held = () => (following && !drafted && !close ? undefined : shown());
 
 // The service's answer; a body is posted. Throws the reason of a refusal.
 async function json(path, body) {
-  const posted = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const headers = { "Content-Type": "application/json", "X-Requested-With": "line" }; // see guard.py
+  const posted = body && { method: "POST", headers, body: JSON.stringify(body) };
   const response = await fetch(path, posted);
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.detail || response.statusText);
@@ -61,7 +62,7 @@ function keep(part) {
 
 async function refresh() {
   const wanted = new URLSearchParams({ limit: KEPT, verdict: only, model });
-  const newest = (await json(`/v1/parts?${wanted}`)).parts;
+  const newest = (await json(`v1/parts?${wanted}`)).parts;
   if (wanted.get("verdict") !== only || wanted.get("model") !== model) return;
   const before = held();
   parts = newest;
@@ -76,7 +77,7 @@ async function refresh() {
 async function counts() {
   const midnight = new Date();
   midnight.setHours(0, 0, 0, 0);
-  const verdicts = await json(`/v1/counts?${new URLSearchParams({ since: midnight.toISOString(), model })}`);
+  const verdicts = await json(`v1/counts?${new URLSearchParams({ since: midnight.toISOString(), model })}`);
   const rows = Object.entries(VERDICTS).map(([name, key]) => [word(key), verdicts[name] || 0]);
   const unread = Object.entries(verdicts).filter(([name]) => !(name in VERDICTS) && name !== "no verdict");
   if (verdicts["no verdict"]) rows.push([word("no_verdict"), verdicts["no verdict"]]);
@@ -90,7 +91,7 @@ async function counts() {
 }
 
 async function alarms() {
-  const { alarms } = await json("/v1/alarms");
+  const { alarms } = await json("v1/alarms");
   const ready = !alarms.some(({ severity }) => severity === "error");
   if (connected) state(ready ? "live" : "not_ready", ready);
   if (listed === JSON.stringify(alarms)) return; // else it would be read out again
@@ -257,7 +258,7 @@ async function jump() {
   at("missing").textContent = "";
   if (!wanted) return;
   try {
-    keep(await json(`/v1/parts/${wanted}`));
+    keep(await json(`v1/parts/${wanted}`));
     strip();
     choose(wanted, false);
     at("jump").value = "";
@@ -281,7 +282,7 @@ async function say(verdict) {
     who: person(),
   };
   try {
-    const changed = await json(`/v1/parts/${part.id}/feedback`, body);
+    const changed = await json(`v1/parts/${part.id}/feedback`, body);
     remember(body);
     take(changed);
     at("note").value = at("type").value = "";
@@ -296,14 +297,14 @@ async function keepMissed() {
   if (!part || at("missed").hidden) return;
   try {
     const who = encodeURIComponent(person());
-    take(await json(`/v1/parts/${part.id}/missed?who=${who}`, {}));
+    take(await json(`v1/parts/${part.id}/missed?who=${who}`, {}));
   } catch (error) {
     at("answer").textContent = word("not_kept", { reason: error.message });
   }
 }
 
 function remember(body) {
-  localStorage.setItem("who", body.who);
+  remembered("who", body.who);
   const known = [...at("types").options].map((option) => option.value);
   if (body.defect_type && !known.includes(body.defect_type)) {
     const option = document.createElement("option");
@@ -340,7 +341,7 @@ function countSoon() {
 }
 
 function listen() {
-  const source = new EventSource("/v1/events");
+  const source = new EventSource("v1/events");
   source.addEventListener("open", () => {
     connected = true;
     refresh().catch(alarms).catch(lost);
@@ -417,20 +418,20 @@ for (const [id, action] of Object.entries({ switch: switchPicture, larger: KEYS[
 at("jump").addEventListener("change", jump);
 at("models").addEventListener("change", () => {
   model = at("models").value;
-  localStorage.setItem("model", model);
+  remembered("model", model);
   following = true;
   at("models").blur();
   refresh().catch(lost);
 });
 addEventListener("resize", chart);
 setInterval(() => { alarms().catch(() => {}); }, 5000); // a model may fail while no part comes
-at("who").value = localStorage.getItem("who") || "";
+at("who").value = remembered("who");
 offerLanguages(at("language"), () => {
   listed = "";
   refresh().catch(lost);
 });
-json("/v1/models").then(({ models }) => {
-  const names = models.map(({ name }) => name), last = localStorage.getItem("model");
+json("v1/models").then(({ models }) => {
+  const names = models.map(({ name }) => name), last = remembered("model");
   at("models").append(...names.map((name) => new Option(name)));
   at("models").hidden = names.length < 2;
   at("models").value = model = names.length > 1 && names.includes(last) ? last : "";

@@ -3,10 +3,21 @@
 
 const LANGUAGES = { en: "English", de: "Deutsch", es: "Español", zh: "中文" };
 const PLACES = { word: "textContent", label: "ariaLabel", hint: "title" };
-const TABLE = await (await fetch("/words.json")).json();
+const TABLE = await (await fetch("words.json")).json();
+
+// What this browser remembers by a name, and with a value what it shall remember. A browser that lets
+// pages store nothing throws; the page then works without.
+export function remembered(name, value) {
+  try {
+    if (value !== undefined) localStorage.setItem(name, value);
+    return localStorage.getItem(name) || "";
+  } catch {
+    return "";
+  }
+}
 
 const address = new URL(location);
-const wanted = [address.searchParams.get("lang"), localStorage.getItem("language"), ...navigator.languages];
+const wanted = [address.searchParams.get("lang"), remembered("language"), ...navigator.languages];
 export let language = wanted.map((name) => (name || "").slice(0, 2).toLowerCase()).find((name) => name in LANGUAGES) || "en";
 
 // A text of the table, with values in place of its {names}.
@@ -31,7 +42,7 @@ export function offerLanguages(select, changed = () => location.reload()) {
   select.replaceChildren(...Object.entries(LANGUAGES).map(([value, name]) => new Option(name, value, false, value === language)));
   select.addEventListener("change", () => {
     language = select.value;
-    localStorage.setItem("language", language);
+    remembered("language", language);
     address.searchParams.delete("lang");
     history.replaceState(null, "", address);
     fill();
@@ -39,5 +50,5 @@ export function offerLanguages(select, changed = () => location.reload()) {
   });
 }
 
-if (address.searchParams.has("lang")) localStorage.setItem("language", language);
+if (address.searchParams.has("lang")) remembered("language", language);
 fill();

@@ -1,0 +1,88 @@
+"""The line's page as people set it up: behind nginx, below a path, in a browser without storage."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from browser import running_browser
+from running import Served
+
+NGINX = """
+daemon off; pid {folder}/pid; error_log {folder}/error.log;
+events {{}}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  server {{
+    listen 127.0.0.1:{port};
+    location /plant/line/ {{ proxy_pass http://127.0.0.1:{service}/; }}
+  }}
+}}
+"""
+# As where a browser's settings forbid storage.
+NO_STORAGE = """
+Object.defineProperty(window, "localStorage", {
+  get() { throw new DOMException("denied", "SecurityError"); }
+});
+"""
+
+
+@pytest.fixture
+def proxied(served: Served, tmp_path: Path) -> Iterator[str]:
+    """The page's address behind nginx as it is configured by default."""
+    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+    if program is None:
+        pytest.skip("nginx isn't installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = tmp_path / "nginx.conf"
+    config.write_text(NGINX.format(folder=tmp_path, port=port, service=served.port))
+    process = subprocess.Popen([program, "-e", tmp_path / "error.log", "-c", config])
+    try:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}/plant/line/"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_the_page_lives_behind_a_proxy_and_without_storage(
+    served: Served, proxied: str, product: Path, tmp_path: Path
+) -> None:
+    with running_browser(tmp_path / "profile") as page:
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=NO_STORAGE)
+        page.open(f"{proxied}?lang=en")
+        page.until("document.getElementById('state').textContent", "live")
+        for file in ("spot/000.png", "good/000.png"):
+            row = served.score((product / "test" / file).read_bytes())[1]
+            newest = "document.querySelector('#strip button')?.dataset.part"
+            page.until(newest, str(row["id"]), seconds=2)
+        page.until("document.getElementById('picture').naturalWidth > 0", True)
+        time.sleep(0.7)  # a button means the part before, until then
+        page.evaluate("document.getElementById('who').value = 'Ada'")
+        page.click("#good")
+        page.until("document.getElementById('good').className.includes('chosen')", True)
+        page.evaluate("document.querySelector('a[href]').click()")
+        page.until("location.pathname", "/plant/line/report")
+        assert page.complaints() == []
+        assert all(url.startswith(proxied) for url in page.requests())
+    assert served.get(f"/v1/parts/{row['id']}")["feedback"]["who"] == "Ada"
+
+
+def test_no_proxy_holds_events_back(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port)) as events:
+        events.sendall(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = events.recv(4096).lower()
+    assert b"x-accel-buffering: no" in head
+    assert b"cache-control: no-cache" in head
