@@ -90,7 +90,7 @@ def load_model(
             reference = Reference.from_tensors(tensors, rigid=align == "rigid")
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
-        raise _unreadable(folder, manifest, error) from None
+        raise _unreadable(folder, error) from None
     _check_together(folder, manifest, stages["scorer"], training_statistics)
     return Model(
         config=config,
@@ -227,11 +227,11 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     except (ConfigError, UnicodeError):
         raise ModelError(f"{file} isn't YAML as this program writes it; {AGAIN}") from None
     except OSError as error:
-        raise _unreadable(folder, manifest, error) from None
+        raise _unreadable(folder, error) from None
     try:
         config = parse_config(values, str(file))
     except ConfigError as error:
-        raise _unreadable(folder, manifest, error) from None
+        raise _unreadable(folder, error) from None
     made, backbone = manifest["made_with"], manifest["backbone"]
     one_aspect = manifest["aspect"] is not None
     for key, recorded, actual in (
@@ -247,12 +247,12 @@ def config_in(folder: Path, manifest: dict[str, Any]) -> Config:
     return config
 
 
-def _unreadable(folder: Path, manifest: dict[str, Any], error: Exception) -> ModelError:
+def _unreadable(folder: Path, error: Exception) -> ModelError:
     if isinstance(error, ModelError) and AGAIN in str(error):
         return error
     return ModelError(
-        f"{folder} was written by anomaly {manifest['software_version']} and can't be read by "
-        f"{__version__} ({error}); train it again with this version"
+        f"{folder} can't be read by anomaly {__version__} ({error}); train it again with this "
+        "version"
     )
 
 
