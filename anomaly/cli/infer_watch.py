@@ -25,7 +25,6 @@ from anomaly.inference.journal import Finished
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.rows import (
     Row,
-    count_flagged,
     counts_of,
     learned_by,
     say_counts,
@@ -100,8 +99,10 @@ def _follow(
         nonlocal is_warned
         row = finished.row
         counts.update(counts_of([row]))
-        flagged.update(count_flagged([row], learned))
         print(_line(row), flush=True)
+        # What is for review whatever its score says nothing of the promise.
+        if row.verdict and not row.reason and row.image_sha256 not in learned:
+            flagged[row.verdict != "good"] += 1
         if promised is None or is_warned:
             return
         if line := flagged_line(flagged[True], flagged.total(), promised, str(options.model)):

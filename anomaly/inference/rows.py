@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, get_type_hints
@@ -302,21 +302,6 @@ def learned_by(model: Model) -> frozenset[str]:
     return frozenset(model.manifest["training_images"].values())
 
 
-def count_flagged(rows: Iterable[Row], learned: Collection[str]) -> Counter[bool]:
-    """Number of images that scores flag (True) or not (False).
-
-    Args:
-        rows: of the images; those without a verdict, or for review whatever their score, don't
-            count.
-        learned: sha256 of training images, which don't count.
-    """
-    return Counter(
-        row.verdict != "good"
-        for row in rows
-        if row.verdict and not row.reason and row.image_sha256 not in learned
-    )
-
-
 def say_counts(counts: Counter[str], total: int | None = None) -> str:
     """A line on how many images were scored, with which verdicts.
 
@@ -325,14 +310,11 @@ def say_counts(counts: Counter[str], total: int | None = None) -> str:
         total: number of images, if not all have a row.
     """
     summary = f"{counts['ok']} of {total_of(counts) if total is None else total} images scored"
-    without = "no verdicts, because the model has no thresholds" if counts["ok"] else ""
+    verdicts = ""
+    if any(counts[verdict] for verdict in _VERDICTS):
+        verdicts = ", ".join(f"{counts[verdict]} {word}" for verdict, word in _VERDICTS.items())
+    elif counts["ok"]:
+        verdicts = "no verdicts, because the model has no thresholds"
     unusable = [f"{counts[status]} {status}" for status in _UNUSABLE if counts[status]]
-    outcomes = ", ".join([word for word in (say_verdicts(counts) or without, *unusable) if word])
+    outcomes = ", ".join([word for word in (verdicts, *unusable) if word])
     return f"{summary}: {outcomes}" if outcomes else summary
-
-
-def say_verdicts(counts: Counter[str]) -> str:
-    """Number of images by verdict, in words; empty without verdicts."""
-    if not any(counts[verdict] for verdict in _VERDICTS):
-        return ""
-    return ", ".join(f"{counts[verdict]} {word}" for verdict, word in _VERDICTS.items())

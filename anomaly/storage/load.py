@@ -14,10 +14,7 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
 from anomaly.imaging.reference import Reference
 from anomaly.methods.base import ArrayScorer
 from anomaly.runtime.devices import CPU, device_of, has_bf16
-from anomaly.scoring.build import (
-    region_of,
-    scorer_of,
-)
+from anomaly.scoring.build import region_of, scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import exported_stages, files_of, open_network, read_export
