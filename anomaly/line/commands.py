@@ -19,7 +19,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of
 from anomaly.line import report, serve
 from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
-from anomaly.line.feedback import model_folder, save_pictures
+from anomaly.line.feedback import judgements, model_folder, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, passing_defects
 from anomaly.storage.exported import files_of, read_export
@@ -131,16 +131,16 @@ def _feedback(options: argparse.Namespace) -> int:
                 "of these"
             )
         return _save(options.record, options.pictures)
+    if options.verdict is None:
+        for entry in judgements(options.record):
+            print(json.dumps(entry))
+        return 0
     try:
         hashes = [(file, sha256_of(file)) for file in options.images]
     except OSError as error:
         raise DataError(f"{error.filename} can't be read: {why(error)}") from None
     record = Record(options.record)
     try:
-        if options.verdict is None:
-            for entry in record.feedback():
-                print(json.dumps(entry))
-            return 0
         judgement: dict[str, Any] = {
             "who": _text(options.who or _user()),
             "defect_type": _text(options.type),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, OutputError
@@ -49,6 +50,14 @@ class Confirmed:
     defects: list[Sample] = field(default_factory=list)
     past: list[Sample] = field(default_factory=list)
     lost: int = 0
+
+
+def judgements(record: Path) -> list[dict[str, Any]]:
+    """All judgements of a record, the oldest first."""
+    names = ("part", "sha256", "who", "verdict", "defect_type", "note", "time")
+    with open_to_read(record) as db:
+        rows = db.execute(f"SELECT {', '.join(names)} FROM feedback ORDER BY id").fetchall()
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> Confirmed:

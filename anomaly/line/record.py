@@ -172,13 +172,8 @@ class Record:
         db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
         try:
             db.execute("PRAGMA busy_timeout = 5000")
-            version, tables = db.execute(_STATE).fetchone()
-            if version not in (0, _FORMAT):
-                raise OutputError(
-                    f"{file} was written by another version of this program; give another --record"
-                )
-            if tables and not version:
-                raise OutputError(f"{file} is a database of another program; give another --record")
+            if foreign := _foreign(db):
+                raise OutputError(f"{file} {foreign}; give another --record")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             schema = files("anomaly.line").joinpath("assets", "record.sql")
@@ -387,12 +382,6 @@ class Record:
         )
         return {outcome or "no verdict": count for outcome, count in rows}
 
-    def feedback(self) -> Iterator[dict[str, Any]]:
-        """All judgements, the oldest first."""
-        names = ("part", "sha256", "who", "verdict", "defect_type", "note", "time")
-        for row in self.read(f"SELECT {', '.join(names)} FROM feedback ORDER BY id", ()):
-            yield dict(zip(names, row, strict=True))
-
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The rows of a query."""
         with self._lock, self._explained():
@@ -512,16 +501,46 @@ def _call(callback: Callable[..., object], *arguments: object) -> None:
 
 @contextmanager
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
-    """Open a record to read; another process may be writing to it.
+    """Open a record to read. It needn't be writable; another process may be writing to it.
 
     Raises:
-        DataError: the file can't be read, or isn't a record.
+        DataError: the file can't be read, isn't a record, or was copied without its log.
     """
+    place = file.resolve()
+    logged = any(_size(Path(f"{place}{end}")) for end in _LOGS)
+    writable = os.access(place.parent, os.W_OK)
+    # SQLite makes logs beside a record, unless it is told that nobody changes it.
+    how = "mode=ro" if logged or writable else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        with closing(sqlite3.connect(f"{place.as_uri()}?{how}", uri=True)) as db:
+            if foreign := _foreign(db):
+                raise DataError(f"{file} {foreign}; give a record of serve")
+            if not db.execute(_STATE).fetchone()[1]:
+                raise DataError(
+                    f"{file} holds no parts: while serve runs they may be in {file.name}-wal. Copy "
+                    'a record with sqlite3 ORIGINAL ".backup COPY", or stop serve first'
+                )
             yield db
-    except sqlite3.Error:
-        raise DataError(f"{file} can't be read as a record of serve") from None
+    except sqlite3.Error as error:
+        fault = f"{file} can't be read as a record of serve: {_why(error)}"
+        if logged and not writable:
+            fault += f"; copy it and {file.name}-wal into a folder that you can write to"
+        raise DataError(fault) from None
+
+
+def _foreign(db: sqlite3.Connection) -> str:
+    """Who else has written a database, for a message; empty for a record or an empty file."""
+    version, tables = db.execute(_STATE).fetchone()
+    if version not in (0, _FORMAT):
+        return "was written by another version of this program"
+    return "is a database of another program" if tables and not version else ""
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _places(file: Path, head: int) -> tuple[object, ...]:
@@ -556,7 +575,7 @@ def _why(error: Exception) -> str:
         "SQLITE_FULL": "the disk is full",
         "SQLITE_BUSY": "another process is writing to it",
         "SQLITE_READONLY": "it may not be written to",
-        "SQLITE_CANTOPEN": "it can't be opened or made there",
+        "SQLITE_CANTOPEN": "it can't be opened",
         "SQLITE_NOTADB": "it is no SQLite file",
         "SQLITE_CORRUPT": "it is damaged",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -20,6 +21,7 @@ from conftest import Command
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
+from anomaly.line.feedback import judgements
 from anomaly.line.record import Answer, Keeping, Record, Recorder
 
 
@@ -99,7 +101,7 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
     (number, unread) = record.add([answer("reject", 7), answer("", 8, "unreadable")])
     record.add_feedback("defect", who="Ada", part=number, defect_type="scratch")
     record.add_feedback("good", who="Bob", part=number, note="dust")
-    said = list(record.feedback())
+    said = judgements(file)
     assert [(one["verdict"], one["who"], one["sha256"]) for one in said] == [
         ("defect", "Ada", f"{7:064x}"),
         ("good", "Bob", f"{7:064x}"),
@@ -112,7 +114,7 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
     for change in ("UPDATE feedback SET verdict = 'good'", "DELETE FROM feedback"):
         with pytest.raises(sqlite3.IntegrityError, match="only added to"):
             by_others.execute(change)
-    assert len(list(record.feedback())) == 2
+    assert len(judgements(file)) == 2
 
 
 def test_feedback_from_the_command_line_is_noted_whole_or_not_at_all(
@@ -124,11 +126,11 @@ def test_feedback_from_the_command_line_is_noted_whole_or_not_at_all(
     base = ["--record", file, "--verdict", "good", "--parts"]
     code, _, err = command("feedback", [*base, number, number + 1])
     assert (code, f"part {number + 1} doesn't exist; nothing was recorded" in err) == (2, True)
-    assert not list(record.feedback())
+    assert not judgements(file)
     code, _, err = command("feedback", [*base, 2**63])
     assert (code, "can't be the number of a part" in err) == (2, True)
     assert command("feedback", [*base, number, "--note", "caf\udce9"])[0] == 0
-    assert next(record.feedback())["note"] == "caf\\udce9"
+    assert judgements(file)[0]["note"] == "caf\\udce9"
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
@@ -360,3 +362,42 @@ def test_a_part_that_is_not_on_record_says_so_and_the_next_ones_are_taken(tmp_pa
         recorder.put(good, lambda number: (told.append(number), until_told.set()))
         assert until_told.wait(10)
     assert "couldn't be recorded, so it has no verdict" in str(told[0])
+
+
+def run_unprivileged(*commands: list[object]) -> list[tuple[int, str]]:
+    """Exit code and output of commands, run by somebody who may not write everywhere."""
+    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    code = "import sys; from anomaly.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [[*drop, sys.executable, "-c", code, *map(str, command)] for command in commands]
+    done = [subprocess.run(line, capture_output=True, text=True) for line in words]
+    return [(one.returncode, one.stdout + one.stderr) for one in done]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may write all")
+def test_a_record_that_may_only_be_read_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "line"
+    file, out = folder / "line.sqlite", tmp_path / "report"
+    with closing(Record(file)) as record:
+        record.add([answer("reject", 7)])
+        record.add_feedback("defect", who="Ada", part=1)
+        shutil.copytree(folder, tmp_path / "served")  # with its rows in the logs
+        shutil.copytree(folder, tmp_path / "halved")
+        (tmp_path / "halved" / "line.sqlite-shm").unlink()
+    listing: list[list[object]] = []
+    for place in (folder, tmp_path / "served", tmp_path / "halved"):
+        place.chmod(0o555)
+        listing.append(["feedback", "--record", place / "line.sqlite"])
+    report = ["report", "--record", file, "--from", "2026-01-01", "--output", out]
+    *read, halved = run_unprivileged(report, *listing)
+    assert [code for code, _ in read] == [0, 0, 0], read
+    assert all("Ada" in text for _, text in read[1:])
+    assert (halved[0], "copy it and line.sqlite-wal into a folder" in halved[1]) == (2, True)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["line.sqlite"]
+
+
+def test_a_record_copied_without_its_log_is_told(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add([answer("good")])
+        shutil.copy(tmp_path / "line.sqlite", tmp_path / "copy.sqlite")
+    with pytest.raises(DataError, match=r"copy.sqlite holds no parts: .* sqlite3 .*backup"):
+        judgements(tmp_path / "copy.sqlite")

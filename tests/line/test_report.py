@@ -251,7 +251,7 @@ def test_false_rejects_and_escapes_are_held_to_the_promise(
     [
         ({"--record": "lane.sqlite"}, "there is no record"),
         ({"--record": "words.txt"}, "words.txt can't be read as a record of serve"),
-        ({"--record": "other.sqlite"}, "can't be read as a record of serve"),
+        ({"--record": "other.sqlite"}, "database of another program; give a record of serve"),
         (
             {"--from": "2027-01-01", "--to": "2027-01-02"},
             "holds no part of 2027-01-01 to 2027-01-02",
