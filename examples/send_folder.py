@@ -3,12 +3,13 @@
     python examples/send_folder.py camera http://127.0.0.1:8000/v1/models/plate/score
 
 A token that the service asks for is taken from ANOMALY_TOKEN. While the service is busy or away,
-images wait; Ctrl-C ends it.
+images wait; while the folder is away, so does this program. Ctrl-C ends it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -26,23 +27,49 @@ WRITTEN_SECONDS = 0.5  # after which a file that hasn't changed is whole
 PAUSE_SECONDS = 1.0
 
 
-def arriving(folder: Path) -> Iterator[Path]:
-    """Image files as they come, once each, in the order of their names."""
-    seen: set[Path] = set()
+def arriving(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Image files as they come, with their bytes; one that is written again comes again.
+
+    A file is whole once its time and size have stayed the same between two looks. Only this
+    machine's clock counts: that of a share may be wrong.
+    """
+    seen: dict[Path, tuple[object, float]] = {}  # state and since when; for ever once it was sent
+    told = ""
     while True:
-        for file in sorted(folder.iterdir()):
-            if file in seen or file.suffix.lower() not in KINDS:
+        trouble, files = "", []
+        try:
+            files = sorted(file for file in folder.iterdir() if file.suffix.lower() in KINDS)
+        except OSError as error:  # the share is away
+            trouble = str(error)
+        for file in files:
+            try:
+                state, now = state_of(file), time.monotonic()
+                if file not in seen or seen[file][0] != state:
+                    seen[file] = state, now
+                elif now - seen[file][1] > WRITTEN_SECONDS:
+                    data = file.read_bytes()
+                    if state_of(file) == state:
+                        seen[file] = state, math.inf
+                        yield file, data
+            except FileNotFoundError:  # renamed or taken away meanwhile
                 continue
-            with suppress(FileNotFoundError):  # renamed or taken away meanwhile
-                if time.time() - file.stat().st_mtime > WRITTEN_SECONDS:
-                    seen.add(file)
-                    yield file
+            except OSError as error:  # another program still has it
+                trouble = str(error)
+        if trouble and trouble != told:
+            print(f"{trouble}; trying again", file=sys.stderr)
+        told = trouble
         time.sleep(0.1)
 
 
-def score(file: Path, address: str) -> dict[str, Any]:
+def state_of(file: Path) -> tuple[int, int]:
+    """What changes when a file is written: its time and size."""
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+def score(file: Path, data: bytes, address: str) -> dict[str, Any]:
     """The row of an image, for which a busy service is asked again and again."""
-    request = Request(f"{address}?name={quote(file.name)}", file.read_bytes())
+    request = Request(f"{address}?name={quote(file.name)}", data)
     if token := os.environ.get("ANOMALY_TOKEN"):
         request.add_header("Authorization", f"Bearer {token}")
     told = ""
@@ -73,8 +100,8 @@ def main(arguments: list[str]) -> None:
     folder, address = Path(arguments[0]), arguments[1]
     if not folder.is_dir():
         sys.exit(f"{folder} isn't a folder")
-    for file in arriving(folder):
-        row = score(file, address)
+    for file, data in arriving(folder):
+        row = score(file, data, address)
         print(f"{row['id']}  {file.name}  {row['verdict'] or row['status']}", flush=True)
 
 
