@@ -37,7 +37,7 @@ def figures(folder: Path, settings: Sequence[str], seed: int, device: str) -> Fi
     detector = anomaly.fit(data, config, device=device)
     result = anomaly.evaluate(detector, data)
     assert result.verdicts is not None
-    counts = result.verdicts.total
+    counts = result.verdicts
     known = {name: result.metrics.values.get(name) for name in FIGURES[:5]}
     known["flagged"] = (counts.false_rejects + counts.good_to_review) / result.n_good
     known["caught"] = counts.caught / result.n_defect
