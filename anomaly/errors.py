@@ -86,8 +86,11 @@ def unwritable(file: Path | str, error: OSError, what: str = "{} can't be writte
         with suppress(OSError, StopIteration):
             there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
             free = f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
-    remedy = "mend the disk" if error.errno in (errno.EROFS, errno.EIO) else "make room there"
-    reason = os.strerror(error.errno)  # libraries add their own words
+    reason, remedy = os.strerror(error.errno), "make room there"  # libraries add their own words
+    if error.errno == errno.EROFS:
+        reason, remedy = "the folder is read-only", "choose another --output"
+    elif error.errno == errno.EIO:
+        remedy = "mend the disk"
     return WriteError(f"{what.format(file)}: {reason}{free}; {remedy}")
 
 

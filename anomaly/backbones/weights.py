@@ -88,7 +88,9 @@ def search_folders() -> list[Path]:
 def _downloads() -> Path:
     import torch  # only where a file is needed, see above
 
-    return Path(torch.hub.get_dir()) / "checkpoints"
+    folder = torch.hub.get_dir()
+    # Below "~" where the user has no home folder.
+    return Path("weights") if folder.startswith("~") else Path(folder, "checkpoints")
 
 
 def official_state(url: str) -> tuple[State, str]:
@@ -141,10 +143,11 @@ def _download(url: str, name: str) -> Path:
     target, prefix = _downloads() / name, _hash_in(url)
     draft = draft_of(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(url) as answer, draft.open("xb") as file:
+        with _opened(url) as answer:
             log.info(f"downloading the weights {name} from {urlsplit(url).netloc} (only once)")
-            shutil.copyfileobj(answer, file)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("xb") as file:
+                shutil.copyfileobj(answer, file)
         if not sha256_of(draft).startswith(prefix):
             raise WeightsError(
                 f"{url} sent a file with a wrong hash (its sha256 should start with {prefix}): the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,9 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     Raises:
         ModelError: the tensors aren't those of the method.
     """
-    # For what can be made again from the tensors, such as an index.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anomaly"
+    cache = None  # for what can be made again from the tensors, such as an index
+    with suppress(RuntimeError):  # a user without a home folder
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anomaly"
     method = METHODS[config.model.kind]
     scorer: Scorer = import_module(method.arrays or method.module).scorer(
         tensors, config.model.model_dump(), device=device, cache=cache

@@ -19,7 +19,9 @@ from conftest import REPOSITORY, RUNS, Command, train_arguments, write_part, wri
 from picture_files import lossless_forms, written
 
 from anomaly import cli
+from anomaly.backbones.weights import search_folders
 from anomaly.cli import COMMANDS
+from anomaly.line.record import Record
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -521,3 +523,25 @@ def test_every_option_has_help(name: str) -> None:
     parser = argparse.ArgumentParser()
     cli._add_options(name, parser)
     assert [action.dest for action in parser._actions if not action.help] == []
+
+
+def test_a_user_without_name_or_home(
+    run_folder: Path, product: Path, tmp_path: Path, command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", "XDG_CACHE_HOME", "TORCH_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", run_folder, "--input", product / "test" / "good", "--output", "out"]
+    assert command("infer", arguments)[0] == 0
+    Record(Path("line.sqlite")).close()
+    judged = ["--verdict", "good", "--images", product / "test" / "good" / "000.png"]
+    assert command("feedback", ["--record", "line.sqlite", *judged])[0] == 0
+    code, _, err = command("infer", ["--model", "~/run", *arguments[2:]])
+    assert (code, "~/run" in err) == (2, True)
+    assert all(folder.parts[0] != "~" for folder in search_folders())
+    assert not Path("~").exists()
