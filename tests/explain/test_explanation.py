@@ -191,7 +191,7 @@ def test_large_images_are_explained_by_their_tiles(
     assert command("explain", arguments)[0] == 0
     written = {file.name for file in (tmp_path / "why").iterdir()}
     assert {"explanation.html", "score_gradient.png"} <= written
-    code, _, err = command("features", [*arguments[:4], "--output", tmp_path / "features"])
+    code, _, err = command("features", [*arguments[:4], "--output", tmp_path / "features.npz"])
     assert code == 2
     assert "cuts its images into tiles" in err
 
