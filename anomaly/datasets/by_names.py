@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from anomaly.datasets.labels import Label, by_file_names, denies, label_of, says_masks, split_of
+from anomaly.datasets.labels import Label, by_file_names, label_of, says_masks, split_of
 from anomaly.datasets.masks import Masks
 from anomaly.datasets.samples import GOOD, Dataset, Sample, in_splits, listed
 from anomaly.errors import DataError, some
 from anomaly.imaging.listing import is_folder, list_images
-
-log = logging.getLogger(__name__)
 
 CLEAR = {Label.GOOD, Label.DEFECTIVE}
 
@@ -179,19 +176,14 @@ def check_folders(images: Iterable[Path], folder: Path, remedy: Callable[[Path],
 
 def check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
     """Refuse images to be taken as good, or as defective, where names of files say otherwise."""
-    named = by_file_names(path.stem for path in images) or {}
-    others = [path.name for path in images if named.get(path.stem) in CLEAR - {wanted}]
-    if not others:
-        return
-    contrary = (CLEAR - {wanted}).pop()
-    what = f"the names of {len(others)} of {len(images)} files say {contrary} ({others[0]})"
-    if wanted not in named.values() and not any(map(denies, others)):  # hole_1.png: a feature?
-        log.warning("%s: taken as %s, but %s", folder, wanted, what)
-        return
-    raise DataError(
-        f"the images in {folder} would all be taken as {wanted}, but {what}: move those elsewhere, "
-        "or rename them"
-    )
+    named = by_file_names([path.stem for path in images])
+    (contrary,) = CLEAR - {wanted}
+    if others := [path.name for path in images if named[path.stem] is contrary]:
+        raise DataError(
+            f"the images in {folder} would all be taken as {wanted}, but the names of "
+            f"{len(others)} of {len(images)} files say {contrary} ({some(others)}): move those "
+            "elsewhere, or rename them"
+        )
 
 
 def check_defects(images: Iterable[Path], folder: Path) -> None:

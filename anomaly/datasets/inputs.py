@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from anomaly.datasets.lists import COLUMNS, named
+from anomaly.datasets.lists import COLUMNS, exists, named
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
-from anomaly.files.tables import header_of, marked_encoding, read_rows, text_of
+from anomaly.files.tables import SEPARATOR, header_of, read_rows, texts_of
 from anomaly.files.writing import looked_in, short_name
 from anomaly.imaging.listing import is_folder, is_image, list_files
 
@@ -122,26 +122,27 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
         raise DataError(f"{name} can't be read: {error.strerror}") from None
     if data.startswith(_PICTURES):
         raise DataError(f"{name} is an image, not a list of images; give it with --input")
-    lines = _lines(data, name)
+    readings = texts_of(data, name)
+    if len(readings) > 1:  # file names are bytes: they stay, unless a code page fits better
+        readings.insert(0, os.fsdecode(data))
+    lines = max(map(_lines, readings), key=lambda lines: sum(map(exists, lines)))
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not _is_table(header, list_file):
         return [Path(named(line)) for line in lines], {}
     if "image_sha256" in header:
         return [Path(named(path)) for path in _of_results(data, name)], {}
-    if set(header) <= set(COLUMNS) - {"group"}:  # a path a line, or the list of a data set
+    if set(header) <= {*COLUMNS, ""} - {"group"}:  # a path a line, or the list of a data set
         of_data_set = len(header) > 1 and list_file != "-"
         folder = Path(list_file).parent if of_data_set else Path()
-        return [folder / named(path, folder) for path in _paths(data, name)], {}
+        return [folder / named(path, folder) for path in _paths(data, name, folder)], {}
     groups = _grouped(data, name)
     return [Path(path) for path in groups], groups
 
 
-def _lines(data: bytes, name: str) -> list[str]:
-    """The lines of a list that aren't blank."""
-    encoding, rest = marked_encoding(data) or ("utf-8", data)
-    # File names are bytes; whatever isn't UTF-8 in them survives.
-    text = os.fsdecode(rest) if encoding == "utf-8" else text_of(data, name)
-    return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+def _lines(text: str) -> list[str]:
+    """Lines of a list, but blank ones and one that tells Excel the delimiter."""
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    return lines[1:] if lines and SEPARATOR.match(lines[0]) else lines
 
 
 def _of_results(data: bytes, name: str) -> list[str]:
@@ -155,8 +156,9 @@ def _of_results(data: bytes, name: str) -> list[str]:
     return _paths(codecs.BOM_UTF8 + data if ours else data, name)
 
 
-def _paths(data: bytes, name: str) -> list[str]:
-    return [row["path"] for _, row in read_rows(data, name, _COLUMNS, ("path",)) if row["path"]]
+def _paths(data: bytes, name: str, folder: Path = Path()) -> list[str]:
+    rows = read_rows(data, name, _COLUMNS, ("path",), lambda row: exists(row["path"], folder))
+    return [row["path"] for _, row in rows if row["path"]]
 
 
 def _is_table(header: Sequence[str], list_file: str) -> bool:
@@ -170,7 +172,7 @@ def _is_table(header: Sequence[str], list_file: str) -> bool:
 def _grouped(data: bytes, name: str) -> dict[str, str]:
     """The part of each image, by its path."""
     groups: dict[str, str] = {}
-    for line, row in read_rows(data, name, _COLUMNS, _COLUMNS):
+    for line, row in read_rows(data, name, _COLUMNS, _COLUMNS, lambda row: exists(row["path"])):
         path, group = str(Path(named(row["path"]))), row["group"]
         if not row["path"] or not group:
             raise DataError(f"{name}, line {line}: path and group mustn't be empty")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import lru_cache
 from importlib.resources import files
@@ -52,6 +53,14 @@ _UNSAID = {_Kind.NUMBER, _Kind.BESIDE, _Kind.FILLER}
 _TELLING = (_Kind.GOOD, _Kind.BAD, _Kind.NEGATED)
 _ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
 _DIGITS = re.compile(r"\d+")
+_DENYING = (_Kind.NEGATED, _Kind.NOT)
+# Of random names: 3bad0f2e, where letters and digits take turns, or an UUID.
+_RANDOM = re.compile(
+    r"(?<![^\W_])(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+    r"|(?=\d*[a-f]+\d+[a-f])[0-9a-f]{8,})(?![^\W_])",
+    re.IGNORECASE,
+)
+_COMMON = 0.9  # share of names from which on a word in them is the product's
 _LONGEST = 40  # letters of a word that is taken apart
 
 
@@ -131,36 +140,27 @@ def _kinds(name: str) -> set[_Kind]:
     return {kind for run in _RUNS.findall(_plain(name)) for _, kind in _parsed(run)}
 
 
-def by_file_names(stems: Iterable[str]) -> dict[str, Label] | None:
-    """What files' names say, where some say more than others.
+def by_file_names(stems: Sequence[str]) -> dict[str, Label]:
+    """Label of each file by its name.
 
-    What all names have in common, such as that of the product, says nothing, unless it denies that
-    the parts are good.
-
-    Returns:
-        The label of each; None where names tell none from others.
+    Words in nine of ten names are the product's (`hole_plate_1`) and say nothing, unless one of
+    them denies that parts are good (`NOK_1`). Nor do random names of hexadecimal digits.
     """
-    forms = {stem: _DIGITS.sub("0", stem) for stem in stems}  # few, however many files there are
+    # Few forms, however many files there are.
+    forms = {stem: _DIGITS.sub("0", _RANDOM.sub("", stem)) for stem in stems}
     words = {form: _RUNS.findall(_plain(form)) for form in set(forms.values())}
-    common = set.intersection(*map(set, words.values())) if words else set()
-    telling = any(kind in _TELLING for word in common for _, kind in _parsed(word))
-    for shared in (set(), common) if telling else (set(),):
+    counts = Counter(word for form in forms.values() for word in set(words[form]))
+    common = {word for word, count in counts.items() if count >= _COMMON * len(stems)}
+    denies = any(kind in _DENYING for word in common for _, kind in _parsed(word))
+    labels: dict[str, Label] = {}
+    for silent in (set(), set() if denies else common):
         labels = {
-            form: label_of(" ".join(word for word in own if word not in shared))
+            form: label_of(" ".join(word for word in own if word not in silent))
             for form, own in words.items()
         }
-        meanings = set(labels.values())
-        both = {Label.GOOD, Label.DEFECTIVE} <= meanings
-        last = shared == (common if telling else set())
-        some = last and len(meanings) > 1 and meanings & {Label.GOOD, Label.DEFECTIVE}
-        if both or some or (meanings == {Label.DEFECTIVE} and all(map(denies, labels))):
-            return {stem: labels[form] for stem, form in forms.items()}
-    return None
-
-
-def denies(name: str) -> bool:
-    """Whether a name denies that parts are good: NOK, not good; no feature's name, such as hole."""
-    return not _kinds(name).isdisjoint({_Kind.NEGATED, _Kind.NOT})
+        if {Label.GOOD, Label.DEFECTIVE} <= set(labels.values()):
+            break
+    return {stem: labels[form] for stem, form in forms.items()}
 
 
 def _plain(name: str) -> str:

@@ -195,8 +195,8 @@ def _good_only(folder: Path) -> Dataset:
         )
     paths = [sample.path for sample in train]
     check_folders(paths, folder, lambda bad: _other_layout(bad, plain(folder)))
-    named = by_file_names(path.stem for path in paths)
-    if named is None or not set(named.values()) >= CLEAR:
+    named = by_file_names([path.stem for path in paths])
+    if not set(named.values()) >= CLEAR:
         check_files(paths, folder, Label.GOOD)
         return Dataset(folder, tuple(train), ())
     if open_ := [path.name for path in paths if named[path.stem] not in CLEAR]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from anomaly.datasets.by_names import CLEAR, check_good, plain
@@ -34,6 +34,11 @@ def named(entry: str, folder: Path = Path()) -> str:
     if slashed == name or os.path.lexists(folder / name):
         return name
     return slashed if os.path.exists(folder / slashed) else name  # noqa: PTH110
+
+
+def exists(entry: str, folder: Path = Path()) -> bool:
+    """Whether there is what an entry of a list means."""
+    return os.path.exists(folder / named(entry, folder))  # noqa: PTH110, takes any name
 
 
 def open_list(file: Path) -> Dataset:
@@ -157,4 +162,8 @@ def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Row
         raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
     except OSError as error:
         raise DataError(f"{file} can't be read ({error.strerror})") from None
-    return read_rows(data, str(file), columns, needed or columns)
+
+    def worth(row: Mapping[str, str]) -> int:
+        return exists(row.get("path", ""), file.parent) + (label_of(row.get("label", "")) in CLEAR)
+
+    return read_rows(data, str(file), columns, needed or columns, worth)

@@ -214,7 +214,7 @@ def _plain(place: Path) -> Recognised:
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
         give = listed or f"{other_files(place)}; give a folder of good images"
         raise DataError(f"no images in {place}{give}")
-    counts = Counter((by_file_names(image.stem for image in images) or {}).values())
+    counts = Counter(by_file_names([image.stem for image in images]).values())
     if counts[Label.GOOD] and counts[Label.DEFECTIVE]:
         counted_names = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
         return Recognised("folder", place, counted_names)

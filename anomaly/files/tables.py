@@ -13,7 +13,7 @@ import csv
 import difflib
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from anomaly.errors import DataError
 
@@ -24,7 +24,11 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
+# As spreadsheets save a list in Western Europe, China, Japan, Taiwan, Korea, Poland and Russia.
+_CODE_PAGES = ("cp1252", "gb18030", "cp932", "big5", "cp949", "cp1250", "cp1251")
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+# A first line by which Excel is told the delimiter.
+SEPARATOR = re.compile('"?sep=', re.IGNORECASE)
 # Spreadsheets skip blanks before a formula; a tab or line break can lead into the next cell.
 _GUARDED = re.compile(r"'|[\t\r\n]|\s*[=+\-@]")
 # Beyond what RFC 4180 demands: whatever some reader takes for the end of a line.
@@ -79,57 +83,93 @@ def header_of(first_line: str, columns: Sequence[str]) -> tuple[list[str], str]:
     return split(best), best
 
 
-def read_rows(data: bytes, name: str, columns: Sequence[str], needed: Sequence[str]) -> Rows:
-    """(line, row) for each row of a CSV list.
+def read_rows(
+    data: bytes,
+    name: str,
+    columns: Sequence[str],
+    needed: Sequence[str],
+    worth: Callable[[Mapping[str, str]], int] = lambda row: 0,
+) -> Rows:
+    """(line, row) for each row of a CSV list that isn't blank.
 
     Args:
-        data: the file's bytes: UTF-8, UTF-16 with a mark, or Windows-1252, as Excel saves them.
-            UTF-8 with a mark may hold file names that are no text.
+        data: the file's bytes: UTF-8, UTF-16 with a mark, or a code page of a spreadsheet's
+            country. UTF-8 with a mark may hold file names that are no text.
         name: of the list, for messages.
         columns: the columns that are known. Others are left alone, misspelt ones refused.
         needed: those of them that have to be there.
+        worth: how well a row fits what is on disk. The code page in which all rows fit best is
+            the list's.
 
     Raises:
-        DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells.
+        DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells;
+            or several code pages fit equally and differ in known columns.
     """
-    lines = io.StringIO(text_of(data, name), newline="")
+    readings = [_rows_of(text, name, columns, needed) for text in texts_of(data, name)]
+    if len(readings) == 1:
+        return readings[0]
+    lists = [list(rows) for rows in readings]
+    fits = [sum(worth(row) for _, row in rows) for rows in lists]
+    known = [
+        [[row.get(column) for column in columns] for _, row in rows]
+        for rows, fit in zip(lists, fits, strict=True)
+        if fit == max(fits)
+    ]
+    if any(rows != known[0] for rows in known):
+        raise DataError(
+            f"{name} isn't UTF-8, and the files that it names don't tell its encoding; see that "
+            "they exist, and save it as CSV UTF-8"
+        )
+    return iter(lists[fits.index(max(fits))])
+
+
+def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]) -> Rows:
+    lines = io.StringIO(text, newline="")
     try:
-        header, delimiter = header_of(lines.readline(), columns)
+        first, skipped = lines.readline(), 1
+        if SEPARATOR.match(first):
+            first, skipped = lines.readline(), 2
+        header, delimiter = header_of(first, columns)
         _check_columns(name, header, columns, needed)
         reader = csv.DictReader(lines, header, restval="", strict=True, delimiter=delimiter)
         for row in reader:
+            if not any("".join(cell).strip() for cell in row.values()):
+                continue
             if None in row:
                 raise DataError(
-                    f"{name} line {reader.line_num + 1} has more cells than the header; put paths "
-                    f"that hold {_DELIMITERS[delimiter]} in quotes"
+                    f"{name} line {reader.line_num + skipped} has more cells than the header; put "
+                    f"paths that hold {_DELIMITERS[delimiter]} in quotes"
                 )
-            yield reader.line_num + 1, {key: _unguarded(cell) for key, cell in row.items()}
+            yield reader.line_num + skipped, {key: _unguarded(cell) for key, cell in row.items()}
     except csv.Error:
         raise DataError(
             f"{name} isn't a CSV file: a quote is never closed, or stands inside a cell"
         ) from None
 
 
-def text_of(data: bytes, name: str) -> str:
-    """A list's text, as `read_rows` takes it.
+def texts_of(data: bytes, name: str) -> list[str]:
+    """A list's text; of one that isn't Unicode the texts in all code pages, and in ASCII.
 
     Raises:
-        DataError: it is no text in any of these encodings.
+        DataError: it holds null characters.
     """
-    encoding, rest = marked_encoding(data) or ("", data)
-    # What is marked as UTF-8 is no Windows-1252: other bytes are those of file names.
-    names = "surrogateescape" if encoding == "utf-8" else "strict"
-    for each in (encoding,) if encoding else ("utf-8", "cp1252"):
-        try:
-            text = rest.decode(each, names)
-        except UnicodeDecodeError:
-            continue
-        if "\0" not in text:
-            return text
-    before, null, _ = rest.decode(encoding or "latin-1", "replace").partition("\0")
+    encoding, rest = marked_encoding(data) or ("utf-8", data)
+    # What is marked as UTF-8 is in no code page: other bytes are those of file names.
+    names = "surrogateescape" if rest is not data and encoding == "utf-8" else "strict"
+    try:
+        texts = [rest.decode(encoding, names)]
+    except UnicodeDecodeError:
+        texts = [rest.decode(page, "replace") for page in _CODE_PAGES]
+        texts = [text for text in texts if "\ufffd" not in text]
+        texts.append(rest.decode("ascii", "replace"))  # fits no worse where nothing tells
+    before, null, _ = texts[0].partition("\0")
     if null:
-        name += f" line {before.count(chr(10)) + 1} holds a null character: it"
-    raise DataError(f"{name} isn't text in UTF-8, UTF-16 or Windows-1252; save it as CSV UTF-8")
+        line = before.count("\n") + 1
+        raise DataError(
+            f"{name} line {line} holds a null character: it isn't text in UTF-8, UTF-16 or a code "
+            "page; save it as CSV UTF-8"
+        )
+    return texts
 
 
 def _check_columns(

@@ -17,7 +17,7 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from anomaly.calibration.thresholds import Threshold
 from anomaly.errors import DataError, why
 from anomaly.files.tables import read_rows
 from anomaly.files.writing import from_json
-from anomaly.inference.rows import Row
 from anomaly.line.record import is_sqlite, open_to_read
 
 FALSE_ALARMS = 0.05
@@ -340,7 +339,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
             with file.open(encoding="utf-8") as lines:
                 yield from _json_lines(lines, file)
         else:
-            columns = [field.name for field in fields(Row)]
+            columns = ("time", *_NEEDED)
             for _, row in read_rows(file.read_bytes(), str(file), columns, _NEEDED):
                 yield row
     except (OSError, UnicodeError) as error:

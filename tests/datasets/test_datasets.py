@@ -289,6 +289,28 @@ def test_lists_as_spreadsheets_save_them(tmp_path: Path, encoding: str, delimite
     assert [(s.name, s.defect_type) for s in dataset.test] == [("b.png", "Riß")]
 
 
+@pytest.mark.parametrize("encoding", ["gb18030", "cp932", "big5", "utf-16"])
+def test_lists_of_asian_spreadsheets(tmp_path: Path, encoding: str) -> None:
+    names = ["表面 1.png", "表面 2.png", "表面 3.png"]
+    rows = [["path", "label"], [names[0], "良品"], [names[1], "良品"], [names[2], "不良"], [""] * 2]
+    file = tmp_path / "list.csv"
+    file.write_bytes("\r\n".join(["sep=;", *map(";".join, rows)]).encode(encoding))
+    if encoding != "utf-16":  # another code page would fit as well as this one
+        label = "\r\n".join(["path;label", "a.png;good", "b.png;斑"]).encode(encoding)
+        (tmp_path / "labels.csv").write_bytes(label)
+        with pytest.raises(
+            DataError, match=r"labels\.csv isn't UTF-8, .*; see that they exist, and"
+        ):
+            open_dataset("csv", tmp_path / "labels.csv", None)
+    for name in names:
+        (tmp_path / name).touch()
+    dataset = open_dataset("csv", file, None)
+    assert [s.name for s in dataset.train] == names[:2]
+    assert [(s.name, s.defect_type) for s in dataset.test] == [(names[2], "不良")]
+    file.write_bytes("path;remark\r\na.png;表\r\n".encode(encoding))  # which nothing hangs on
+    assert [s.name for s in open_dataset("csv", file, None).train] == ["a.png"]
+
+
 GOOD_AND_DEFECT = ("good/1.png", "defect/crack/2.png")
 MVTEC = ("b/train/good/1.png", "b/test/good/1.png", "b/ground_truth/crack/1_mask.png")
 VISA = ("split_csv/1cls.csv", "candle/Images/Anomaly/1.JPG", "candle/Images/Normal/1.JPG")

@@ -124,7 +124,11 @@ def test_a_list_may_start_with_a_byte_order_mark(tmp_path: Path, mark: bytes) ->
     assert find_inputs([], str(file)).groups == {"b.png": "1"}
 
 
-def test_names_that_are_no_text_are_read_back_from_our_results(tmp_path: Path) -> None:
+def test_names_that_are_no_text_are_read_back_from_our_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ä.png").touch()
     file = tmp_path / "results.csv"
     file.write_bytes("path,image_sha256,status\nä.png,1,ok\n".encode() + b"caf\xe9.png,2,ok\n")
     found = find_inputs([], str(file)).paths
@@ -135,20 +139,29 @@ def test_names_that_are_no_text_are_read_back_from_our_results(tmp_path: Path) -
         assert find_inputs([], str(file)).paths == [Path("ä.png")]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "cp1252", "utf-16"])
-def test_lists_as_spreadsheets_save_them(tmp_path: Path, encoding: str) -> None:
-    file = tmp_path / "list.csv"
-    file.write_bytes("path;group\r\nKühler, 1.png;Los 5\r\n\r\n".encode(encoding))
-    found = find_inputs([], str(file))
-    assert (found.paths, found.groups) == (
-        [Path("Kühler, 1.png")],
-        {"Kühler, 1.png": "Los 5"},
-    )
-    file.write_bytes("path\r\nä.png\r\n".encode(encoding))
-    assert find_inputs([], str(file)).paths == [Path("ä.png")]
-    if encoding != "cp1252":  # a plain list's paths may be any bytes
-        file.write_bytes("ä.png\r\nb, c.png\r\n".encode(encoding))
-        assert find_inputs([], str(file)).paths == [Path("b, c.png"), Path("ä.png")]
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "cp1252", "utf-16", "gb18030", "cp932"])
+@pytest.mark.parametrize("separator", ["", "sep=;\r\n"])
+def test_lists_as_spreadsheets_save_them(
+    tmp_path: Path, encoding: str, separator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = "Kühler, 1.png" if encoding not in ("gb18030", "cp932") else "良品、表 1.png"
+    (tmp_path / path).touch()
+
+    def found(*lines: str) -> tuple[list[str], dict[str, str]]:
+        text = separator + "\r\n".join([*lines, ";;", ""])
+        (tmp_path / "list.csv").write_bytes(text.encode(encoding))
+        inputs = find_inputs([], "list.csv")
+        return [str(path) for path in inputs.paths], inputs.groups
+
+    assert found("path;group;", f"{path};Los 5;") == ([path], {path: "Los 5"})
+    assert found("path;label", f"{path};good") == ([path], {})
+    (tmp_path / "list.txt").write_bytes(f"b, c.png\r\n{path}\r\n".encode(encoding))
+    assert find_inputs([], "list.txt").paths == sorted([Path("b, c.png"), Path(path)])
+    if encoding not in ("utf-8-sig", "utf-16"):
+        (tmp_path / path).unlink()
+        with pytest.raises(DataError, match=r"don't tell its encoding; .* save it as CSV UTF-8"):
+            found("path;group;", f"{path};Los 5;")
 
 
 @pytest.mark.parametrize(

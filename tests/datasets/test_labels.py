@@ -70,22 +70,32 @@ def test_the_name_of_a_product_says_nothing_of_its_parts() -> None:
     assert not only_places("2024_bent")
 
 
-def test_files_are_told_by_their_names_where_some_say_defective() -> None:
-    assert by_file_names(["1", "2_hole"]) == {"1": Label.UNKNOWN, "2_hole": Label.DEFECTIVE}
-    assert by_file_names(["1", "2_OK"]) == {"1": Label.UNKNOWN, "2_OK": Label.GOOD}
-    assert by_file_names(["hole_1", "hole_2"]) is None
-    assert by_file_names(["NOK_1", "NOK_2"]) == {f"NOK_{i}": Label.DEFECTIVE for i in (1, 2)}
-    assert by_file_names(["OK_1", "2_OK"]) is None
-    assert by_file_names(["OK_1", "NOK_1", "x"]) == {
-        "OK_1": Label.GOOD, "NOK_1": Label.DEFECTIVE, "x": Label.UNKNOWN,
-    }  # fmt: skip
-    assert by_file_names(["ok_1", "not_ok_1"]) == {
-        "ok_1": Label.GOOD,
-        "not_ok_1": Label.DEFECTIVE,
-    }
-    plates = by_file_names(["hole_plate_good_1", "hole_plate_bad_2"])  # the product says nothing
-    assert plates is not None
-    assert list(plates.values()) == [Label.GOOD, Label.DEFECTIVE]
+@pytest.mark.parametrize(
+    ("names", "good", "defective"),
+    [
+        ("1 2_hole", "", "2_hole"),
+        ("1 2_OK", "2_OK", ""),
+        ("broken_large_3 scratch-02 NOK_17 7 8 9", "", "broken_large_3 scratch-02 NOK_17"),
+        ("scratch_1 dent_2", "", "scratch_1 dent_2"),
+        ("OK_1 NOK_1 x", "OK_1", "NOK_1"),
+        ("ok_1 not_ok_1", "ok_1", "not_ok_1"),
+        ("NOK_1 NOK_2", "", "NOK_1 NOK_2"),
+        ("not_ok_1 not_ok_2", "", "not_ok_1 not_ok_2"),
+        # The product says nothing: its name stands in nine of ten names.
+        ("hole_1 hole_2", "", ""),
+        ("OK_1 2_OK", "", ""),
+        (" ".join(f"hole_{i}" for i in range(9)) + " x", "", ""),
+        ("hole_1 hole_2 hole_3 x", "", "hole_1 hole_2 hole_3"),
+        ("hole_plate_good_1 hole_plate_bad_2", "hole_plate_good_1", "hole_plate_bad_2"),
+        # Nor do random names.
+        ("12bad4fa-p1 x_png.rf.0c7def12ab98 2bad81c7-4bad-4c1d-9def-0123456789ab", "", ""),
+        ("20240501bad 2", "", "20240501bad"),
+    ],
+)
+def test_names_of_files_say_what_they_show(names: str, good: str, defective: str) -> None:
+    labels = by_file_names(names.split())
+    assert [n for n, label in labels.items() if label is Label.GOOD] == good.split()
+    assert [n for n, label in labels.items() if label is Label.DEFECTIVE] == defective.split()
 
 
 SYSTEM = [".cache", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found", "__MACOSX", "@Recycle"]
