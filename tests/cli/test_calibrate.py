@@ -245,13 +245,13 @@ def test_images_learned_from_copies_and_broken_files_are_left_out(
 ) -> None:
     shutil.copy(product / "train" / "good" / "000.png", good / "learned.png")
     shutil.copy(good / "003.png", good / "copy.png")
-    (good / "broken.png").write_bytes((good / "001.png").read_bytes()[:500])
+    (good / "text.png").write_bytes((good / "001.png").read_bytes()[:500])
     code, out, _ = command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])
     assert code == 3
     assert "10 good images" in out
     assert "has learned from 1" in caplog.text
     assert "1 are copies" in caplog.text
-    assert "broken.png" in caplog.text
+    assert "text.png" in caplog.text
     code, _, err = command(
         "calibrate", ["--model", run, "--good", product / "train" / "good", "--device", "cpu"]
     )

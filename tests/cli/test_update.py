@@ -172,16 +172,16 @@ def test_suspects_are_left_out_unless_somebody_insists(
 ) -> None:
     shutil.copytree(lamp / "good", tmp_path / "good")
     shutil.copy(lamp / "defects" / "001.png", tmp_path / "good" / "005b.png")
-    (tmp_path / "good" / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "good" / "text.png").write_bytes(b"no picture")
     code, out, _, new = update(run_folder, "--good", tmp_path / "good")
     assert code == 3
-    assert "broken.png" in caplog.text
+    assert "text.png" in caplog.text
     assert "suspect, not learned: 005b.png" in out
     assert "add --include-suspects" in out
     assert "No known defects were given" in out
     manifest = load_model(new, "cpu").manifest
     assert "005b.png" not in manifest["training_images"]
-    assert manifest["refused_images"] == {"005b.png": 18, "broken.png": 25}
+    assert manifest["refused_images"] == {"005b.png": 18, "text.png": 25}
     assert verdicts(new, lamp / "defects").count("good") == 0
     # Names of the images that bank vectors come from stay theirs.
     scorer = load_model(new, "cpu").scorer

@@ -127,7 +127,7 @@ def test_few_training_images_are_worth_knowing(tmp_path: Path, command: Command)
 def test_long_lists_are_cut_short_unless_asked_for(tmp_path: Path, command: Command) -> None:
     folder = write_product(tmp_path / "disc")
     for i in range(9):
-        (folder / "train" / "good" / f"bad{i}.png").write_text("no image")
+        (folder / "train" / "good" / f"text{i}.png").write_text("no image")
     _, out, _ = command("check", _arguments(folder))
     assert "… and 4 more" in out
     _, out, _ = command("check", _arguments(folder, "--all"))
