@@ -174,14 +174,22 @@ class FeatureExtractor:
             A map (B, C, h, w) for each layer, in the order of `layers`, in the extractor's number
             format.
         """
+        with torch.inference_mode():
+            return self.maps_of(self._outputs(images), images)
+
+    def layouts_seen(self, side: int) -> tuple[Layout | None, ...]:
+        """How the layers' outputs lie, by a dry run with a square image."""
+        image = torch.zeros(1, 3, side, side, device=next(self.network.parameters()).device)
+        with torch.inference_mode():
+            outputs = self._outputs(image)
+        return tuple(layout_of(outputs[layer].shape, (side, side)) for layer in self.layers)
+
+    def _outputs(self, images: Tensor) -> Mapping[str, Tensor]:
         network = self._network_that_runs
         images = images.to(DTYPES[self.precision], memory_format=torch.channels_last)
-        with (
-            torch.inference_mode(),
-            capture(network, self.layers, stop=True, clone=self.copies) as captured,
-        ):
+        with capture(network, self.layers, stop=True, clone=self.copies) as captured:
             captured.run(images)
-            return self.maps_of(captured.pop(), images)
+            return captured.pop()
 
     def maps_of(self, outputs: Mapping[str, Tensor], images: Tensor) -> list[Tensor]:
         """Feature maps (B, C, h, w) of the layers, in their order.

@@ -75,39 +75,37 @@ def truncation_of(extractor: FeatureExtractor) -> dict[str, Any]:
 def truncate_again(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor:
     """Truncate a network as it was before, in place, without a dry run.
 
+    Of a network that isn't the same, it raises whatever torch does; or `is_as_described` is false.
+
     Args:
         network: the same one, on the meta device.
         backbone: `layers`, `channels` and `strides` of the extractor of before, and its
             `truncation`.
-
-    Raises:
-        LayerError: the network isn't the same.
     """
     truncation = backbone["truncation"]
-    try:
-        for path in truncation["dropped"]:
-            network.set_submodule(path, PassThrough(), strict=True)
-        same = all(
-            isinstance(network.get_submodule(path), kind)
-            for pair in truncation["folded"]
-            for path, kind in zip(pair, (nn.Conv2d, nn.BatchNorm2d), strict=True)
-        )
-        for layer in backbone["layers"]:
-            network.get_submodule(layer)
-        layouts = map(Layout, truncation["axes"], backbone["channels"], backbone["strides"])
-    except (AttributeError, ValueError):
-        same = False
-    if not same:
-        raise LayerError(
-            f"{type(network).__name__} has other parts than when it was trained; train again"
-        )
+    for path in truncation["dropped"]:
+        network.set_submodule(path, PassThrough(), strict=True)
+    described = zip(truncation["axes"], backbone["channels"], backbone["strides"], strict=True)
     return FeatureExtractor(
         network.eval(),
         tuple(backbone["layers"]),
-        tuple(layouts),
+        tuple(Layout(*values) for values in described),
         truncation["copies"],
         tuple((convolution, norm) for convolution, norm in truncation["folded"]),
     )
+
+
+def is_as_described(extractor: FeatureExtractor) -> bool:
+    """Whether layers put out what their layouts say, by a dry run; raises as torch does.
+
+    Args:
+        extractor: with its weights.
+    """
+    *others, last = probes(extractor.network)
+    for side in others:
+        with suppress(RuntimeError, AssertionError, ValueError):  # an image of another side may do
+            return extractor.layouts_seen(side) == extractor.layouts
+    return extractor.layouts_seen(last) == extractor.layouts
 
 
 def _layout(path: str, shape: Sequence[int], probe: int) -> Layout:

@@ -199,21 +199,32 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _extractor(source: _Source) -> FeatureExtractor:
     """The truncated network with its weights."""
+    import torch
+
     from anomaly.backbones.registry import build, is_unchanged, load_state  # these need torch
-    from anomaly.backbones.truncation import truncate, truncate_again
+    from anomaly.backbones.truncation import is_as_described, truncate, truncate_again
 
     folder, backbone = source.folder, source.manifest["backbone"]
     name, packages = source.config.backbone.name, source.manifest["made_with"]["packages"]
-    if "truncation" in backbone and is_unchanged(name, packages):
-        extractor = truncate_again(build(name), backbone)  # without torch's compiler: 2 s
-    else:
-        extractor = truncate(build(name), backbone["layers"])
-    _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))
-    _check_equal(folder, "strides", backbone["strides"], list(extractor.strides))
-    _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
-    full = build(name)
-    load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
-    return extractor.to(source.device, _precision(source))
+    try:
+        if "truncation" in backbone and is_unchanged(name, packages):
+            extractor = truncate_again(build(name), backbone)  # without torch's compiler: 2 s
+        else:
+            extractor = truncate(build(name), backbone["layers"])
+        _check_equal(folder, "channels", backbone["channels"], list(extractor.channels))
+        _check_equal(folder, "strides", backbone["strides"], list(extractor.strides))
+        _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
+        full = build(name)
+        load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
+        extractor = extractor.to(source.device, _precision(source))
+        fits = is_as_described(extractor)
+    except (AnomalyError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # torch, timm and networks raise many types
+        fits = False
+    if not fits:
+        raise ModelError(f"{folder}: its network can't be built from its manifest; {AGAIN}")
+    return extractor
 
 
 def config_in(folder: Path, manifest: dict[str, Any]) -> Config:

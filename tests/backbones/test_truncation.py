@@ -183,8 +183,6 @@ def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: lis
     )
     assert vars(again) | {"network": 0} == vars(run) | {"network": 0}
     assert str(again.network) == str(run.network)
-    with pytest.raises(LayerError, match="AlexNet has other parts than when it was trained"):
-        truncate_again(build("alexnet"), backbone | {"truncation": truncation_of(run)})
 
 
 def test_only_networks_that_cannot_have_changed_do_without_a_dry_run(

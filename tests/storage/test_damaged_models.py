@@ -174,6 +174,33 @@ def test_each_value_of_a_truncation(resnet_folder: Path, product: Path, tmp_path
     assert loaded < 10
 
 
+def test_a_truncation_that_does_not_fit_its_network(resnet_folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resnet_folder / "model", model)
+    whole = manifest_of(model)
+    backbone, truncation = whole["backbone"], whole["backbone"]["truncation"]
+    pairs, dropped = truncation["folded"], truncation["dropped"]
+    for part in (
+        {"folded": [*pairs, pairs[0]]},
+        {"folded": [[pairs[0][0], pairs[-1][1]], *pairs[1:]]},  # a norm of another width
+        {"folded": [pair[::-1] for pair in pairs]},
+        {"dropped": [*dropped, "layer1.0.relu", "layer2.0.conv1"]},
+        {"dropped": []},
+        {"axes": ["channels_last" for _ in backbone["layers"]]},
+        {"axes": truncation["axes"][1:]},
+    ):
+        seal(model, whole | {"backbone": backbone | {"truncation": truncation | part}})
+        assert attempt(model) is None, part
+    for layers in (
+        ["layer1", *backbone["layers"]],
+        backbone["layers"][1:],
+        ["layer1"],
+        ["fc", "x"],
+    ):
+        seal(model, whole | {"backbone": backbone | {"layers": layers}})
+        assert attempt(model) is None, layers
+
+
 @pytest.mark.parametrize("name", ["thresholds.json", "calibration.json"])
 def test_each_value_of_the_thresholds(model: Path, name: str) -> None:
     values = json.loads((model / name).read_text())
