@@ -81,17 +81,16 @@ def unwritable(file: Path | str, error: OSError, what: str = "{} can't be writte
     """
     if error.errno not in DISK:
         return OutputError(f"{what.format(file)}: {why(error)}")
-    free = ""
-    if error.errno == errno.ENOSPC:
-        with suppress(OSError, StopIteration):
-            there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
-            free = f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
     reason, remedy = os.strerror(error.errno), "make room there"  # libraries add their own words
     if error.errno == errno.EROFS:
         reason, remedy = "the folder is read-only", "choose another --output"
     elif error.errno == errno.EIO:
         remedy = "mend the disk"
-    return WriteError(f"{what.format(file)}: {reason}{free}; {remedy}")
+    elif error.errno == errno.ENOSPC:
+        with suppress(OSError, StopIteration):
+            there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())
+            reason += f" ({shutil.disk_usage(there).free / 1e6:.1f} MB are free in {there})"
+    return WriteError(f"{what.format(file)}: {reason}; {remedy}")
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -507,7 +507,7 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
         DataError: the file can't be read, isn't a record, or was copied without its log.
     """
     place = file.resolve()
-    logged = any(_size(Path(f"{place}{end}")) for end in _LOGS)
+    logged = any(Path(f"{place}{end}").exists() for end in _LOGS)
     writable = os.access(place.parent, os.W_OK)
     # SQLite makes logs beside a record, unless it is told that nobody changes it.
     how = "mode=ro" if logged or writable else "mode=ro&immutable=1"
@@ -534,13 +534,6 @@ def _foreign(db: sqlite3.Connection) -> str:
     if version not in (0, _FORMAT):
         return "was written by another version of this program"
     return "is a database of another program" if tables and not version else ""
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _places(file: Path, head: int) -> tuple[object, ...]:

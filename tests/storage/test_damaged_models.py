@@ -172,33 +172,20 @@ def test_each_value_of_a_truncation(resnet_folder: Path, product: Path, tmp_path
             assert after.score == pytest.approx(before.score, rel=1e-5), (way, part)
             loaded += 1
     assert loaded < 10
-
-
-def test_a_truncation_that_does_not_fit_its_network(resnet_folder: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(resnet_folder / "model", model)
-    whole = manifest_of(model)
+    # What the schema takes, and doesn't fit the network.
     backbone, truncation = whole["backbone"], whole["backbone"]["truncation"]
-    pairs, dropped = truncation["folded"], truncation["dropped"]
-    for part in (
-        {"folded": [*pairs, pairs[0]]},
-        {"folded": [[pairs[0][0], pairs[-1][1]], *pairs[1:]]},  # a norm of another width
-        {"folded": [pair[::-1] for pair in pairs]},
-        {"dropped": [*dropped, "layer1.0.relu", "layer2.0.conv1"]},
-        {"dropped": []},
-        {"axes": ["channels_last" for _ in backbone["layers"]]},
-        {"axes": truncation["axes"][1:]},
+    pairs, layers = truncation["folded"], backbone["layers"]
+    mixed = [pairs[0][0], pairs[-1][1]]  # a convolution with a norm of another width
+    for unfit in (
+        *({"folded": folded} for folded in ([*pairs, pairs[0]], [mixed, *pairs[1:]])),
+        {"dropped": [*truncation["dropped"], "layer2.0.conv1"]},
+        {"axes": ["channels_last" for _ in layers]},
     ):
-        seal(model, whole | {"backbone": backbone | {"truncation": truncation | part}})
-        assert attempt(model) is None, part
-    for layers in (
-        ["layer1", *backbone["layers"]],
-        backbone["layers"][1:],
-        ["layer1"],
-        ["fc", "x"],
-    ):
-        seal(model, whole | {"backbone": backbone | {"layers": layers}})
-        assert attempt(model) is None, layers
+        seal(model, whole | {"backbone": backbone | {"truncation": truncation | unfit}})
+        assert attempt(model) is None, unfit
+    for others in (["layer1", *layers], layers[1:], ["fc", "x"]):
+        seal(model, whole | {"backbone": backbone | {"layers": others}})
+        assert attempt(model) is None, others
 
 
 @pytest.mark.parametrize("name", ["thresholds.json", "calibration.json"])
