@@ -7,7 +7,6 @@ import gc
 import importlib
 import logging
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,13 @@ from typing import Any, cast
 
 from anomaly.cli.annex_options import ANNEX_OPTIONS
 from anomaly.cli.help import COMMANDS, examples, overview
-from anomaly.cli.logging_setup import add_logging, log_to_file, log_to_terminal, plain_output
+from anomaly.cli.logging_setup import (
+    add_logging,
+    command_line,
+    log_to_file,
+    log_to_terminal,
+    plain_output,
+)
 from anomaly.cli.options import OPTIONS
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
@@ -136,7 +141,7 @@ def execute(arguments: Sequence[str], **more: object) -> int:
     Raises:
         AnomalyError: what ends it.
     """
-    log.info("\n$ anomaly %s", shlex.join(arguments))
+    log.info("\n$ anomaly %s", command_line(arguments))
     options = _parse(arguments[0], arguments)
     vars(options).update(more)
     return _run(options)

@@ -78,8 +78,17 @@ def plain_output() -> Iterator[None]:
         yield
 
 
+# An address may hold a user and a password.
+_LOGIN = re.compile(r"(?<=://)[^\s'\"]*@")
+
+
 def _plain(text: str) -> str:
-    return "\n".join(map(visible, text.split("\n")))
+    return "\n".join(map(visible, _LOGIN.sub("…@", text).split("\n")))
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """A command as it was typed, without addresses: their paths may hold secrets, too."""
+    return shlex.join(re.sub(r"(?s)[^=]*(://|@).*", "…", one) for one in arguments)
 
 
 def _show_defect(*error: Any) -> None:
@@ -87,7 +96,7 @@ def _show_defect(*error: Any) -> None:
 
 
 class _Plain:
-    """A stream that shows no control characters but ends of lines."""
+    """A stream that shows no control characters but ends of lines, and no passwords."""
 
     def __init__(self, shown: TextIO) -> None:
         self.shown = shown
@@ -146,7 +155,7 @@ def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
     handler.setFormatter(form)
     logging.root.addHandler(handler)
     logging.getLogger("anomaly").setLevel(logging.DEBUG)
-    log.debug("$ anomaly %s", shlex.join(command))
+    log.debug("$ anomaly %s", command_line(command))
     log.debug("anomaly %s, Python %s, %s", __version__, sys.version.split()[0], platform.platform())
     try:
         with redirect_stdout(_Copied(sys.stdout, handler)):

@@ -32,23 +32,26 @@ class Stopping:
     """Stops a command at a signal. Used in a `with` statement.
 
     Whatever the command does then, its process ends `PATIENCE_SECONDS` later at the latest, unless
-    the outermost of these blocks is left: a thread sees to that, since a long call of a library
-    keeps Python from handling signals.
+    it is at work or the outermost of these blocks is left: a thread sees to that, since a long call
+    of a library keeps Python from handling signals.
 
     Args:
         politely: the first signal is only noted, for a command that finishes what is in hand and
             can be resumed, and the second one interrupts; otherwise the first one does.
+        then: what to do after an interruption, for a command that stops politely.
 
     Attributes:
         signal: the signal that came first; None so far.
+        at_work: whether the command finishes what it has accepted, until a second signal.
     """
 
     _open: ClassVar[list[Stopping]] = []  # outermost first
 
-    def __init__(self, *, politely: bool = True) -> None:
+    def __init__(self, *, politely: bool = True, then: str = "continue with --resume") -> None:
         self.signal: int | None = None
+        self.at_work = False
         self._politely = politely
-        self._message = "interrupted; continue with --resume" if politely else "interrupted"
+        self._message = f"interrupted; {then}" if politely else "interrupted"
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stopping:
@@ -90,7 +93,7 @@ class Stopping:
 
     def _see_to_it(self, theirs: socket.socket) -> None:
         """End the process some time after a signal, unless the command has ended before."""
-        with self._ours, theirs, suppress(TimeoutError):
+        with self._ours, theirs:
             first = self._ours.recv(1)
             if not first:
                 return
@@ -99,9 +102,13 @@ class Stopping:
                 _say("stopping: what is in hand is finished; a second signal ends it at once")
             end = time.monotonic() + PATIENCE_SECONDS
             while (left := end - time.monotonic()) > 0:
-                self._ours.settimeout(left)
-                if not self._ours.recv(1):
-                    return
+                self._ours.settimeout(min(left, 0.5))
+                with suppress(TimeoutError):
+                    if not self._ours.recv(1):
+                        return
+                    inner.at_work = False
+                if inner.at_work:
+                    end = time.monotonic() + PATIENCE_SECONDS
         _say(inner._message)
         os._exit(128 + first[0])
 

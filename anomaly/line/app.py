@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -22,12 +23,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
-from anomaly.line.engine import BusyError, PictureRequest, Scored
+from anomaly.line.engine import AGAIN_SECONDS, BusyError, PictureRequest, Scored
 from anomaly.line.guard import author
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, Period, report
-from anomaly.line.service import InspectionService
-from anomaly.line.slot import AGAIN_SECONDS, ModelSlot
+from anomaly.line.service import STOPPING, InspectionService
+from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__
 
 _T = TypeVar("_T")
@@ -131,6 +132,7 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
                 "heatmap",
             )
         async with service.bodies.image(request) as (data, filename):
+            slot = _taking(service, name)  # it may have been stopped while the body came
             scored = await _answered(service, partial(slot.submit, data, filename, wanted))
         return _TextResponse(
             _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
@@ -165,7 +167,7 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
 
 def _taking(service: InspectionService, name: str) -> ModelSlot:
     slot = _slot(service, name)
-    if reason := "the service is stopping" if service.stopping else slot.unusable:
+    if reason := STOPPING if service.stopping else slot.unusable:
         raise BusyError(reason, AGAIN_SECONDS)
     return slot
 
@@ -224,21 +226,44 @@ def _for_all(compute: Callable[[], _T]) -> Callable[[], Awaitable[_T]]:
     return ask
 
 
+class InTurn:
+    """Calls functions in threads, one after the other, with as long a rest after each.
+
+    However many clients read the record, most of the machine is left for parts.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore()
+
+    async def __call__(self, function: Callable[..., _T], *arguments: object) -> _T:
+        """What a function returns."""
+        await self._turn.acquire()
+        begun = time.monotonic()
+        try:
+            return await asyncio.to_thread(function, *arguments)
+        finally:
+            asyncio.get_running_loop().call_later(time.monotonic() - begun, self._turn.release)
+
+
 def _part_routes(app: FastAPI, service: InspectionService) -> None:
+    read, draw = InTurn(), InTurn()
+
     @app.get("/v1/parts", summary="The newest parts, the newest first")
-    def parts(
+    async def parts(
         limit: Annotated[int, Query(ge=1, le=500)] = 60,
         before: Annotated[
             int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
         ] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
         model: _Model = "",
-    ) -> dict[str, Any]:
-        return {"parts": service.parts(before, verdict, limit, model)}
+    ) -> JSONResponse:
+        return await read(
+            lambda: _TextResponse({"parts": service.parts(before, verdict, limit, model)})
+        )
 
     @app.get("/v1/parts/{number}", summary="One part")
-    def part(number: Number) -> dict[str, Any]:
-        if (row := service.part(number)) is None:
+    async def part(number: Number) -> dict[str, Any]:
+        if (row := await read(service.part, number)) is None:
             raise HTTPException(404, f"there is no part {number}")
         return row
 
@@ -248,8 +273,8 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         response_class=Response,
         responses={200: {"content": {"image/jpeg": {}}}},
     )
-    def heatmap(number: Number) -> Response:
-        return _picture(number, service.heatmap(number))
+    async def heatmap(number: Number) -> Response:
+        return _picture(number, await read(service.heatmap, number))
 
     @app.get(
         "/v1/parts/{number}/photograph",
@@ -257,8 +282,8 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         response_class=Response,
         responses={200: {"content": {"image/jpeg": {}}}},
     )
-    def photograph(number: Number) -> Response:
-        return _picture(number, service.photograph(number))
+    async def photograph(number: Number) -> Response:
+        return _picture(number, await draw(service.photograph, number))
 
     @app.post("/v1/parts/{number}/feedback", summary="Judge a part: good or defect")
     def feedback(
@@ -288,18 +313,18 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         return service.part(number) or {}
 
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
-    def counts(
+    async def counts(
         since: Annotated[str, Query(description="ISO 8601, in UTC", max_length=40)],
         model: _Model = "",
     ) -> dict[str, int]:
         try:
-            return service.record.counts(in_utc(since), model)
+            return await read(service.record.counts, in_utc(since), model)
         except ValueError:
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
     @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
-    def drift() -> dict[str, dict[str, Any]]:
-        return {slot.name: slot.drifted() for slot in service.registry.models.values()}
+    async def drift() -> dict[str, dict[str, Any]]:
+        return {s.name: await read(s.drifted) for s in service.registry.models.values()}
 
     @app.get("/v1/events", summary="New parts and judgements, as server-sent events")
     async def events() -> StreamingResponse:
@@ -324,12 +349,14 @@ async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterat
 
 
 def _report_route(app: FastAPI, service: InspectionService) -> None:
+    draw = InTurn()
+
     @app.get("/report", include_in_schema=False)
-    def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
+    async def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
         end = datetime.now()
         period = Period(end - timedelta(hours=hours), end)
         try:
-            text = report(service.record.file, period, {})[PAGE]
+            text = (await draw(report, service.record.file, period, {}))[PAGE]
         except DataError as error:
             raise HTTPException(404, str(error)) from None
         policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style

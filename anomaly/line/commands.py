@@ -19,7 +19,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError, some, why
 from anomaly.files.writing import like, sha256_of
 from anomaly.line import report, serve
 from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
-from anomaly.line.feedback import judgements, model_folder, save_pictures
+from anomaly.line.feedback import judgements, safe_name, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, passing_defects
 from anomaly.storage.exported import files_of, read_export
@@ -164,7 +164,7 @@ def _feedback(options: argparse.Namespace) -> int:
 def _save(record: Path, folder: Path) -> int:
     for model, counts in save_pictures(record, folder).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
-        place = folder / model_folder(model)
+        place = folder / safe_name(model)
         print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
     return 0
 

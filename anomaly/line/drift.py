@@ -20,18 +20,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from anomaly.calibration.model_thresholds import Thresholds
 from anomaly.calibration.production import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
-from anomaly.calibration.rates import percent, rate_of
+from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.calibration.thresholds import Threshold
-from anomaly.errors import DataError, why
+from anomaly.errors import DataError, ModelError, why
 from anomaly.files.tables import read_rows
 from anomaly.files.writing import from_json
-from anomaly.line.record import is_sqlite, open_to_read
+from anomaly.line.record import JUDGED, is_sqlite, open_to_read, strange
+from anomaly.storage.folder import checked
 
 FALSE_ALARMS = 0.05
 HORIZON = 2000  # parts that the false-alarm rate is stated for
@@ -52,7 +54,7 @@ class Level:
 
     name: str
     value: float
-    promised: float
+    promised: Annotated[float, Field(gt=0, lt=1)]
     limit: float
 
     def gain(self, above: bool) -> float:
@@ -166,6 +168,35 @@ def levels_of(
     return sorted(levels, key=lambda level: -level.value)
 
 
+@dataclass(frozen=True)
+class Promise:
+    """What a version's thresholds promise, as the record keeps it.
+
+    Attributes:
+        rates: false-reject rates, `review` and `reject`.
+        levels: the levels to watch.
+        same_scores: ids of the versions whose thresholds alone differ, and its own.
+        caught: share of known defects that it catches; None if unknown.
+    """
+
+    rates: dict[Literal["review", "reject"], Rate]
+    levels: list[Level]
+    same_scores: list[str]
+    caught: float | None
+
+    @classmethod
+    def of(cls, line: str, file: Path) -> Promise:
+        """The promise in a line of a record.
+
+        Raises:
+            DataError: it isn't as `serve` writes it.
+        """
+        try:
+            return checked(from_json(line), cls, file)
+        except (ModelError, ValueError):
+            raise strange(file, "promise") from None
+
+
 class Drift:
     """Watches a stream of scores, and remembers the first alarm of each level.
 
@@ -231,8 +262,7 @@ _NEEDED = ("status", "image_score", "model_id")
 _RECORDED = f"""
 SELECT id, time, score FROM parts WHERE model_id = ? AND score IS NOT NULL
 AND COALESCE (json_extract (line, '$.reason'), '') = '' AND sha256 NOT IN (
-    SELECT sha256 FROM feedback WHERE verdict = 'defect'
-    AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256)) ORDER BY id DESC LIMIT {HORIZON}
+    SELECT sha256 FROM {JUDGED} WHERE verdict = 'defect') ORDER BY id DESC LIMIT {HORIZON}
 """
 _NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0) FROM parts)"
 

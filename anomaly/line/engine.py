@@ -39,6 +39,7 @@ from anomaly.scoring.prediction import Prediction
 log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.005  # longest wait of a decoded part for others
+AGAIN_SECONDS = 5  # after which a client should send a part again that wasn't accepted
 
 
 class BusyError(AnomalyError):
@@ -79,6 +80,7 @@ class _Part:
     name: str
     wanted: PictureRequest
     done: Future[Scored] = field(default_factory=Future)
+    decoding: Future[NetworkInput | UnusableImage] = field(default_factory=Future)
     begun: float = field(default_factory=time.perf_counter)
 
 
@@ -174,10 +176,26 @@ class Engine:
             begun = [self._held_back.popleft() for _ in range(min(room, len(self._held_back)))]
             self._decoding += len(begun)
             for part in begun:
-                decoded = self._decoders.submit(part.index, part.data)
-                decoded.add_done_callback(partial(self._decoded, part))
+                part.decoding = self._decoders.submit(part.index, part.data)
+                part.decoding.add_done_callback(partial(self._decoded, part))
+
+    def refuse_waiting(self, reason: str) -> int:
+        """Refuse the parts that no process has begun to decode; returns their number."""
+        with self._lock:
+            self._held_back.clear()
+            parts = list(self._parts.values())
+        refused = [part for part in parts if part.decoding.cancel()]
+        for part in refused:
+            self._parts.pop(part.index)
+            part.done.set_exception(BusyError(reason, AGAIN_SECONDS))
+        return len(refused)
 
     def _decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
+        if future.cancelled():
+            self._decoders.forget(part.index)
+            with self._lock:
+                self._decoding -= 1
+            return
         error = future.exception()
         if error is not None:  # not the image's fault
             self._ready.put(UnusableImage(part.index, "failed", f"decoding failed: {why(error)}"))

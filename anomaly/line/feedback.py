@@ -103,7 +103,7 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
 
     Args:
         record: the record of `serve`, which may be in use.
-        folder: gets a folder for each model, as `model_folder` names it.
+        folder: gets a folder for each model, as `safe_name` names it.
 
     Returns:
         How many are `good` and `defect`, and how many aren't kept (`lost`), by model.
@@ -114,12 +114,12 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
     """
     counts: dict[str, Counter[str]] = {}
     with open_to_read(record) as db:
-        models = [str(row[0]) for row in db.execute(_MODELS)]
+        models = [model for (model,) in db.execute(_MODELS)]
         if not models:
             raise DataError(
                 f"{record} holds no judged part; judge parts on the page of serve or with --verdict"
             )
-        places = {model: folder / model_folder(model) for model in models}
+        places = {model: folder / safe_name(model) for model in models}
         if there := [place for place in places.values() if place.exists()]:
             raise OutputError(f"{there[0]} exists already; give another folder for the pictures")
         for model, place in places.items():
@@ -128,7 +128,7 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
                 counts[model][verdict if file else "lost"] += 1
                 if file is None:
                     continue
-                kept = place / verdict / (_folder_name(kind) if kind else "")
+                kept = place / verdict / (safe_name(kind) if kind else "")
                 write(kept / f"part-{part}.{suffix_of(file)}", file)
     return counts
 
@@ -154,14 +154,9 @@ def _marks(values: Collection[str]) -> str:
     return ", ".join("?" * len(values))
 
 
-def model_folder(model: str) -> str:
-    """A model's name in the service as a folder's name."""
-    return short_name(re.sub(r"/|^\.", "_", model))
-
-
-def _folder_name(kind: str) -> str:
-    """A typed kind of defect as the name of a visible folder."""
-    return short_name(re.sub(r"[^\w -]", "_", kind).strip() or "_")
+def safe_name(text: str) -> str:
+    """A record's text, of a model or a kind of defect, as the name of a visible folder."""
+    return short_name(re.sub(r"[^\w .-]|^\.|\.$", "_", text.strip()) or "_")
 
 
 def _sample(folder: Path, part: int, file: bytes, kind: str = "") -> Sample:

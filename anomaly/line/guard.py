@@ -290,12 +290,13 @@ def credentials(authorization: str) -> tuple[str, str]:
 def _is_of_another_site(scope: Scope, headers: Mapping[bytes, str], host: str) -> bool:
     """Whether a page of another site asks, as far as its browser says.
 
-    Links from other sites may be followed. Over plain HTTP browsers name the origin alone, and a
+    Links to the page itself may be followed. Over plain HTTP browsers name the origin alone, and a
     proxy may have put its own host in: a header of our page's then tells it from others, whose
     browsers would first ask here whether they may send it. Scripts hold no data.
     """
     if site := headers.get(b"sec-fetch-site"):
-        link = scope["method"] == "GET" and headers.get(b"sec-fetch-dest") == "document"
+        is_page = scope["method"] == "GET" and scope["path"] == "/"
+        link = is_page and headers.get(b"sec-fetch-mode") == "navigate"
         return site not in ("same-origin", "none") and not link
     origin = headers.get(b"origin")
     own = _PAGE_HEADER in headers or scope["path"].endswith(".js")

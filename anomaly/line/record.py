@@ -8,7 +8,8 @@
 
 It has a write-ahead log, and each batch is one transaction: after `add` returns, its rows survive
 a crash. It notices when the file is removed or replaced; SQLite alone would go on writing to the
-deleted file. Imports no torch.
+deleted file. A file may come from elsewhere: `open_to_read` checks its tables and values. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from anomaly.errors import DataError, OutputError, visible
+from anomaly.files.writing import from_json
 from anomaly.inference.rows import Row
 
 log = logging.getLogger(__name__)
@@ -42,22 +45,39 @@ _LOOK_SECONDS = 0.2  # longest wait of a reader for a writer
 # Called with a part's number or the error.
 _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
+_TABLES = """
+SELECT type, name, sql FROM sqlite_schema WHERE type <> 'index'
+AND lower (tbl_name) IN ('parts', 'pictures', 'promises', 'feedback', 'outboxes')
+"""
+# Types of columns by name; other ones hold texts and numbers, never bytes.
+_KINDS: dict[str, type] = {"file": bytes, "heatmap": bytes, "score": float, "part": int}
+# Types of a row's values, and what stands for another one.
+_FIELDS: dict[str, tuple[Any, str | None]] = {
+    name: (str, "") if kind is str else ((int, float), None)
+    for name, kind in get_type_hints(Row).items()
+}
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM parts
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
-# The last judgement of each image, unless it was withdrawn.
-JUDGED = """
-(SELECT part, sha256, verdict, defect_type, id FROM feedback
- WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM feedback GROUP BY sha256))
+# Each person's last judgement of an image counts, unless that person has withdrawn it.
+_COUNTS = """
+verdict IN ('good', 'defect') AND NOT EXISTS (SELECT 1 FROM feedback AS later WHERE
+    later.sha256 = feedback.sha256 AND later.who = feedback.who AND later.id > feedback.id)
 """
-# Each part with its last judgement, the newest part first.
-_PARTS = """
+# The last one of each image that counts.
+JUDGED = f"""
+(SELECT part, sha256, verdict, defect_type, MAX (id) AS id FROM feedback
+ WHERE {_COUNTS} GROUP BY sha256)
+"""
+# Each part with its image's last judgement, the newest part first.
+_PARTS = f"""
 SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
        feedback.verdict, feedback.defect_type, feedback.note, feedback.who
 FROM parts LEFT JOIN pictures ON pictures.part = parts.id
-LEFT JOIN feedback ON feedback.id = (SELECT MAX (id) FROM feedback WHERE part = parts.id)
+LEFT JOIN feedback ON feedback.id = (
+    SELECT MAX (id) FROM feedback WHERE sha256 = parts.sha256 AND {_COUNTS})
 """
 
 
@@ -169,6 +189,8 @@ class Record:
     def _open(self) -> sqlite3.Connection:
         file = self.file
         file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # for owner and group; SQLite's logs get the same rights
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o640))
         db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
         try:
             db.execute("PRAGMA busy_timeout = 5000")
@@ -176,8 +198,7 @@ class Record:
                 raise OutputError(f"{file} {foreign}; give another --record")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
-            schema = files("anomaly.line").joinpath("assets", "record.sql")
-            made = f"{schema.read_text('utf-8')}; PRAGMA user_version = {_FORMAT}"
+            made = f"{_schema()}; PRAGMA user_version = {_FORMAT}"
             db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
             newest = db.execute("SELECT COALESCE (MAX (id), 0) FROM parts").fetchone()[0]
             if newest < self.last:  # numbers are never reused
@@ -295,7 +316,7 @@ class Record:
         """Record a person's judgement of a part.
 
         Args:
-            verdict: `good` or `defect`; empty to withdraw the last judgement.
+            verdict: `good` or `defect`; empty to withdraw this person's last judgement.
             who: name of the person.
             part: its number; None takes the newest one of this image, if there is any.
             sha256: of the image; taken from the part where there is one.
@@ -306,7 +327,8 @@ class Record:
             The part's number; None for an image that was never scored here.
 
         Raises:
-            DataError: there is no such part, or its image couldn't be read.
+            DataError: there is no such part, its image couldn't be read, or this person has no
+                judgement to withdraw.
             OutputError: the disk is full.
         """
         with self.changing() as db:
@@ -315,6 +337,10 @@ class Record:
             else:
                 newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
                 part = db.execute(newest, (sha256,)).fetchone()[0]
+            own = f"SELECT 1 FROM feedback WHERE sha256 = ? AND who = ? AND {_COUNTS}"
+            if not (verdict or db.execute(own, (sha256, who)).fetchone()):
+                name = who or "someone without a name"
+                raise DataError(f"no judgement by {name} to take back; nothing was recorded")
             db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -343,7 +369,7 @@ class Record:
 
         Returns:
             Rows as of results.jsonl, with `id`, `model`, whether its picture is kept (`picture`),
-            and the last judgement (`feedback`).
+            and the image's last judgement (`feedback`).
         """
         wanted = {"parts.id < ?": before, "parts.verdict = ?": verdict, "parts.model = ?": model}
         conditions = {condition: value for condition, value in wanted.items() if value}
@@ -383,9 +409,9 @@ class Record:
         return {outcome or "no verdict": count for outcome, count in rows}
 
     def read(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The rows of a query."""
-        with self._lock, self._explained():
-            return self._at_hand().execute(query, values).fetchall()
+        """The rows of a query, read beside what is being written; see `open_to_read`."""
+        with open_to_read(self.file) as db:
+            return db.execute(query, values).fetchall()
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
@@ -501,10 +527,13 @@ def _call(callback: Callable[..., object], *arguments: object) -> None:
 
 @contextmanager
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
-    """Open a record to read. It needn't be writable; another process may be writing to it.
+    """Open a record to read. It needn't be writable; others may be writing to it.
+
+    Each value is of its column's type. `line` in `parts` is a `Row` as a dictionary.
 
     Raises:
-        DataError: the file can't be read, isn't a record, or was copied without its log.
+        DataError: the file can't be read, isn't a record, was copied without its log, or holds
+            what `serve` doesn't write.
     """
     place = file.resolve()
     logged = any(Path(f"{place}{end}").exists() for end in _LOGS)
@@ -520,6 +549,7 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
                     f"{file} holds no parts: while serve runs they may be in {file.name}-wal. Copy "
                     'a record with sqlite3 ORIGINAL ".backup COPY", or stop serve first'
                 )
+            db.row_factory = partial(_checked, file)
             yield db
     except sqlite3.Error as error:
         fault = f"{file} can't be read as a record of serve: {_why(error)}"
@@ -533,7 +563,45 @@ def _foreign(db: sqlite3.Connection) -> str:
     version, tables = db.execute(_STATE).fetchone()
     if version not in (0, _FORMAT):
         return "was written by another version of this program"
-    return "is a database of another program" if tables and not version else ""
+    with closing(sqlite3.connect(":memory:")) as own:
+        own.executescript(_schema())
+        # No views, which may have no end, and no triggers.
+        known = {*db.execute(_TABLES)} <= {*own.execute(_TABLES)}
+    return "" if known and (version or not tables) else "is a database of another program"
+
+
+@cache
+def _schema() -> str:
+    return files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
+
+
+def _checked(file: Path, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A row of a query; SQLite keeps values of any type in any column."""
+    values = list(row)
+    for i, (name, *_) in enumerate(cursor.description):
+        kind = _KINDS.get(name, (str, int, float))
+        if not isinstance(values[i], kind) and values[i] is not None:
+            raise strange(file, name)
+        if name == "line":
+            values[i] = _row(file, values[i])
+    return tuple(values)
+
+
+def _row(file: Path, line: str) -> dict[str, Any]:
+    """The values of a `Row` as JSON; blank in place of values of other types."""
+    try:
+        row = dict(from_json(line))
+    except (TypeError, ValueError):
+        raise strange(file, "line") from None
+    return {
+        name: row[name] if isinstance(row.get(name), kind) else blank
+        for name, (kind, blank) in _FIELDS.items()
+    }
+
+
+def strange(file: Path, what: str) -> DataError:
+    """The error to raise for a value that `serve` doesn't write."""
+    return DataError(f"{file} holds a {what} that serve doesn't write; give another record")
 
 
 def _places(file: Path, head: int) -> tuple[object, ...]:
@@ -579,15 +647,15 @@ def _why(error: Exception) -> str:
 
 
 def _part(
-    number: int, model: str, line: str, picture: int, verdict: str | None, *more: str
+    number: int, model: str, row: dict[str, Any], picture: int, verdict: str | None, *more: str
 ) -> dict[str, Any]:
     feedback = None
-    if verdict:  # not withdrawn
+    if verdict:
         feedback = dict(
             zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True)
         )
-    row = {**json.loads(line), "id": number, "model": model, "picture": bool(picture)}
-    return {**row, "feedback": feedback}
+    more_values = {"id": number, "model": model, "picture": bool(picture), "feedback": feedback}
+    return row | more_values
 
 
 def time_now() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -241,14 +241,16 @@ def deploy(new: Path, run: Path) -> bool:
         )
     check_run_folder(run)
     draft = draft_of(run / "model")
+    beside = [new.parent / part for part in _BESIDE if new.name == "model"]
+    _check_links([new, *beside, run / "golden"])
     with _changing(run):
         before = _id(run)
         if _holds(run / "model", new):
             raise OutputError(f"{run} holds this model already ({before}); nothing was changed")
         try:
             shutil.copytree(new, draft / "model")
-            for part in _BESIDE if new.name == "model" else ():
-                _copy(new.parent / part, draft / part)
+            for part in beside:
+                _copy(part, draft / part.name)
             carry_missed(run / "golden", draft / "golden", _id(draft))
             _move(run, _numbered(run, _EARLIER))
             _move(draft, run)
@@ -311,6 +313,14 @@ def _numbered(run: Path, kind: str) -> Path:
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"
+
+
+def _check_links(places: Iterable[Path]) -> None:
+    """Refuse links, which may lead to files that are no part of a run."""
+    for place in places:
+        for path in (place, *place.rglob("*")):
+            if path.is_symlink():
+                raise OutputError(f"{path} is a link, which isn't copied; put the file there")
 
 
 def _copy(source: Path, target: Path) -> None:

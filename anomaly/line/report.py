@@ -20,9 +20,9 @@ from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
-from anomaly.files.writing import claim, from_json, like, write
-from anomaly.line.drift import Drift, Level
-from anomaly.line.record import in_utc, open_to_read
+from anomaly.files.writing import claim, like, write
+from anomaly.line.drift import Drift, Promise
+from anomaly.line.record import JUDGED, in_utc, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
 
 PAGE = "report.html"
@@ -42,8 +42,8 @@ _VERSIONS = (
 )
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
-_Promises: TypeAlias = Mapping[str, dict[str, Any]]  # by the version's id
 _HOURLY = timedelta(days=2)  # longest period that is counted by the hour
+_Promises: TypeAlias = Mapping[str, Promise]  # by the version's id
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     limits = (("earliest", period.before.begin), ("begin", period.begin), ("end", period.end))
     values = {name: in_utc(at.astimezone().isoformat()) for name, at in limits}
     values["bucket"] = "%Y-%m-%d %H:00" if period.end - period.begin <= _HOURLY else "%Y-%m-%d"
+    values["judged"] = JUDGED
     script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
     with open_to_read(record) as db:
         db.executescript(script.format_map(values))
@@ -158,7 +159,8 @@ def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str,
         DataError: there is no record, or no part in the period.
     """
     with parts_of(record, period) as db:
-        promises = {own: from_json(line) for own, line in db.execute("SELECT * FROM promises")}
+        lines = db.execute("SELECT model_id, line AS promise FROM promises")
+        promises = {own: Promise.of(line, record) for own, line in lines}
         tables = dict(zip(_NAMES, _tables(db, promises, prices), strict=True))
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
@@ -203,15 +205,15 @@ def _promised(
     if (promise := promises.get(version)) is None:
         yield [name, "not known to this record", parts, None, None, None, None]
         return
-    for what, values in promise["rates"].items():
-        rate, is_known = Rate(**values), what == "review"
+    for what, rate in promise.rates.items():
+        is_known = what == "review"
         count = flagged if is_known else false_rejects
         compared = compare_flagged(count, parts, rate)
         if compared == "fewer" and not is_known:  # only false rejects that people have judged
             compared = "as promised"
         yield [name, _SHARES[what], parts, rate.expected, rate.at_most, count / parts, compared]
     if defects:
-        missed = None if promise["caught"] is None else 1 - promise["caught"]
+        missed = None if promise.caught is None else 1 - promise.caught
         yield [name, "defects called good", defects, missed, None, escapes / defects, None]
 
 
@@ -229,11 +231,11 @@ def _cost(yields: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterato
 
 def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
     """The drift of each model's scores, by its last thresholds."""
-    replaced = {i for own, promise in promises.items() for i in promise["same_scores"] if i != own}
+    replaced = {i for own, promise in promises.items() for i in promise.same_scores if i != own}
     for own in promises.keys() - replaced:
-        ids, levels = promises[own]["same_scores"], promises[own]["levels"]
+        ids, levels = promises[own].same_scores, promises[own].levels
         query = f"SELECT score FROM scores WHERE model_id IN ({', '.join('?' * len(ids))})"
-        drift = Drift([Level(**level) for level in levels])
+        drift = Drift(levels)
         if drift.add_all(score for (score,) in db.execute(query, ids)).parts:
             yield own, drift
 
@@ -325,14 +327,15 @@ def _chart(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _picture(
-    why: int, number: int, judged: str, model: str, time: str, line: str, heatmap: bytes
+    why: int, number: int, judged: str, model: str, time: str, row: Any, heatmap: bytes
 ) -> str:
-    row = from_json(line)
     judgement = f"; judged {judged}" if judged else ""
+    scores = (row[name] or 0.0 for name in ("image_score", "review_threshold", "threshold"))
+    score, review, reject = (f"{value:.4g}" for value in scores)
     caption = (
         f"<b>{_WHY[why]}</b><br>{escape(model)}, part {number}, {escape(visible(row['path']))}"
-        f"<br>{time}: {row['verdict']}{judgement}<br>score {row['image_score']:.4g}, "
-        f"review threshold {row['review_threshold']:.4g}, reject threshold {row['threshold']:.4g}"
+        f"<br>{time}: {escape(row['verdict'])}{judgement}<br>score {score}, "
+        f"review threshold {review}, reject threshold {reject}"
     )
     data = base64.b64encode(heatmap or b"").decode()
     picture = f'<img class="picture" alt="no picture" src="data:image/jpeg;base64,{data}">'

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
-    with locked_file(record), Stopping() as stop:
+    with locked_file(record), Stopping(then="send parts without an answer again") as stop:
         # FastAPI and uvicorn are optional: `_check` has checked that they are installed.
         from anomaly.line.guard import Limits
         from anomaly.line.server import listening, serve
@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
+            stop.at_work = True
             serve(service, listener, token, lambda: stop.signal is not None)
+            stop.at_work = False
         log.info("stopped; all accepted parts are answered and recorded")
     return 0
 

@@ -28,7 +28,7 @@ MOST_OF_ADDRESS = 128
 _AT_A_TIME = 4  # connections that work
 _IDLE_SECONDS = 15  # that a connection may stay without a complete head of a request
 _TAKE_SECONDS = 30  # that a client may take to receive written bytes
-_LAST_SECONDS = 6  # that requests have to finish after a stop
+_LAST_SECONDS = 3  # after a stop, until parts that wait are refused; then for the last answers
 _HEAD_BYTES = 8192
 _HEAD_LINES = 100
 # Chunks of a body: so many, and one more for each so many bytes.
@@ -67,7 +67,7 @@ def serve(
     token: str,
     stopped: Callable[[], bool],
 ) -> None:
-    """Answer requests until stopped; accepted parts are finished.
+    """Answer requests until stopped; all accepted parts are answered, see `_Server`.
 
     Args:
         service: open.
@@ -93,7 +93,6 @@ def serve(
         backlog=_AT_ONCE,
         h11_max_incomplete_event_size=_HEAD_BYTES,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=_LAST_SECONDS,
     )
     server = _Server(config, service, stopped)
     asyncio.run(server.serve([listener]))
@@ -338,10 +337,11 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the command and disconnects followers first.
+    """A uvicorn server that leaves signals to the command and ends when all parts are answered.
 
-    It closes connections whose client doesn't complete a request's head or doesn't receive the
-    answer; uvicorn would wait for both forever.
+    Once stopped, it refuses new parts, and after some seconds those that wait; parts that were
+    begun are finished, whatever time they take. It closes connections whose client doesn't
+    complete a request or doesn't receive the answer; uvicorn would wait for both forever.
     """
 
     def __init__(
@@ -350,6 +350,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._stopped = stopped
+        self._stopped_at = self._worked_at = 0.0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -363,12 +364,34 @@ class _Server(uvicorn.Server):
             listener.listen(_WAITING)  # asyncio lets as many wait as it takes at once
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop; asked ten times a second."""
-        if self._stopped():
-            self._service.stop()
-            return True
+        """Whether to end; asked ten times a second."""
+        now = time.monotonic()
         if counter % 10 == 0:
-            now = time.monotonic()
-            for connection in list(self.server_state.connections):
-                cast(_Connection, connection).end_if_late(now)
+            for connection in self._connections():
+                connection.end_if_late(now)
+        if self._stopped() and self._has_answered(now):
+            return True
         return await super().on_tick(counter)
+
+    def _has_answered(self, now: float) -> bool:
+        """Whether all parts are answered, after a stop."""
+        if not self._service.stopping:
+            self._service.stop()
+            self._stopped_at = self._worked_at = now
+        if self._service.waiting:
+            self._worked_at = now
+            if now - self._stopped_at > _LAST_SECONDS:
+                self._service.refuse_waiting()
+            return False
+        late = now - self._worked_at > _LAST_SECONDS
+        return late or all(connection.idle for connection in self._connections())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections."""
+        for connection in self._connections():
+            if not connection.idle:
+                connection.transport.abort()
+        await super().shutdown(sockets)
+
+    def _connections(self) -> list[_Connection]:
+        return cast(list[_Connection], list(self.server_state.connections))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,12 +33,14 @@ from anomaly.storage.golden import keep_missed
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
 
 _RECENT = 120  # recent parts whose small heatmap is in memory
 _RECENT_BYTES = 64_000_000  # limit for files of the newest good parts in memory
 _BEHIND = 200  # events that a follower may be behind before it has to reload
 _SIGN_OF_LIFE_SECONDS = 10.0
 MOST_FOLLOWERS = 64
+STOPPING = "the service is stopping"
 
 
 class InspectionService:
@@ -214,7 +217,7 @@ class InspectionService:
         states = {slot.name: slot.state for slot in models}
         texts = {"failed": "has failed", "loading": "is still being loaded"}
         reasons = [f"{name} {texts[state]}" for name, state in states.items() if state in texts]
-        reasons += ["the service is stopping"] * self.stopping
+        reasons += [STOPPING] * self.stopping
         # Clients without a token mustn't learn the record's path.
         place, name = visible(str(self.record.file)), visible(self.record.file.name)
         if trouble := self.record.trouble():
@@ -231,6 +234,18 @@ class InspectionService:
         self.stopping = True
         for follower in list(self._followers):
             follower.put(None)
+
+    @property
+    def waiting(self) -> int:
+        """Number of accepted parts without an answer."""
+        return sum(slot.waiting for slot in self.registry.models.values())
+
+    def refuse_waiting(self) -> None:
+        """Refuse the parts that nothing has begun with."""
+        engines = [slot.engine for slot in self.registry.models.values() if slot.engine]
+        count = sum(engine.refuse_waiting(STOPPING) for engine in engines)
+        if count:
+            log.warning("%d waiting parts were refused; clients have to send them again", count)
 
     def _publish(self, number: int, answer: Answer) -> None:
         """Publish a recorded part; called in the record's thread."""
@@ -327,30 +342,20 @@ class _Follower:
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _QUANTILES = (0.5, 0.9, 0.99)
 _LATEST = 1000  # scores of each model that the quantiles are of
-_OF_MODELS: tuple[tuple[str, str, Callable[[ModelSlot], float]], ...] = (
+# Of each model, the record and each receiver: figures that are read at each request.
+_FIGURES: tuple[tuple[str, str, str, Callable[[Any], float]], ...] = (
+    ("model", "waiting_parts", "Accepted parts without an answer", lambda slot: slot.waiting),
+    ("model", "drift_alarm", "1 once parts have drifted", lambda slot: slot.drifted()["alarm"]),
+    ("model", "version_refused", "1 while a new version is refused", lambda slot: slot.refused),
     (
-        "waiting_parts",
-        "Accepted parts without an answer",
-        lambda slot: slot.engine.waiting if slot.engine else 0,
-    ),
-    ("drift_alarm", "1 once a model's parts have drifted", lambda slot: slot.drifted()["alarm"]),
-    ("version_refused", "1 while a model's new version is refused", lambda slot: slot.refused),
-)
-_OF_THE_RECORD: tuple[tuple[str, str, Callable[[Record], float]], ...] = (
-    (
+        "",
         "record_trouble",
-        "1 while results can't be recorded",
+        "1 while nothing can be recorded",
         lambda record: bool(record.trouble()),
     ),
-    (
-        "record_changes",
-        "How often the record's file was removed or replaced",
-        lambda record: record.changes,
-    ),
-)
-_OF_OUTBOXES: tuple[tuple[str, str, Callable[[Outbox], float]], ...] = (
-    ("unsent_parts", "Parts that wait for a receiver", lambda outbox: outbox.state()[0]),
-    ("refused_parts", "Parts that a receiver has refused", lambda outbox: outbox.state()[1]),
+    ("", "record_changes", "How often the record's file was gone", lambda record: record.changes),
+    ("receiver", "unsent_parts", "Parts that wait for it", lambda outbox: outbox.state()[0]),
+    ("receiver", "refused_parts", "Parts that it has refused", lambda outbox: outbox.state()[1]),
 )
 
 
@@ -400,18 +405,14 @@ class Metrics:
         )
         held = Gauge("anomaly_held_bytes", "Bytes of images that wait", registry=registry)
         held.set_function(lambda: bodies.held)
-        # These are read at each request.
-        for name, text, of_model in _OF_MODELS:
-            gauge = Gauge(f"anomaly_{name}", text, ("model",), registry=registry)
-            for slot in models.values():
-                gauge.labels(slot.name).set_function(partial(of_model, slot))
-        for name, text, of_record in _OF_THE_RECORD:
-            gauge = Gauge(f"anomaly_{name}", text, registry=registry)
-            gauge.set_function(partial(of_record, record))
-        for name, text, of_outbox in _OF_OUTBOXES:
-            gauge = Gauge(f"anomaly_{name}", text, ("receiver",), registry=registry)
-            for outbox in outboxes:
-                gauge.labels(outbox.name).set_function(partial(of_outbox, outbox))
+        receivers = {outbox.name: outbox for outbox in outboxes}
+        for label, name, text, figure in _FIGURES:
+            gauge = Gauge(f"anomaly_{name}", text, [label] * bool(label), registry=registry)
+            sources: Mapping[str, Any] = {"model": models, "receiver": receivers}.get(label, {})
+            for one, source in sources.items():
+                gauge.labels(one).set_function(partial(figure, source))
+            if not label:
+                gauge.set_function(partial(figure, record))
 
     def note(self, answer: Answer) -> None:
         """Count a part that was answered."""

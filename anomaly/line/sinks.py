@@ -13,18 +13,20 @@ import http.client
 import importlib.util
 import json
 import logging
+import socket
 import ssl
 import threading
 from collections import deque
-from contextlib import suppress
+from concurrent.futures import Future, InvalidStateError
+from contextlib import closing, suppress
 from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from anomaly.errors import AnomalyError, OutputError, why
+from anomaly.errors import AnomalyError, why
 from anomaly.line.record import Record
 from anomaly.version import __version__
 
-_SECONDS = 5.0  # limit for connecting and for each answer
+_SECONDS = 5.0  # limit for connecting, sending a row and its whole answer
 _SHORT_BYTES = 65_536  # of an answer's body, which nobody reads
 _ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
 _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
@@ -87,19 +89,26 @@ class Webhook:
         self._headers = {
             "Content-Type": "application/json",
             "User-Agent": f"anomaly/{__version__}",
+            "Connection": "close",
         }
         if parts.username is not None:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             basic = base64.b64encode(login.encode()).decode()
             self._headers["Authorization"] = f"Basic {basic}"
-        self._open: http.client.HTTPConnection | None = None
 
     def send(self, message: bytes, key: str) -> None:
         """Deliver a row; see `Sink`."""
+        connection = self._connection()
+        request = "POST", self._target, message, self._headers | {"Idempotency-Key": key}
+        answered: Future[int] = Future()
+        # In a thread, so that one limit holds for all of it, looking up the host included.
+        threading.Thread(target=_ask, args=(answered, connection, request), daemon=True).start()
         try:
-            status = self._status(message, key)
+            status = answered.result(_SECONDS)
         except (OSError, http.client.HTTPException) as error:
-            self.close()
+            answered.cancel()
+            with suppress(OSError, AttributeError):  # AttributeError: it isn't open
+                connection.sock.shutdown(socket.SHUT_RDWR)
             raise NotTakenError(_reason(error)) from None
         if 200 <= status < 300:
             return
@@ -107,27 +116,7 @@ class Webhook:
         raise NotTakenError(f"it answers {status}{hint}", for_good=status in _ABOUT_THE_ROW)
 
     def close(self) -> None:
-        """Disconnect."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-
-    def _status(self, message: bytes, key: str) -> int:
-        headers = self._headers | {"Idempotency-Key": key}
-        kept = self._open is not None
-        connection = self._open = self._open or self._connection()
-        try:
-            connection.request("POST", self._target, message, headers)
-            answer = connection.getresponse()
-        except (ConnectionError, http.client.BadStatusLine):
-            self.close()
-            if kept:  # closed by the receiver while nothing was sent
-                return self._status(message, key)
-            raise
-        with answer:
-            if len(answer.read(_SHORT_BYTES)) == _SHORT_BYTES:
-                self.close()
-        return answer.status
+        """Nothing: each row has a connection of its own."""
 
     def _connection(self) -> http.client.HTTPConnection:
         scheme, host, port = self._where
@@ -135,6 +124,21 @@ class Webhook:
             return http.client.HTTPConnection(host, port, timeout=_SECONDS)
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=context)
+
+
+def _ask(
+    answered: Future[int], connection: http.client.HTTPConnection, request: tuple[Any, ...]
+) -> None:
+    with closing(connection), suppress(InvalidStateError):  # that nobody waits any more
+        try:
+            connection.connect()
+            if not answered.cancelled():
+                connection.request(*request)
+                answer = connection.getresponse()
+                answer.read(_SHORT_BYTES)
+                answered.set_result(answer.status)
+        except Exception as error:
+            answered.set_exception(error)
 
 
 class Mqtt:
@@ -272,7 +276,7 @@ class Outbox:
 
     def __init__(self, record: Record, sink: Sink) -> None:
         self._record, self._sink = record, sink
-        self._queued: deque[tuple[int, str, str]] = deque()
+        self._queued: deque[tuple[Any, ...]] = deque()
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver last accepted a row
         self._refused = 0  # tries at which it refused the row itself
@@ -302,7 +306,7 @@ class Outbox:
         """Number of rows waiting to be sent, and of rows refused for good."""
         waiting = "MAX (0, (SELECT COALESCE (MAX (id), 0) FROM parts) - sent)"
         query = f"SELECT {waiting}, refused FROM outboxes WHERE sink = ?"
-        with suppress(OutputError):  # health reports the record's error; the figures stay unchanged
+        with suppress(AnomalyError):  # health says why; the figures stay
             (self._state,) = self._record.read(query, (self._sink.name,))
         return self._state
 
@@ -310,7 +314,7 @@ class Outbox:
         while True:
             try:
                 pause = self._send_next()
-            except OutputError as error:  # the record is in trouble, or closed
+            except AnomalyError as error:  # the record is in trouble, or closed
                 if not self._closing.is_set():
                     log.error("can't send to %s: %s", self._sink.shown, error)
                 pause = _LOOK_SECONDS
@@ -336,8 +340,7 @@ class Outbox:
             self._queued.extend(self._record.read(_UNSENT, (self._sink.name, _AT_ONCE)))
         if not self._queued:
             return _LOOK_SECONDS
-        number, model, line = self._queued[0]
-        row = json.loads(line)
+        number, model, row = self._queued[0]
         message = json.dumps({**row, "id": number, "model": model})
         try:
             self._sink.send(message.encode(), f"{number}@{row['time']}")

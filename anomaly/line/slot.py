@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.evaluation.splits import caught_defects
-from anomaly.line.drift import RecordedDrift, levels_of
-from anomaly.line.engine import BusyError, Engine, PictureRequest, Scored
+from anomaly.line.drift import Promise, RecordedDrift, levels_of
+from anomaly.line.engine import AGAIN_SECONDS, BusyError, Engine, PictureRequest, Scored
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.thresholds import thresholds_alone_differ
-
-AGAIN_SECONDS = 5  # after which a client should ask again for an unusable model
 
 
 @dataclass(frozen=True)
@@ -42,17 +40,11 @@ class Version:
         if limits is None:
             return cls(model, checked, None, "")
         ids, levels = {model.model_id, *thresholds_alone_differ(folder)}, levels_of(limits)
-        rates = {
-            "review": limits.calibration.review.false_rejects,
-            "reject": limits.calibration.reject.false_rejects,
-        }
-        promise = {
-            "rates": {name: asdict(rate) for name, rate in rates.items()},
-            "levels": [asdict(level) for level in levels],
-            "same_scores": sorted(ids),
-            "caught": caught_defects(model),
-        }
-        return cls(model, checked, RecordedDrift(levels, ids), json.dumps(promise))
+        rates = limits.calibration.review.false_rejects, limits.calibration.reject.false_rejects
+        promise = Promise(
+            {"review": rates[0], "reject": rates[1]}, levels, sorted(ids), caught_defects(model)
+        )
+        return cls(model, checked, RecordedDrift(levels, ids), json.dumps(asdict(promise)))
 
     def short(self) -> dict[str, Any]:
         """Its entry in the list of models."""
@@ -109,6 +101,11 @@ class ModelSlot:
         """Why parts aren't accepted; empty if they are."""
         reason = {"failed": self.trouble, "loading": "it is still being loaded"}.get(self.state)
         return f"{self.name} can't be used: {reason}" if reason else ""
+
+    @property
+    def waiting(self) -> int:
+        """Number of accepted parts without an answer."""
+        return self.engine.waiting if self.engine else 0
 
     @property
     def refused(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import region
+from anomaly.cli import logging_setup, region
 from anomaly.cli.logging_setup import NOTE, ProgressLine, log_to_terminal
 from anomaly.errors import DataError
 
@@ -76,6 +76,18 @@ def test_verbose_says_why_on_stderr_alone(product: Path, tmp_path: Path, command
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_takes_the_options(name: str) -> None:
     assert {"--quiet", "--verbose", "--log-file"} <= set(cli.options_of(name))
+
+
+@pytest.mark.parametrize("address", ["http://ada:pa55/w@h/s3cret?k=s3cret", "ada:pa55@h"])
+def test_addresses_are_in_no_log(address: str, tmp_path: Path, command: Command) -> None:
+    log = tmp_path / "log"
+    for given in (["--webhook", address], [f"--webhook={address}"], ["--port", address]):
+        with suppress(SystemExit):
+            command("serve", ["--models", tmp_path / "none", *given, "--log-file", log])
+    logging_setup.log.error("can't reach %s", "mqtt://ada:pa55@h:1883/line")
+    said = log.read_text("utf-8")
+    assert ("$ anomaly serve" in said, "pa55" in said, "s3cret" in said) == (True, False, False)
+    assert logging_setup._plain("mqtt://ada:pa55@h:1883/x") == "mqtt://…@h:1883/x"
 
 
 def test_a_log_file_that_cannot_be_written(tmp_path: Path, command: Command) -> None:

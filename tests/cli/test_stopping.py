@@ -2,6 +2,7 @@
 
 import importlib
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,29 @@ try:
 except BaseException:
     raise ImportError("failed to import") from None
 """
+
+
+_AT_WORK = """
+import signal, time
+from anomaly.cli import stopping
+stopping.PATIENCE_SECONDS = 0.5
+with stopping.Stopping(then="send it again") as stop:
+    stop.at_work = True
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    stop.at_work = False
+    print("finished", flush=True)
+    while {hangs}:
+        pass
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_was_accepted_is_finished_whatever_time_it_takes(hangs: bool) -> None:
+    command = [sys.executable, "-c", _AT_WORK.format(hangs=hangs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("finished\n", 143 if hangs else 0)
+    assert ("interrupted; send it again" in done.stderr) is hangs
 
 
 @pytest.mark.parametrize("politely", [False, True])

@@ -111,6 +111,25 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
         assert row.image_score == pytest.approx(theirs.score, rel=1e-4)
 
 
+def test_parts_that_nothing_has_begun_with_are_refused_at_the_end(
+    run_folder: Path, product: Path, gate: Gate
+) -> None:
+    data = (product / "test" / "good" / "000.png").read_bytes()
+    model = load_model(run_folder, "cpu")
+    image = model.config.image.model_copy(update={"tile": 64})
+    tiled = replace(model, config=model.config.model_copy(update={"image": image}))
+    for one in (model, tiled):  # whether parts wait for a process or are held back
+        with Recorder(gate, lambda *_: None) as recorder:
+            with Engine("disc", one, recorder, workers=1) as engine:
+                futures = [engine.submit(data) for _ in range(8)]
+                refused = engine.refuse_waiting("it stops")
+                assert (refused >= 6, engine.waiting) == (True, 8 - refused)
+                gate.may.set()
+            assert engine._decoding == 0
+        errors = [future.exception() for future in futures]
+        assert sum(isinstance(error, BusyError) for error in errors) == refused
+
+
 def test_batches_are_no_larger_than_the_model_takes_at_once(
     run_folder: Path, product: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,9 +476,10 @@ def test_other_sites_are_told_from_the_page_behind_a_proxy() -> None:
     for site in ("cross-site", "same-site"):
         assert asked(guard, **known, sec_fetch_site=site, sec_fetch_dest="image") == 403
         assert asked(guard, **page, sec_fetch_site=site, x_requested_with="line") == 403
-    link = {**known, "sec_fetch_site": "cross-site", "sec_fetch_dest": "document"}
-    assert asked(guard, **link) == 200
-    assert asked(guard, "/v1/parts", "POST", **link) == 403
+    link = {**known, "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    assert asked(guard, "/", **link) == 200
+    assert asked(guard, "/report", **link) == 403
+    assert asked(guard, "/", "POST", **link) == 403
 
 
 def test_without_a_token_only_this_machine_may_ask() -> None:

@@ -14,6 +14,7 @@ from running import Served, serving
 from test_record import answer
 
 from anomaly.datasets import open_dataset
+from anomaly.errors import DataError
 from anomaly.line.feedback import confirmed_parts, judgements
 from anomaly.line.record import Record
 from anomaly.line.report import Period, parts_of
@@ -36,6 +37,26 @@ def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
         with parts_of(file, Period.of("2026-01-01", "2026-01-02")) as db:
             rows = db.execute("SELECT judged, kind FROM seen").fetchall()
         assert rows == [("", ""), ("good", "")]
+
+
+def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add([answer("reject", 1)])
+
+        def said() -> object:
+            return ((record.part(1) or {})["feedback"] or {}).get("verdict")
+
+        record.add_feedback("good", who="Ann", part=1)
+        record.add_feedback("defect", who="Ben", part=1)
+        record.add_feedback("", who="Ann", part=1)
+        assert said() == "defect"
+        with pytest.raises(DataError, match="no judgement by Ann to take back"):
+            record.add_feedback("", who="Ann", part=1)
+        record.add_feedback("good", who="Ann", part=1)
+        record.add_feedback("", who="Ann", part=1)
+        assert said() == "defect"  # Ben's stands again
+        record.add_feedback("", who="Ben", part=1)
+        assert said() is None
 
 
 def post(served: Served, path: str, **body: Any) -> tuple[int, Any]:

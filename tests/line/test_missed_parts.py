@@ -11,6 +11,7 @@ from browser import running_browser
 from conftest import Command, write_part
 from running import Served, serving
 
+from anomaly.errors import OutputError
 from anomaly.line.registry import back, deploy
 from anomaly.storage.golden import keep_missed
 
@@ -88,6 +89,17 @@ def test_a_version_that_lets_it_pass_isnt_deployed(
     third = Path(shutil.copytree(run_folder, tmp_path / "third"))
     assert command("calibrate", ["--model", third, "--threshold", 1e-4, "--device", "cpu"])[0] == 0
     assert command("deploy", ["--model", third, "--to", run, "--device", "cpu"])[0] == 0
+
+
+@pytest.mark.parametrize("place", ["golden", "golden/missed/part.png", "train.json"])
+def test_links_in_a_run_are_not_followed(run_folder: Path, tmp_path: Path, place: str) -> None:
+    run = Path(shutil.copytree(run_folder, tmp_path / "run"))
+    (run / place).unlink(missing_ok=True)
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    (run / place).symlink_to(tmp_path)
+    with pytest.raises(OutputError, match="is a link"):
+        deploy(run / "model", tmp_path / "line")
+    assert not (tmp_path / "line").exists()
 
 
 def test_what_somebody_has_agreed_to_is_deployed(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -350,6 +351,13 @@ def test_what_is_no_record_in_its_place_is_trouble_and_stays_as_it_is(
     record.file.rename(tmp_path / "away")
     assert record.trouble() == ""
     assert record.add([answer("reject", 2)]) == [2]
+
+
+def test_readers_do_not_wait_for_what_is_written(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add([answer("good", 1)])
+        with record.changing(), ThreadPoolExecutor(1) as other:
+            assert other.submit(record.counts, "2026").result(5) == {"good": 1}
 
 
 def test_a_part_that_is_not_on_record_says_so_and_the_next_ones_are_taken(tmp_path: Path) -> None:

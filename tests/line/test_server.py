@@ -23,7 +23,7 @@ import torch
 from attacks import ATTACKS, Client, health, press, routes_of
 
 from anomaly.line import server, service
-from anomaly.line.app import make_app
+from anomaly.line.app import InTurn, make_app
 from anomaly.line.engine import BusyError
 from anomaly.line.guard import Limits
 from anomaly.line.record import Record
@@ -40,7 +40,7 @@ def line(tmp_path: Path) -> Iterator[InspectionService]:
     with InspectionService(
         {}, Record(tmp_path / "l.sqlite"), device=torch.device("cpu"), limits=limits
     ) as service:
-        engine = cast(Any, SimpleNamespace(__exit__=lambda: None, resident=0, submit=busy))
+        engine = cast(Any, SimpleNamespace(__exit__=lambda: None, waiting=0, submit=busy))
         service.registry.models["disc"] = ModelSlot("disc", tmp_path, engine=engine)
         yield service
 
@@ -93,6 +93,51 @@ def address(
     yield listener.getsockname()
     stop.set()
     running.join()
+
+
+def test_it_ends_when_all_parts_are_answered(
+    line: InspectionService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_LAST_SECONDS", 1)
+    engine, stop = cast(Any, line.registry.models["disc"].engine), threading.Event()
+    refused: list[str] = []
+    engine.waiting, engine.refuse_waiting = 1, lambda reason: refused.append(reason) or 1
+    listener = server.listening("127.0.0.1", 0)
+    running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
+    running.start()
+    end = time.monotonic() + 20
+    while not refused:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+        with suppress(ConnectionRefusedError):  # it isn't listening yet
+            connection = HTTPConnection(*listener.getsockname(), timeout=60)
+            shown = {"Authorization": f"Bearer {TOKEN}"}
+            connection.request("POST", "/v1/models/disc/score", b"image", shown)
+            answer = connection.getresponse()
+            assert answer.status == 503
+            assert answer.headers["Retry-After"] == ("5" if stop.is_set() else "1")
+            connection.close()
+            stop.set()
+    assert running.is_alive()
+    engine.waiting = 0
+    running.join(20)
+    assert not running.is_alive()
+
+
+def test_those_that_read_leave_time_between() -> None:
+    times: list[tuple[float, float]] = []
+
+    def read() -> None:
+        begun = time.monotonic()
+        time.sleep(0.05)
+        times.append((begun, time.monotonic()))
+
+    async def several() -> None:
+        in_turn = InTurn()
+        await asyncio.gather(*(in_turn(read) for _ in range(4)))
+
+    asyncio.run(several())
+    assert all(later[0] - earlier[1] > 0.03 for earlier, later in pairwise(times))
 
 
 def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import logging
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from anomaly.errors import AnomalyError
 from anomaly.inference.rows import Row
 from anomaly.line import sinks
 from anomaly.line.record import Answer, Record
-from anomaly.line.sinks import Mqtt, Outbox, Sink, Webhook
+from anomaly.line.sinks import Mqtt, NotTakenError, Outbox, Sink, Webhook
 
 ROW = Row(
     path="part.png",
@@ -159,6 +161,33 @@ def test_a_mistake_in_sending_does_not_end_it(
     assert sent[0] == sent[1]
     assert "sending to http://host:80 failed: RuntimeError" in caplog.text
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"", b"H"),
+        (b"HTTP/1.1 200 OK\r\n", b"X"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n", b"x"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+)
+def test_an_answer_that_drips_ends_in_time(head: bytes, piece: bytes) -> None:
+    threads, begun = threading.active_count(), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            with suppress(OSError), server.accept()[0] as line:
+                line.sendall(head)
+                while True:
+                    line.sendall(piece)
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(NotTakenError, match="no answer within"):
+            webhook(server.getsockname()[1]).send(b"{}", "1")
+        assert time.monotonic() - begun < 5
+        until(lambda: threading.active_count() <= threads)
 
 
 def test_pauses_grow_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

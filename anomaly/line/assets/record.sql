@@ -15,7 +15,6 @@ CREATE TABLE IF NOT EXISTS feedback (
     id INTEGER PRIMARY KEY AUTOINCREMENT, part INTEGER REFERENCES parts (id),
     sha256 TEXT NOT NULL, who TEXT NOT NULL, verdict TEXT NOT NULL, defect_type TEXT NOT NULL,
     note TEXT NOT NULL, time TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS feedback_by_part ON feedback (part, id);
 CREATE INDEX IF NOT EXISTS feedback_by_image ON feedback (sha256, id);
 CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;

@@ -1,6 +1,5 @@
 -- What `anomaly report` asks of a record, in tables and views of the connection alone.
-CREATE TEMP TABLE words AS SELECT sha256, verdict, defect_type FROM main.feedback
-    WHERE verdict <> '' AND id IN (SELECT MAX (id) FROM main.feedback GROUP BY sha256);
+CREATE TEMP TABLE words AS SELECT sha256, verdict, defect_type FROM {judged};
 CREATE INDEX temp.words_by_image ON words (sha256);
 -- The parts of the period (age 0) and of the one before (age 1) with the last word on each.
 CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model_id, time, score,
@@ -11,7 +10,7 @@ CREATE TEMP TABLE seen AS SELECT parts.id, time < '{begin}' AS age, model, model
     COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, json_extract (line, '$.review_threshold') AS review,
     json_extract (line, '$.threshold') AS reject, strftime ('{bucket}', time, 'localtime') AS bucket
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
-    WHERE time >= '{earliest}' AND time < '{end}' ORDER BY parts.id;
+    WHERE time >= '{earliest}' AND time < '{end}' AND bucket IS NOT NULL ORDER BY parts.id;
 CREATE TEMP VIEW counted AS
     SELECT 1 AS place, 'all parts' AS what, age, COUNT (*) AS parts FROM seen GROUP BY age
     UNION ALL SELECT * FROM (VALUES (2, 'good', 0, 0), (3, 'review', 0, 0), (4, 'reject', 0, 0))

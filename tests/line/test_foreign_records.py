@@ -1,0 +1,106 @@
+"""Records from elsewhere: any value in any column is refused in a sentence or shown as text."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from test_record import answer
+
+from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.line.drift import read_scores
+from anomaly.line.feedback import confirmed_parts, safe_name, save_pictures
+from anomaly.line.record import Record
+from anomaly.line.report import PAGE, Period, report
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
+MARK = "<img src=x>"
+_LEVEL = {"name": "median", "value": 1.0, "promised": 0.0, "limit": 3.0}
+_PROMISE = {"rates": {}, "levels": [_LEVEL], "same_scores": ["0" * 16], "caught": None}
+_JUDGE = "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time) "
+VALUES = {
+    "a row that is none": "UPDATE parts SET line = '[1]'",
+    "a number without end": "UPDATE parts SET line = '{\"image_score\": 1e999}'",
+    "a row of other types": "UPDATE parts SET line = json_set (line, '$.path', 5, '$.verdict',"
+    f" '{MARK}', '$.threshold', 'high')",
+    "a model that leads away": "UPDATE parts SET model = '../../away'",
+    "bytes as a model": "UPDATE parts SET model = X'ff00'",
+    "no text": "UPDATE parts SET model = CAST (X'ff' AS TEXT)",
+    "a time with a tag": f"UPDATE parts SET time = '2026-01-01{MARK}'",
+    "a score in words": "UPDATE parts SET score = 'high'",
+    "an infinite score": "UPDATE parts SET score = 9e999",
+    "another status": f"UPDATE parts SET status = '{MARK}'",
+    "another verdict": f"UPDATE parts SET verdict = '{MARK}'",
+    "a picture in words": "UPDATE pictures SET file = 'words'",
+    "a judgement that leads away": f"{_JUDGE} SELECT id, sha256, '', '../../away', '', '', time"
+    " FROM parts",
+    "a kind that leads away": f"{_JUDGE} SELECT id, sha256, '', 'defect', '../../{MARK}', '', time"
+    " FROM parts",
+    "a part in words": f"{_JUDGE} VALUES ('../away', '{2:064x}', '', 'good', '', '', '')",
+    "a promise of nothing": "INSERT INTO promises VALUES ('0000000000000000', '{}')",
+    "a promise that is no share": "INSERT INTO promises VALUES ('0000000000000000',"
+    f" '{json.dumps(_PROMISE)}')",
+    "a view without an end": "ALTER TABLE parts RENAME TO old; CREATE VIEW parts AS WITH RECURSIVE"
+    " n (id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n) SELECT id, '' AS model FROM n",
+    "a trigger": "CREATE TRIGGER more AFTER INSERT ON feedback BEGIN DELETE FROM parts; END",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
+    file, inside = tmp_path / "from" / "elsewhere.sqlite", tmp_path / "deep" / "down"
+    inside.mkdir(parents=True)
+    with closing(Record(file)) as record:
+        record._keeping = record._keeping.__class__(goods=1.0)
+        record.add([answer("good", 1), answer("reject", 2)])
+        with record.changing() as db:
+            db.execute("UPDATE pictures SET file = ?", (PNG,))
+        record.add_feedback("good", who="Ada", part=2)
+    with closing(sqlite3.connect(file)) as db:
+        db.executescript(VALUES[value])
+    period = Period.of("2025-12-31", "2026-01-02")
+    with suppress(AnomalyError):
+        assert "<img src=x" not in report(file, period, {})[PAGE]
+    for read in (
+        lambda: confirmed_parts(file, ["0" * 16], inside / "a"),
+        lambda: save_pictures(file, inside / "b"),
+        lambda: read_scores(file, ["0" * 16]),
+    ):
+        with suppress(AnomalyError):
+            read()
+    with suppress(OutputError), closing(Record(file)) as record:
+        for ask in (record.parts, lambda: record.part(1), lambda: record.counts("2025")):
+            with suppress(DataError):
+                json.dumps(ask(), allow_nan=False)
+    made = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != file.parent]
+    assert all(path.name.startswith("part-") and inside in path.parents for path in made)
+
+
+def test_names_lead_nowhere() -> None:
+    assert safe_name("crack 2.1") == "crack 2.1"
+    for text in (
+        "..",
+        ".",
+        "",
+        " ",
+        "../x",
+        "a/b",
+        "a\\b",
+        ".hidden",
+        "x\0y",
+        "\x1b[2J",
+        "y" * 900,
+    ):
+        name = safe_name(text)
+        assert name
+        assert name not in (".", "..")
+        assert not {"/", "\\", "\0", "\x1b"} & set(name)
+
+
+def test_a_new_record_is_for_its_owner_and_group(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        for end in ("", "-wal", "-shm"):
+            assert Path(f"{record.file}{end}").stat().st_mode & 0o7 == 0
