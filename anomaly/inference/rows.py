@@ -50,6 +50,7 @@ class Row:
         milliseconds: from reading the file until its pictures were on disk, including waiting for
             its batch.
         engine: that computed: `torch`, or the engine that the model was exported for.
+        group: the part that the image shows; empty where unknown.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Row:
     time: str = ""
     milliseconds: float | None = None
     engine: str = "torch"
+    group: str = ""
 
 
 def row_of(
@@ -77,6 +79,7 @@ def row_of(
     path: str,
     begun: float,
     heatmap: str = "",
+    group: str = "",
 ) -> Row:
     """The row of an image that was scored, or couldn't be.
 
@@ -86,6 +89,7 @@ def row_of(
         path: the image's path in the row.
         begun: start of its scoring, by `time.perf_counter`.
         heatmap: picture, relative to the output folder; empty where there is none.
+        group: the part that the image shows; empty where unknown.
     """
     scored = None if isinstance(result, UnusableImage) else result
     limits = model.thresholds
@@ -107,6 +111,7 @@ def row_of(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         milliseconds=round(1000 * (time.perf_counter() - begun), 1),
         engine=model.extractor.engine,
+        group=group,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,11 +43,13 @@ class Inputs:
         paths: image files, sorted.
         pictures: a name for each one's heatmap, and for its other pictures.
         options: what to write.
+        groups: the part of each image, by its path.
     """
 
     paths: Sequence[Path]
     pictures: Sequence[str]
     options: OutputOptions = DEFAULTS
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 def infer(
@@ -119,7 +121,7 @@ def infer_files(
         OutputError: results can't be written; earlier ones are kept, and the run can be resumed.
     """
     paths = found.paths
-    inputs = Inputs(paths, picture_names(paths, folders), outputs.options)
+    inputs = Inputs(paths, picture_names(paths, folders), outputs.options, found.groups)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
     decoders.begin(Task(model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
@@ -293,5 +295,6 @@ class _Run:
         )
 
     def _row(self, result: Prediction | UnusableImage, heatmap: str = "") -> Row:
-        begun = self.begun.pop(result.index)
-        return row_of(result, self.model, str(self.inputs.paths[result.index]), begun, heatmap)
+        begun, path = self.begun.pop(result.index), str(self.inputs.paths[result.index])
+        group = self.inputs.groups.get(path, "")
+        return row_of(result, self.model, path, begun, heatmap, group)

@@ -353,7 +353,7 @@ def _report_route(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/report", include_in_schema=False)
     async def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
-        end = datetime.now()
+        end = datetime.now().astimezone()  # a length in hours, whatever the clocks do
         period = Period(end - timedelta(hours=hours), end)
         try:
             text = (await draw(report, service.record.file, period, {}))[PAGE]

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from anomaly.calibration.production import compare_flagged
+from anomaly.calibration.production import DEFECT_SHARE, LEAST_IMAGES, compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.outputs import locked
@@ -37,6 +37,10 @@ _PROMISES = (
     "parts rejected are those that people have called good; there may be more."
 )
 _UNJUDGED = "No good or rejected part has been judged, so false rejects and escapes are unknown."
+_UNKNOWN = {
+    "false rejects": "unknown: no rejected part was judged",
+    "escapes": "unknown: no part called good was judged",
+}
 _VERSIONS = (
     "False rejects, escapes and agreement (95 % confidence) are estimated from judged parts."
 )
@@ -51,12 +55,16 @@ class Period:
     """A period in local time.
 
     Attributes:
-        begin: its first moment.
+        begin: its first moment; without a zone it is local time.
         end: the first moment after it.
     """
 
     begin: datetime
     end: datetime
+
+    def __post_init__(self) -> None:
+        for name in ("begin", "end"):  # each with its own offset: clocks may change in between
+            object.__setattr__(self, name, getattr(self, name).astimezone())
 
     @classmethod
     def of(cls, begin: str, end: str | None) -> Period:
@@ -65,18 +73,20 @@ class Period:
         Raises:
             AnomalyError: one of them is no time, or nothing lies between them.
         """
-        start = _moment(begin, "--from")
         last = datetime.now() if end is None else _moment(end, "--to", timedelta(days=1))
-        if start >= last:
+        period = cls(_moment(begin, "--from"), last)
+        if period.begin >= period.end:
             raise AnomalyError(
                 f"--from {begin} isn't before --to {end or 'now'}; give a later --to"
             )
-        return cls(start, last)
+        return period
 
     @property
     def before(self) -> Period:
-        """The previous period of the same length; for whole months, as many months."""
-        begin, end = self.begin, self.end
+        """The previous period of the same length; for whole days and months, as many of these."""
+        begin, end = (at.replace(tzinfo=None) for at in (self.begin, self.end))
+        if begin.time() != end.time() or begin == end:
+            return Period(self.begin - (self.end - self.begin), self.begin)
         if any((at.day, at.time()) != (1, time()) for at in (begin, end)):
             return Period(begin - (end - begin), begin)
         months = 12 * (end.year - begin.year) + end.month - begin.month
@@ -86,28 +96,27 @@ class Period:
     @property
     def zone(self) -> str:
         """The local time zone: `CET (UTC+01:00)`."""
-        moments = self.begin.astimezone(), self.end.astimezone()
-        names = [f"{at.tzname()} (UTC{at.isoformat()[-6:]})" for at in moments]
+        names = [f"{at.tzname()} (UTC{at.isoformat()[-6:]})" for at in (self.begin, self.end)]
         return " to ".join(dict.fromkeys(names))
 
     def __str__(self) -> str:
         begin, end = self.begin, self.end
         if begin.time() == end.time() == time():
-            last = end - timedelta(days=1)
-            return f"{begin:%Y-%m-%d}" + (f" to {last:%Y-%m-%d}" if last > begin else "")
+            last = (end - timedelta(days=1)).date()
+            return f"{begin:%Y-%m-%d}" + (f" to {last}" if last > begin.date() else "")
         last_day = "" if begin.date() == end.date() else f"{end:%Y-%m-%d} "
         return f"{begin:%Y-%m-%d %H:%M} to {last_day}{end:%H:%M}"
 
 
 def _moment(text: str, option: str, through: timedelta = timedelta()) -> datetime:
-    """A local time; for a date, its midnight plus `through`."""
+    """A time, local without a zone; for a date, its midnight plus `through`."""
     try:
         moment = datetime.fromisoformat(text)
         if not 2000 <= moment.year < 3000:
             raise ValueError(text)
         with suppress(ValueError):
             return datetime.combine(date.fromisoformat(text), time()) + through
-        return (moment.astimezone() if moment.tzinfo else moment).replace(tzinfo=None)
+        return moment
     except ValueError:
         raise AnomalyError(
             f"{option} {text} is no date or time; write 2026-11-27, or '2026-11-27 06:00'"
@@ -125,25 +134,18 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
         period: the period; the previous one is included, too.
 
     Raises:
-        DataError: there is no such file, it isn't a record, or holds no part of the period.
+        DataError: there is no such file, or it isn't a record.
     """
     if not record.is_file():
         raise DataError(f"there is no record {record}{like(record)}")
     limits = (("earliest", period.before.begin), ("begin", period.begin), ("end", period.end))
-    values = {name: in_utc(at.astimezone().isoformat()) for name, at in limits}
-    values["bucket"] = "%Y-%m-%d %H:00" if period.end - period.begin <= _HOURLY else "%Y-%m-%d"
+    values = {name: in_utc(at.isoformat()) for name, at in limits}
+    values["hourly"] = str(hourly := int(period.end - period.begin <= _HOURLY))
+    values["bucket"] = "%Y-%m-%d %H:00" if hourly else "%Y-%m-%d"
     values["judged"] = JUDGED
     script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
     with open_to_read(record) as db:
         db.executescript(script.format_map(values))
-        if not db.execute("SELECT EXISTS (SELECT 1 FROM seen WHERE age = 0)").fetchone()[0]:
-            first, last = db.execute("SELECT MIN (time), MAX (time) FROM parts").fetchone()
-            content = (
-                f"its parts are from {first[:16]} to {last[:16]} UTC"
-                if first
-                else "the record is empty"
-            )
-            raise DataError(f"{record} holds no part of {period}, {period.zone}; {content}")
         yield db
 
 
@@ -156,7 +158,7 @@ def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str,
         prices: of what `_PRICES` names, as numbers, and the `currency`.
 
     Raises:
-        DataError: there is no record, or no part in the period.
+        DataError: there is no record.
     """
     with parts_of(record, period) as db:
         lines = db.execute("SELECT model_id, line AS promise FROM promises")
@@ -164,8 +166,9 @@ def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str,
         tables = dict(zip(_NAMES, _tables(db, promises, prices), strict=True))
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
+        (odd,) = db.execute("SELECT COUNT (*) FROM seen WHERE age = 0 AND NOT by_score").fetchone()
     about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
-    page = _page(about, period, tables, drifts, pictures)
+    page = _page(about, period, tables, drifts, pictures, odd)
     plain = {  # of a rate its estimate
         name: [[c.expected if isinstance(c, Rate) else c for c in row] for row in rows]
         for name, (_, rows) in tables.items()
@@ -177,14 +180,18 @@ def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str,
 def _tables(
     db: sqlite3.Connection, promises: _Promises, prices: Mapping[str, str]
 ) -> Iterator[_Table]:
-    yield (yields := _select(db, "yields"))
+    titles, outcomes = _select(db, "yields")
+    yield titles, [[_UNKNOWN.get(row[0]) if c is None else c for c in row] for row in outcomes]
     yield _select(db, "judgements")
     scored = db.execute("SELECT * FROM promised")
     yield _PROMISED, [row for parts in scored for row in _promised(promises, *parts)]
     titles, rows = _select(db, "versions")
-    yield [*titles[:-2], "agreement"], [[*row[:-2], _agreement(*row[-2:])] for row in rows]
+    lines = [["unknown" if cell is None else cell for cell in row[:-2]] for row in rows]
+    rates = [rate_of(right, n, right / n) if n else None for *_, right, n in rows]
+    both = zip(lines, rates, strict=True)
+    yield [*titles[:-2], "agreement"], [[*line, rate] for line, rate in both]
     yield _select(db, "kinds")
-    yield ("what", "parts", "price", "cost", "cost before"), list(_cost(yields[1], prices))
+    yield ("what", "parts", "price", "cost", "cost before"), list(_cost(outcomes, prices))
     yield _select(db, "times")
 
 
@@ -193,12 +200,8 @@ def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:
     return [column[0] for column in rows.description], rows.fetchall()
 
 
-def _agreement(right: int, judged: int) -> Rate | None:
-    return rate_of(right, judged, right / judged) if judged else None
-
-
 def _promised(
-    promises: _Promises, model: str, version: str, parts: int, *counts: int
+    promises: _Promises, model: str, version: str, parts: int, *counts: Any
 ) -> Iterator[list[_Cell]]:
     flagged, false_rejects, defects, escapes = counts
     name = f"{model} {version}"
@@ -206,27 +209,41 @@ def _promised(
         yield [name, "not known to this record", parts, None, None, None, None]
         return
     for what, rate in promise.rates.items():
-        is_known = what == "review"
-        count = flagged if is_known else false_rejects
-        compared = compare_flagged(count, parts, rate)
-        if compared == "fewer" and not is_known:  # only false rejects that people have judged
-            compared = "as promised"
-        yield [name, _SHARES[what], parts, rate.expected, rate.at_most, count / parts, compared]
+        count = flagged if what == "review" else false_rejects
+        cells: list[_Cell] = [name, _SHARES[what], parts, rate.expected, rate.at_most]
+        if count is None:
+            yield [*cells, _UNKNOWN["false rejects"], None]
+        else:
+            yield [*cells, count / parts, _compared(what, count, parts, rate)]
     if defects:
         missed = None if promise.caught is None else 1 - promise.caught
         yield [name, "defects called good", defects, missed, None, escapes / defects, None]
 
 
-def _cost(yields: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterator[list[_Cell]]:
-    counts, currency = {row[0]: (row[1], row[3]) for row in yields}, prices.get("currency", "")
-    sums = [0.0, 0.0]
+def _compared(what: str, count: int, parts: int, rate: Rate) -> str:
+    if parts < LEAST_IMAGES:
+        return f"unknown: fewer than {LEAST_IMAGES} parts"
+    compared = compare_flagged(count, parts, rate)
+    # Of false rejects only those that people have judged are known.
+    return "as promised" if (what, compared) == ("reject", "fewer") else compared
+
+
+def _cost(outcomes: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterator[list[_Cell]]:
+    counts, currency = {row[0]: (row[1], row[3]) for row in outcomes}, prices.get("currency", "")
+
+    def amount(*costs: float | None) -> str:
+        known = [cost for cost in costs if cost is not None]
+        least = "at least " * (len(known) < len(costs))
+        return f"{least}{sum(known):,.2f} {currency}".strip() if known else "unknown"
+
+    costs = []
     for name in (name for name in _PRICES if name in prices):
         price, both = float(prices[name]), counts[_PRICES[name]]
-        sums = [total + price * count for total, count in zip(sums, both, strict=True)]
-        amounts = (price, *(price * count for count in both))
-        yield [_PRICES[name], both[0], *(f"{amount:,.2f} {currency}".strip() for amount in amounts)]
-    if prices:
-        yield ["together", None, None, *(f"{amount:,.2f} {currency}".strip() for amount in sums)]
+        costs.append([None if count is None else price * count for count in both])
+        parts = "unknown" if both[0] is None else both[0]
+        yield [_PRICES[name], parts, *map(amount, (price, *costs[-1]))]
+    if costs:
+        yield ["together", None, None, *(amount(*column) for column in zip(*costs, strict=True))]
 
 
 def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
@@ -246,6 +263,7 @@ def _page(
     tables: Mapping[str, _Table],
     drifts: Mapping[str, Drift],
     pictures: Sequence[str],
+    odd: int,
 ) -> str:
     lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
     content = {
@@ -259,32 +277,54 @@ def _page(
         "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }
     sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
-    answer = _answer(tables, period.before, any(drift.alarm for drift in drifts.values()))
+    drifted = any(drift.alarm for drift in drifts.values())
+    answer = _answer(tables, period, drifted, odd)
     title = f"Report of {period}"
     return table_page(title, title, about, answer + "".join(sections), "explained")
 
 
-def _answer(tables: Mapping[str, _Table], before: Period, drifted: bool) -> str:
-    """The first section: the main figures in words."""
+def _answer(tables: Mapping[str, _Table], period: Period, drifted: bool, odd: int) -> str:
+    """The first section: the main figures in words, in the colour of the news."""
     figures: dict[Any, Any] = {what: values for what, *values in tables["yield"][1]}
-    (parts, _, earlier, *_), (_, share, _, was, _) = figures.pop("all parts"), figures.pop("good")
+    parts, escapes = figures["all parts"][0], figures["escapes"][0]
     rates = [row[-1] for row in tables["versions"][1] if isinstance(row[-1], Rate)]
     right, judged = sum(rate.count for rate in rates), sum(rate.images for rate in rates)
-    promised = tables["promises"][1]
+    promised: Sequence[Any] = tables["promises"][1]
     more = [f"more {row[1]} than promised: {row[0]}" for row in promised if row[-1] == "more"]
+    doubts = [f"fewer {row[1]} than promised: {row[0]}" for row in promised if row[-1] == "fewer"]
+    if odd > DEFECT_SHARE * parts:
+        doubts.append(f"{odd:,} parts not judged by their score: check lamp, lens and product.")
+    shown = {k: v for k, (v, *_) in figures.items() if v and k not in ("all parts", "good")}
     lines = [
-        " · ".join(f"{what} {values[0]:,}" for what, values in figures.items() if values[0]),
-        f"before ({before}): "
-        + (f"{100 * was:.2f} % of {earlier:,}" if earlier else "no part on record"),
+        " · ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in shown.items()),
+        f"before ({period.before}): {_called_good(figures, 2)}",
         f"People agree with {right} of {judged} judged verdicts." if judged else _UNJUDGED,
         *more,
+        *doubts,
         "The scores have drifted: check lamp, lens and product." if drifted else "",
         *(f"Known cost: {row[3]}" for row in tables["cost"][1][-1:]),
     ]
-    tone = "reject" if more or drifted or figures["escapes"][0] else "good"
-    paragraphs = "".join(f"<p>{escape(str(line))}</p>" for line in lines if line)
-    heading = f"{100 * share:.2f} % of {parts:,} parts are called good"
+    flagged = [row for row in promised if row[1] == _SHARES["review"]]
+    as_promised = sum(row[2] for row in flagged if row[-1] == "as promised")
+    if more or drifted or (isinstance(escapes, int) and escapes):
+        tone = "reject"
+    elif doubts:
+        tone = "review"
+    else:  # nothing good is known of parts without a promise
+        tone = "good" if 2 * as_promised > parts else ""
+    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
+    heading = _called_good(figures, 0)
     return f'<section class="answer {tone}"><h2>{heading}</h2>{paragraphs}</section>'
+
+
+def _called_good(figures: Mapping[str, Sequence[Any]], column: int) -> str:
+    parts = figures["all parts"][column]
+    if not parts:
+        return "no part on record"
+    if not any(figures[verdict][column] for verdict in ("good", "review", "reject")):
+        return f"{parts:,} parts without a verdict"
+    share = 100 * figures["good"][column] / parts
+    return f"{share:.2f} % of {parts:,} parts are called good"
 
 
 def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = "") -> str:
@@ -307,10 +347,12 @@ def _shown(cell: _Cell) -> str:
 
 def _chart(rows: Sequence[Sequence[Any]]) -> str:
     """Parts for review and rejected, over time."""
+    if not rows:
+        return ""
     most = max(review + reject for *_, review, reject in rows) or 1
-    step = min(960 / len(rows), 80)
-    unit = "an hour" if rows[0][0].endswith(":00") else "a day"
-    top = f"Flagged, {most} {unit} at most: rejected (red) and for review (amber)"
+    step, hourly = min(960 / len(rows), 80), " " in rows[0][0]
+    unit = "hour" if hourly else "day"
+    top = f"Flagged per {unit} (highest: {most}): rejected (red), for review (amber)"
     drawn = [f'<text y="14" fill="currentColor">{top}</text>']
     for i, (when, parts, _, review, reject) in enumerate(rows):
         y = 180.0
@@ -322,7 +364,8 @@ def _chart(rows: Sequence[Sequence[Any]]) -> str:
                 f"{kind}</title></rect>"
             )
         if i % math.ceil(len(rows) / 8) == 0:
-            drawn.append(f'<text x="{i * step:.1f}" y="198" fill="currentColor">{when[-5:]}</text>')
+            label = when[11:16] if hourly else when[5:]
+            drawn.append(f'<text x="{i * step:.1f}" y="198" fill="currentColor">{label}</text>')
     return f'<svg viewBox="0 0 960 204" font-size="13" role="img">{"".join(drawn)}</svg>'
 
 
@@ -350,6 +393,8 @@ def run(options: argparse.Namespace) -> int:
         claim(options.output, _FILES, overwrite=options.overwrite)
         for name, text in files.items():
             write(options.output / name, text)
+    if files["times.csv"].count("\n") == 1:
+        print(f"{options.record} holds no part of {period}, {period.zone}")
     print(f"Look at {options.output / PAGE}")
     return 0
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import cv2
@@ -56,7 +58,7 @@ def test_a_limit_is_reached_as_seldom_as_it_says(promised: float) -> None:
 
 
 def test_the_sum_is_that_of_the_definition() -> None:
-    level = Level("reject", 2.0, 0.1, limit=2.5)
+    level = Level("reject", 2.0, 0.1, limit=2.5 / 3)  # at first three parts say as much as one
     down, up = math.log((1 - 2 / 11) / 0.9), math.log((2 / 11) / 0.1)
     assert gains(0.1) == pytest.approx((down, up))
     drift, kept = Drift([level]), []
@@ -86,6 +88,63 @@ def test_a_change_is_seen_and_none_is_not() -> None:
     assert changed is not None
     assert changed.alarm is not None
     assert changed.alarm < HORIZON / 2
+
+
+def lots(size: int, share: float, begin: int = 0) -> Callable[[np.random.Generator], np.ndarray]:
+    """Standard normal scores; a share of the variance is common to a lot."""
+
+    def drawn(rng: np.random.Generator) -> np.ndarray:
+        common = np.repeat(rng.normal(size=HORIZON // size + 2), size)[begin : begin + HORIZON]
+        return math.sqrt(share) * common + math.sqrt(1 - share) * rng.normal(size=HORIZON)
+
+    return drawn
+
+
+def chain(likeness: float) -> Callable[[np.random.Generator], np.ndarray]:
+    """Standard normal scores, each like the one before it: an AR(1) process."""
+
+    def drawn(rng: np.random.Generator) -> np.ndarray:
+        news = rng.normal(0, math.sqrt(1 - likeness**2), HORIZON)
+        return np.array(list(accumulate(news, lambda last, new: likeness * last + new)))
+
+    return drawn
+
+
+def alarm_of(rng: np.random.Generator, scores: np.ndarray) -> float:
+    """The part that raises an alarm, of 2,000 with 1 % defects; infinite without one."""
+    defects = np.where(rng.random(HORIZON) < 0.01, 4, 1)
+    levels = levels_of(model_thresholds(rng, 209))
+    alarm = Drift(levels).add_all((np.exp(0.2 * scores) * defects).tolist()).alarm
+    return math.inf if alarm is None or alarm.alarm is None else alarm.alarm
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [lots(20, 0.3), lots(50, 0.3), lots(50, 0.3, begin=27), lots(4, 1.0), chain(0.5), chain(0.8)],
+    ids=["lots of 20", "lots of 50", "lots of 50, begun", "views", "alike", "much alike"],
+)
+def test_parts_that_resemble_their_neighbours_are_no_drift(
+    drawn: Callable[[np.random.Generator], np.ndarray],
+) -> None:
+    rng = np.random.default_rng(5)
+    assert sum(alarm_of(rng, drawn(rng)) < HORIZON for _ in range(60)) <= 3
+
+
+def test_a_shift_of_one_standard_deviation_is_told_in_time() -> None:
+    rng, at = np.random.default_rng(6), np.arange(HORIZON)
+    for begin in (0, 1000):
+        shifted = [alarm_of(rng, rng.normal(size=HORIZON) + (at >= begin)) for _ in range(15)]
+        assert begin < np.median(shifted) < begin + 200
+
+
+def test_views_of_one_part_count_once(tmp_path: Path) -> None:
+    file = tmp_path / "results.csv"
+    views = [
+        replace(row, group=str(i // 2) if i < 4 else "")
+        for i, row in enumerate(rows("0" * 16, [1.0, 3.0, 2.0, 1.0, 5.0, 5.0]))
+    ]
+    file.write_text(as_csv(views, Row))
+    assert read_scores(file, ["0" * 16]).scores == [3.0, 2.0, 5.0, 5.0]
 
 
 def test_thresholds_that_coincide_are_watched_once() -> None:
@@ -208,7 +267,7 @@ def test_the_service_sees_what_the_command_sees(
     detector = anomaly.load(run_folder, device="cpu")
     assert detector.thresholds is not None
     middle = float(np.median(detector.thresholds.good.image))
-    scored = rows(detector.model_id, [0.98 * middle] * 100 + [2 * middle] * 60)
+    scored = rows(detector.model_id, [0.98 * middle] * 100 + [2 * middle] * 160)
     scored[3] = replace(scored[3], reason="another product?")
     scored[4] = replace(scored[4], model_id="0" * 16)
     scored[5] = replace(scored[5], image_score=None, status="unreadable")
@@ -229,12 +288,12 @@ def test_the_service_sees_what_the_command_sees(
             record.add([Answer("disc", row, b"") for row in batch])
             slot.drifted()
         agree(True)
-        for part in range(101, 161):
+        for part in range(101, 261):
             record.add_feedback("defect", who="Ada", part=part)
         agree(False)
         record.add([Answer("disc", row, b"") for row in scored[100:]])  # scored once more
         agree(False)
-        for part in range(101, 161):
+        for part in range(101, 261):
             record.add_feedback("good", who="Bob", part=part)
         agree(True)
         calm = replace(scored[0], image_sha256="c" * 64)

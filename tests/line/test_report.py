@@ -23,7 +23,7 @@ from running import Served
 from anomaly.calibration.rates import rate_of
 from anomaly.inference.rows import Row
 from anomaly.line.record import Answer, Keeping, Record
-from anomaly.line.report import Period
+from anomaly.line.report import Period, report
 from anomaly.line.slot import Version
 from anomaly.storage.load import load_model
 
@@ -81,11 +81,15 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-Part = namedtuple("Part", "version outcome judged kind day")
+Part = namedtuple("Part", "version outcome judged kind day once")
 
 
 def parts_between(record: Path, begin: str, end: str) -> list[Part]:
-    """The parts scored between two times in UTC, read row by row."""
+    """The parts scored between two times in UTC, read row by row.
+
+    Of an image that was sent again, the strictest and then the newest answer is judged: of each
+    version, and of all (`once`).
+    """
     with closing(sqlite3.connect(record)) as db:
         words = {
             sha256: (verdict, kind)  # the last one stays
@@ -94,14 +98,22 @@ def parts_between(record: Path, begin: str, end: str) -> list[Part]:
             )
         }
         rows = db.execute("SELECT model_id, status, verdict, sha256, time FROM parts").fetchall()
+    rows = [row for row in rows if begin <= row[4] < end]
+    last: dict[tuple[str, str], int] = {}
+    order = sorted(
+        range(len(rows)), key=lambda i: ("good", "review", "reject", "").index(rows[i][2])
+    )
+    for i in order:
+        last[rows[i][3], rows[i][0]] = last[rows[i][3], ""] = i
     return [
-        Part(version, verdict or status, *words.get(sha256, ("", "")),
-             str(datetime.fromisoformat(at).astimezone().date()))
-        for version, status, verdict, sha256, at in rows if begin <= at < end
+        Part(version, verdict or status,
+             *(words.get(sha256, ("", "")) if last[sha256, version] == i else ("again", "")),
+             str(datetime.fromisoformat(at).astimezone().date()), last[sha256, ""] == i)
+        for i, (version, status, verdict, sha256, at) in enumerate(rows)
     ]  # fmt: skip
 
 
-def count(parts: list[Part], **wanted: str) -> int:
+def count(parts: list[Part], **wanted: object) -> int:
     return sum(all(getattr(part, n) == wanted[n] for n in wanted) for part in parts)
 
 
@@ -115,10 +127,11 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
     now = parts_between(record, "2026-10-24T22:00", "2026-10-26T23:00")
     before = parts_between(record, "2026-10-22T22:00", "2026-10-24T22:00")
 
-    def both(**wanted: str) -> tuple[int, int]:
+    def both(**wanted: object) -> tuple[int, int]:
         return count(now, **wanted), count(before, **wanted)
 
-    false, escapes = both(outcome="reject", judged="good"), both(outcome="good", judged="defect")
+    false = both(outcome="reject", judged="good", once=True)
+    escapes = both(outcome="good", judged="defect", once=True)
     yields = {r["outcome"]: (int(r["parts"]), int(r["before"])) for r in table(output, "yield")}
     assert yields == {
         "all parts": (len(now), len(before)),
@@ -129,18 +142,22 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
     shares = [float(row["share"]) for row in table(output, "yield")]
     assert shares == pytest.approx([parts / len(now) for parts, _ in yields.values()])
     for verdict, *parts in (row.values() for row in table(output, "judgements")):
-        said = [count(now, outcome=verdict, judged=word) for word in ("good", "defect", "")]
+        said = [
+            count(now, outcome=verdict, judged=word, once=True) for word in ("good", "defect", "")
+        ]
         assert [*map(int, parts)] == said
     for version, row in zip("ab", table(output, "versions"), strict=True):
         own = [part for part in now if part.version == version * 16]
         right = count(own, outcome="good", judged="good")
         right += count(own, outcome="reject", judged="defect")
-        judged = sum(part.outcome in ("good", "reject") and part.judged != "" for part in own)
+        said = [part.outcome for part in own if part.judged in ("good", "defect")]
+        judged = sum(outcome in ("good", "reject") for outcome in said)
         assert (row["model and version"], int(row["parts"])) == (f"disc {version * 16}", len(own))
         assert float(row["agreement"]) == pytest.approx(right / judged)
     for row in table(output, "kinds"):
         for verdict in ("reject", "review", "good"):
-            assert int(row[verdict]) == count(now, outcome=verdict, kind=row["kind of defect"]) > 0
+            kind = row["kind of defect"]
+            assert int(row[verdict]) == count(now, outcome=verdict, kind=kind, once=True) > 0
     days = Counter[str]()
     for row in table(output, "times"):
         days[row["time"][:10]] += int(row["parts"])
@@ -165,6 +182,16 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
          "2026-11-27 14:00 to 22:00"),
         ("2026-11-27T05:00Z", "2026-11-27 14:00+01:00", "2026-11-27 06:00 to 14:00",
          "2026-11-26 22:00 to 2026-11-27 06:00"),
+        # The hour from 02:00 comes twice, and on 29 March never.
+        ("2026-10-25T02:30+02:00", "2026-10-25T02:30+01:00", "2026-10-25 02:30 to 02:30",
+         "2026-10-25 01:30 to 02:30"),
+        ("2026-10-25 03:00", "2026-10-25 05:00", "2026-10-25 03:00 to 05:00",
+         "2026-10-25 02:00 to 03:00"),
+        ("2026-03-29 03:00", "2026-03-29 05:00", "2026-03-29 03:00 to 05:00",
+         "2026-03-29 00:00 to 03:00"),
+        ("2026-10-25", "2026-10-25", "2026-10-25", "2026-10-24"),
+        ("2026-10-25 06:00", "2026-10-26 06:00", "2026-10-25 06:00 to 2026-10-26 06:00",
+         "2026-10-24 06:00 to 2026-10-25 06:00"),
     ],
 )  # fmt: skip
 def test_periods_and_those_before(begin: str, end: str, period: str, before: str) -> None:
@@ -181,10 +208,13 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -
     assert command("report", arguments)[0] == 0
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "No good or rejected part has been judged" in page
+    assert "0.00 % of 3 parts are called good" in page
+    assert 'class="answer "' in page  # neither good nor bad news
     assert "no part on record" in page  # before
     assert "not known to this record" in page
     yields = {r["outcome"]: r["parts"] for r in table(tmp_path / "out", "yield")}
-    assert (yields["all parts"], yields["reject"]) == ("3", "3")
+    assert (yields["all parts"], yields["reject"], yields["escapes"]) == ("3", "3", "0")
+    assert yields["false rejects"] == "unknown: no rejected part was judged"
     assert not table(tmp_path / "out", "cost")
     code, _, err = command("report", arguments)
     assert (code, "add --overwrite" in err) == (2, True)
@@ -252,10 +282,6 @@ def test_false_rejects_and_escapes_are_held_to_the_promise(
         ({"--record": "lane.sqlite"}, "there is no record"),
         ({"--record": "words.txt"}, "words.txt can't be read as a record of serve"),
         ({"--record": "other.sqlite"}, "database of another program; give a record of serve"),
-        (
-            {"--from": "2027-01-01", "--to": "2027-01-02"},
-            "holds no part of 2027-01-01 to 2027-01-02",
-        ),
         ({"--from": "yesterday"}, "--from yesterday is no date or time; write"),
         ({"--to": "2026-10-01"}, "isn't before --to 2026-10-01"),
         ({"--prices": "escape=much"}, "--prices escape=much isn't valid; write"),
@@ -274,6 +300,98 @@ def test_refusals(
     assert code == 2
     assert message in err
     assert not Path("out").exists()
+
+
+def promised_record(folder: Path, rate: float, answers: list[Answer]) -> Record:
+    """A record of parts whose model promises the same rate of both thresholds."""
+    record = Record(folder / "line.sqlite", Keeping(goods=1))
+    rates = dict.fromkeys(("review", "reject"), asdict(rate_of(round(100 * rate), 100, rate)))
+    promise = {"rates": rates, "levels": [], "same_scores": [], "caught": None}
+    record.promises["a" * 16] = json.dumps(promise)
+    record.add(answers)
+    return record
+
+
+def page_of(record: Record) -> str:
+    record.close()
+    end = _BEGIN + timedelta(days=1)
+    return report(record.file, Period(_BEGIN, end), {"escape": "250"})["report.html"]
+
+
+def test_an_image_that_was_sent_again_is_judged_once(tmp_path: Path) -> None:
+    escape, overruled = answer(0.5, _BEGIN, 1), answer(2.5, _BEGIN, 2)
+    record = promised_record(tmp_path, 0.05, [escape, escape, overruled, overruled, overruled])
+    record.add_feedback("defect", who="eva", part=1, defect_type="dent")
+    record.add_feedback("good", who="eva", part=4)
+    record.close()
+    files = report(record.file, Period(_BEGIN, _BEGIN + timedelta(days=1)), {"escape": "250"})
+    assert "escapes,1," in files["yield.csv"]
+    assert "false rejects,1," in files["yield.csv"]
+    assert "dent,0,0,1" in files["kinds.csv"]
+    assert "together,,,250.00,0.00" in files["cost.csv"]
+    assert files["report.html"].count("Called good, but a defect") == 1
+
+
+def test_an_unknown_is_no_zero_and_no_good_news(tmp_path: Path) -> None:
+    parts = [answer(2.5 if i < 4 else 0.5, _BEGIN, i) for i in range(100)]
+    page = page_of(promised_record(tmp_path, 0.05, parts))
+    assert 'class="answer good"' in page  # as many are flagged as promised
+    assert "unknown: no part called good was judged" in page
+    assert page.count("unknown: no rejected part was judged") >= 2  # yield, promises
+    assert page.count("as promised") == 1  # parts flagged
+    assert "Known cost: unknown" in page
+    assert "<h2>96.00 % of 100 parts are called good</h2>" in page
+
+
+def test_few_parts_are_not_compared(tmp_path: Path) -> None:
+    page = page_of(promised_record(tmp_path, 0.05, [answer(0.5, _BEGIN, i) for i in range(5)]))
+    assert 'class="answer "' in page
+    assert "as promised" not in page
+    assert page.count("unknown: fewer than 20 parts") == 2
+
+
+def test_a_shift_with_a_dark_lamp_is_no_good_news(tmp_path: Path) -> None:
+    parts = [answer(0.5 if i > 4 else 1.5, _BEGIN, i) for i in range(200)]
+    dark = [answer(1.5, _BEGIN, i) for i in range(200, 260)]
+    parts += [replace(part, row=replace(part.row, reason="darker")) for part in dark]
+    page = page_of(promised_record(tmp_path, 0.03, parts))
+    assert 'class="answer review"' in page
+    assert "60 parts not judged by their score: check lamp, lens and product." in page
+
+
+def test_only_parts_near_a_threshold_are_listed_as_near(tmp_path: Path) -> None:
+    scores = [0.75, 0.85, 1.15, 1.35, 1.65, 1.9, 2.3, 2.5, 4.0]
+    parts = [answer(score, _BEGIN, i) for i, score in enumerate(scores)]
+    page = page_of(promised_record(tmp_path, 0.05, parts))
+    listed = [s for s in scores if f"<br>score {s:.4g}, " in page]
+    assert listed == [0.85, 1.15, 1.65, 1.9, 2.3]  # thresholds: 1 and 2
+
+
+def test_an_empty_period_is_a_sentence(tmp_path: Path, command: Command) -> None:
+    record = promised_record(tmp_path, 0.05, [answer(0.5, _BEGIN, 1)])
+    record.close()
+    arguments = ["--record", record.file, "--from", "2027-01-01", "--to", "2027-01-02",
+                 "--prices", "escape=3", "--output", tmp_path / "out"]  # fmt: skip
+    code, out, _ = command("report", arguments)
+    assert code == 0
+    assert "holds no part of 2027-01-01 to 2027-01-02, CET (UTC+01:00)" in out
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "<h2>no part on record</h2>" in page
+    assert 'class="answer "' in page
+
+
+def test_the_hour_that_comes_twice_is_two_hours(tmp_path: Path) -> None:
+    midnight = datetime(2026, 10, 24, 22, tzinfo=UTC)  # in Berlin
+    parts = [answer(0.5, midnight + timedelta(minutes=30 * i), i) for i in range(10)]
+    record = promised_record(tmp_path, 0.05, parts)
+    record.close()
+    period = Period.of("2026-10-25", "2026-10-25 04:00")
+    times = report(record.file, period, {})["times.csv"].splitlines()[1:]
+    hours = ("00:00 UTC+02:00", "01:00 UTC+02:00", "02:00 UTC+02:00", "02:00 UTC+01:00",
+             "03:00 UTC+01:00")  # fmt: skip
+    assert times == [f"2026-10-25 {hour},2,2,0,0" for hour in hours]
+    second = Period.of("2026-10-25T02:00+01:00", "2026-10-25 03:00")
+    assert "all parts,2," in report(record.file, second, {})["yield.csv"]
 
 
 def test_the_service_shows_the_last_hours(served: Served, product: Path) -> None:
