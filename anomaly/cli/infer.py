@@ -163,7 +163,11 @@ def _print_escapes(model: Model, folder: Path) -> None:
 def _print_learned(rows: list[Row], learned: frozenset[str]) -> None:
     """Say how many of the images are the model's own training images."""
     if known := sum(row.image_sha256 in learned for row in rows):
-        print(f"{known} of these images were used to train the model: new images will score higher")
+        new = sum(row.status == "ok" for row in rows) - known
+        print(
+            f"{known} of these images were used to train the model: new images will score higher. "
+            f"The promise is compared with the other {new}"
+        )
 
 
 def _finish(

@@ -161,7 +161,7 @@ def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -
 
     Args:
         model: what is known of it; without thresholds, or images, there is nothing to show.
-        scores: (n,) of images, but for those that are for review whatever their score.
+        scores: (n,) of images.
         all_good: whether somebody has said that none of the images is defective.
     """
     values, thresholds = np.asarray(scores), model.thresholds

@@ -114,7 +114,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         output: the folder that the rows' heatmaps are relative to.
         thumbnails: small heatmaps as far as they are at hand; others are made from the files.
     """
-    tally = _Tally(run.learned)
+    tally = _Tally(run)
     # Earlier ones win among equals, so that the page hangs on the rows alone.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
@@ -126,7 +126,8 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
     if tally.learned:
         left_out = (
             f"{tally.learned} of the {total} images were used to train the model: their good "
-            "verdicts say nothing about new images. "
+            "verdicts say nothing about new images, and the promise is compared with the other "
+            f"{len(tally.new)}. "
         )
     if scored > len(shown):
         left_out += (
@@ -136,7 +137,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         )
     data = {
         "labelled": False,
-        "promise": promise_shown(run, np.frombuffer(tally.scores), all_good=False),
+        "promise": promise_shown(run, tally.new, all_good=False),
         "provenance": [("scored until", utc_now()), ("input", run.inputs)],
         "types": [],
         "images": images,
@@ -154,24 +155,37 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
 
 
 class _Tally:
-    """What the page keeps of the rows that have come by."""
+    """What the page keeps of the rows that have come by.
 
-    def __init__(self, learned: frozenset[str]) -> None:
+    Attributes:
+        new: the scores of images that the model hasn't learned, raised above the review threshold
+            where there is a reason for review.
+    """
+
+    def __init__(self, run: Run) -> None:
         self.scores = array("d")
         self.learned = self.odd = self.refused = 0
         self.reasons: list[dict[str, str]] = []
-        self._learned = learned
+        self.new = array("d")
+        self._learned = run.learned
+        self._odd = (
+            -np.inf if run.thresholds is None else np.nextafter(run.thresholds.review, np.inf)
+        )
 
     def scored(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
         """Count rows, and pass on those with a score, numbered."""
         for number, row in enumerate(rows):
-            self.learned += row.image_sha256 in self._learned
+            learned = row.image_sha256 in self._learned
+            self.learned += learned
             if row.image_score is None:
                 self.refused += 1
                 if len(self.reasons) < NAMED:
                     reason = row.reason.removeprefix(f"{row.path}: ")
                     self.reasons.append({"name": row.path, "status": row.status, "reason": reason})
                 continue
+            if not learned:
+                least = self._odd if row.reason else -np.inf
+                self.new.append(max(row.image_score, least))
             if row.reason:
                 self.odd += 1
             else:

@@ -60,6 +60,9 @@ def test_images_that_the_model_knows_are_told(
     assert (code, "2 of these images were used to train the model" in out) == (0, True)
     total = len(list(inputs.iterdir()))
     assert f"2 of the {total} images were used to train the model" in data_of(output)["left_out"]
+    # Page and terminal compare the promise with the same images.
+    assert f"The promise is compared with the other {total - 2}\n" in out
+    assert data_of(output)["promise"]["head"][-1] == f"{total - 2} images"
     shutil.copytree(product / "test" / "good", tmp_path / "again")
     arguments = ["--model", run_folder, "--good", product / "test" / "good"]
     arguments += ["--defects", tmp_path / "again", "--output", tmp_path / "evaluation"]

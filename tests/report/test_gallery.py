@@ -202,6 +202,17 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     assert browser.evaluate("document.querySelectorAll('script').length") == 2
 
 
+def test_what_has_a_reason_for_review_is_flagged_by_the_promise(tmp_path: Path) -> None:
+    found = [
+        row("a.png", 8.0),
+        row("b.png", 9.0),
+        row("c.png", 11.0),
+        row("d.png", 7.0, reason="?"),
+    ]
+    flagged, rejected = data_of(written(tmp_path, found))["promise"]["rows"]
+    assert (flagged[-1], rejected[-1]) == ("75 % (3)", "25 % (1)")
+
+
 def test_the_page_hangs_on_the_rows_alone(tmp_path: Path) -> None:
     found = [row(f"/in/{i}.png", 5.0) for i in range(3 * SHOWN)]
     once, again = data_of(written(tmp_path, found)), data_of(written(tmp_path, found))
