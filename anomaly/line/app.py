@@ -7,7 +7,7 @@ import base64
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import datetime, timedelta
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
 from anomaly.line.bodies import shown_name
-from anomaly.line.engine import AGAIN_SECONDS, BusyError, PictureRequest, Scored
+from anomaly.line.engine import BusyError, Scored
 from anomaly.line.guard import author
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, Period, report
@@ -109,8 +109,7 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
     """503: the record can't be read or written, or too many parts or clients are waiting."""
-    seconds = error.seconds if isinstance(error, BusyError) else 10
-    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": str(seconds)})
+    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": "5"})
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
@@ -123,9 +122,8 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         ] = (),
     ) -> JSONResponse:
         slot = _taking(service, name)
-        wanted = PictureRequest("heatmap" in include, "mask" in include, "regions" in include)
         has_thresholds = slot.now is not None and slot.now.model.thresholds is not None
-        if not has_thresholds and (wanted.mask or wanted.regions):
+        if not has_thresholds and {"mask", "regions"} & {*include}:
             raise HTTPException(
                 400,
                 f"{name} has no thresholds, so it has no masks or regions; include only the "
@@ -133,9 +131,9 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
             )
         async with service.bodies.image(request) as (data, filename):
             slot = _taking(service, name)  # it may have been stopped while the body came
-            scored = await _answered(service, partial(slot.submit, data, filename, wanted))
+            scored = await _answered(service, partial(slot.submit, data, filename, include))
         return _TextResponse(
-            _answer(scored, wanted), 200 if scored.answer.row.status == "ok" else 422
+            _answer(scored, include), 200 if scored.answer.row.status == "ok" else 422
         )
 
 
@@ -151,13 +149,13 @@ async def _answered(service: InspectionService, submit: Callable[[], Future[Scor
         ) from None
 
 
-def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
+def _answer(scored: Scored, include: Collection[str]) -> dict[str, Any]:
     row, drawn = scored.answer.row, scored.drawn
     answer: dict[str, Any] = {**asdict(row), "id": scored.number}
     if drawn is not None:
-        if wanted.heatmap:
+        if "heatmap" in include:
             answer["heatmap_png"] = base64.b64encode(drawn.heatmap).decode()
-        if wanted.mask:
+        if "mask" in include:
             answer["mask_png"] = base64.b64encode(drawn.mask).decode()
         if drawn.regions is not None:
             regions = region_rows(row.path, drawn.regions, scored.mm_per_pixel)
@@ -168,7 +166,7 @@ def _answer(scored: Scored, wanted: PictureRequest) -> dict[str, Any]:
 def _taking(service: InspectionService, name: str) -> ModelSlot:
     slot = _slot(service, name)
     if reason := STOPPING if service.stopping else slot.unusable:
-        raise BusyError(reason, AGAIN_SECONDS)
+        raise BusyError(reason)
     return slot
 
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,19 +39,10 @@ from anomaly.scoring.prediction import Prediction
 log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 0.005  # longest wait of a decoded part for others
-AGAIN_SECONDS = 5  # after which a client should send a part again that wasn't accepted
 
 
 class BusyError(AnomalyError):
-    """Too many parts or clients are waiting.
-
-    Args:
-        seconds: after which to try again.
-    """
-
-    def __init__(self, message: str, seconds: int) -> None:
-        super().__init__(message)
-        self.seconds = seconds
+    """Too many parts or clients are waiting; the same request can succeed later."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class _Part:
     index: int
     data: bytes
     name: str
-    wanted: PictureRequest
+    wanted: Collection[str]
     done: Future[Scored] = field(default_factory=Future)
     decoding: Future[NetworkInput | UnusableImage] = field(default_factory=Future)
     begun: float = field(default_factory=time.perf_counter)
@@ -115,8 +106,6 @@ class Engine:
         self._ready: queue.SimpleQueue[NetworkInput | UnusableImage | None] = queue.SimpleQueue()
         self._decoding = 0
         self._lock = threading.Lock()
-        self._seconds = 0.1  # recent time from one answer to the next
-        self._last = time.perf_counter()
         limits = model.thresholds
         pixel, review = (None, None) if limits is None else (limits.pixel, limits.review_pixel)
         self._decoders = Decoders(workers, Task(model.loading, PartPictureWriter(pixel, review)))
@@ -142,27 +131,24 @@ class Engine:
         self,
         data: bytes,
         name: str = "",
-        wanted: PictureRequest | None = None,
+        wanted: Collection[str] = (),
     ) -> Future[Scored]:
         """Accept one part.
 
         Args:
             data: the image file's bytes.
             name: the image's name in its row; never used as a path.
-            wanted: what to draw.
+            wanted: what to draw: `heatmap`, `mask`, `regions`.
 
         Raises:
             BusyError: too many parts are waiting.
         """
         with self._lock:
             if len(self._parts) >= self._most:
-                seconds = max(1, round(self._most * self._seconds))
                 raise BusyError(
-                    f"{self._most} parts are waiting for {self.name}, which is the limit; try "
-                    f"again in {seconds} s",
-                    seconds,
+                    f"{self._most} parts are waiting for {self.name}, which is the limit; try again"
                 )
-            part = _Part(next(self._numbers), data, name, wanted or PictureRequest())
+            part = _Part(next(self._numbers), data, name, wanted)
             self._parts[part.index] = part
             self._held_back.append(part)
         self._begin()
@@ -187,7 +173,7 @@ class Engine:
         refused = [part for part in parts if part.decoding.cancel()]
         for part in refused:
             self._parts.pop(part.index)
-            part.done.set_exception(BusyError(reason, AGAIN_SECONDS))
+            part.done.set_exception(BusyError(reason))
         return len(refused)
 
     def _decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
@@ -293,9 +279,6 @@ class Engine:
     ) -> None:
         with self._lock:
             self._parts.pop(part.index, None)
-            now = time.perf_counter()
-            since = now - max(self._last, part.begun)
-            self._seconds, self._last = 0.9 * self._seconds + 0.1 * since, now
         self._begin()
         if isinstance(number, OutputError):
             part.done.set_exception(number)
@@ -314,15 +297,6 @@ def photograph(file: bytes, max_pixels: int, bit_depth: int | None) -> bytes:
     """An image file as a JPEG for browsers, reduced by a whole factor."""
     image = read_image(file, max_pixels=max_pixels, bit_depth=bit_depth)
     return thumbnail(display(image), PHOTOGRAPH_PIXELS).photo
-
-
-@dataclass(frozen=True)
-class PictureRequest:
-    """Which pictures a request wants."""
-
-    heatmap: bool = False
-    mask: bool = False
-    regions: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,14 +330,14 @@ class PartPictureWriter:
     review: float | None
 
     def write(
-        self, image: Image, anomaly_map: SourceMap, wanted: PictureRequest, rejected: bool
+        self, image: Image, anomaly_map: SourceMap, wanted: Collection[str], rejected: bool
     ) -> PartPictures:
         """Draw one part.
 
         Args:
             image: the decoded file.
             anomaly_map: its anomaly map.
-            wanted: what to draw beside the small heatmap.
+            wanted: what to draw beside the small heatmap, see `Engine.submit`.
             rejected: whether its verdict is `reject`.
         """
         limit = float(np.nanmax(anomaly_map.scores)) if self.limit is None else self.limit
@@ -371,9 +345,9 @@ class PartPictureWriter:
         areas = outlined_areas(anomaly_map, limit, self.review, rejected=rejected)
         picture = heatmap(image, anomaly_map, limit, areas)
         small = thumbnail(picture, SMALL_PIXELS).photo
-        whole = encode_png(picture) if wanted.heatmap else b""
-        if self.limit is None or not (wanted.mask or wanted.regions):
+        whole = encode_png(picture) if "heatmap" in wanted else b""
+        if self.limit is None or not {"mask", "regions"} & {*wanted}:
             return PartPictures(small, whole)
         mask = np.where(areas == MARKED, areas, np.uint8(0))
-        regions = marked_regions(mask, anomaly_map) if wanted.regions else None
-        return PartPictures(small, whole, encode_png(mask) if wanted.mask else b"", regions)
+        regions = marked_regions(mask, anomaly_map) if "regions" in wanted else None
+        return PartPictures(small, whole, encode_png(mask) if "mask" in wanted else b"", regions)

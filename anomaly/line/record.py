@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from anomaly.errors import DataError, OutputError, visible
 from anomaly.files.writing import from_json
@@ -384,15 +384,10 @@ class Record:
         rows = self.read(f"{_PARTS} WHERE parts.id = ?", (number,))
         return _part(*rows[0]) if rows else None
 
-    def heatmap(self, number: int) -> bytes | None:
-        """A part's small heatmap; None if it isn't kept."""
-        rows = self.read("SELECT heatmap FROM pictures WHERE part = ?", (number,))
+    def picture(self, number: int, kind: Literal["file", "heatmap"]) -> bytes | None:
+        """A part's image file or small heatmap; None if it isn't kept."""
+        rows = self.read(f"SELECT {kind} FROM pictures WHERE part = ?", (number,))
         return (rows[0][0] or None) if rows else None
-
-    def picture_file(self, number: int) -> bytes | None:
-        """A part's image file; None if it isn't kept."""
-        rows = self.read("SELECT file FROM pictures WHERE part = ?", (number,))
-        return rows[0][0] if rows else None
 
     def counts(self, since: str, model: str = "") -> dict[str, int]:
         """Number of parts since a time (ISO 8601, UTC), by verdict, or by status without one.

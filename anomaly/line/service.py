@@ -97,11 +97,11 @@ class InspectionService:
 
     def heatmap(self, number: int) -> bytes | None:
         """A part's small heatmap; None if it is neither recent nor kept."""
-        return self._recent.get(number) or self.record.heatmap(number)
+        return self._recent.get(number) or self.record.picture(number, "heatmap")
 
     def picture_file(self, number: int) -> bytes | None:
         """A part's image file; None if it is neither recent nor kept."""
-        return self._files.get(number) or self.record.picture_file(number)
+        return self._files.get(number) or self.record.picture(number, "file")
 
     def photograph(self, number: int) -> bytes | None:
         """A part's image as a JPEG for a browser; None if it is neither recent nor kept.
@@ -187,9 +187,7 @@ class InspectionService:
             BusyError: too many clients follow already.
         """
         if len(self._followers) >= MOST_FOLLOWERS:
-            raise BusyError(
-                f"{MOST_FOLLOWERS} pages are open, which is the limit; close one of them", 10
-            )
+            raise BusyError(f"{MOST_FOLLOWERS} pages are open, the limit; close one of them")
         follower = _Follower(asyncio.get_running_loop())
         self._followers.add(follower)
         try:

@@ -16,7 +16,6 @@ import logging
 import socket
 import ssl
 import threading
-from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from typing import Any, Protocol
@@ -257,9 +256,8 @@ log = logging.getLogger(__name__)
 
 _UNSENT = """
 SELECT id, model, line FROM parts
-WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT ?
+WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT 1
 """
-_AT_ONCE = 100  # rows read at a time
 _TRIES = 5  # for a row that the receiver refuses
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.5, 60.0  # between tries; each pause is twice the last
 _LOOK_SECONDS = 5.0  # between checks for unannounced rows
@@ -276,7 +274,6 @@ class Outbox:
 
     def __init__(self, record: Record, sink: Sink) -> None:
         self._record, self._sink = record, sink
-        self._queued: deque[tuple[Any, ...]] = deque()
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver last accepted a row
         self._refused = 0  # tries at which it refused the row itself
@@ -324,11 +321,9 @@ class Outbox:
             if pause and self._closing.is_set():
                 self._sink.close()
                 return
-            if not self._queued:
-                self._news.wait(pause)
-            elif pause:
-                self._closing.wait(pause)
-            self._news.clear()
+            if pause:
+                (self._closing if self._failed else self._news).wait(pause)
+                self._news.clear()
 
     def _send_next(self) -> float:
         """Send one row.
@@ -336,11 +331,10 @@ class Outbox:
         Returns:
             Seconds to wait before the next one.
         """
-        if not self._queued:
-            self._queued.extend(self._record.read(_UNSENT, (self._sink.name, _AT_ONCE)))
-        if not self._queued:
+        unsent = self._record.read(_UNSENT, (self._sink.name,))
+        if not unsent:
             return _LOOK_SECONDS
-        number, model, row = self._queued[0]
+        number, model, row = unsent[0]
         message = json.dumps({**row, "id": number, "model": model})
         try:
             self._sink.send(message.encode(), f"{number}@{row['time']}")
@@ -362,7 +356,6 @@ class Outbox:
                 log.warning("%s accepts parts again", self._sink.shown)
             self._done(number)
         self._failed = self._refused = 0
-        self._queued.popleft()
         return 0.0
 
     def _done(self, number: int, *, refused: bool = False) -> None:

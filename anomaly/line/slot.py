@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from anomaly.evaluation.splits import caught_defects
 from anomaly.line.drift import Promise, RecordedDrift, levels_of
-from anomaly.line.engine import AGAIN_SECONDS, BusyError, Engine, PictureRequest, Scored
+from anomaly.line.engine import BusyError, Engine, Scored
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.thresholds import thresholds_alone_differ
@@ -112,7 +113,7 @@ class ModelSlot:
         """Whether an older version is in use because the folder's version has failed."""
         return bool(self.engine and self.trouble)
 
-    def submit(self, data: bytes, name: str, wanted: PictureRequest) -> Future[Scored]:
+    def submit(self, data: bytes, name: str, wanted: Collection[str]) -> Future[Scored]:
         """Submit one part to the version in use; see `Engine.submit`.
 
         Raises:
@@ -120,7 +121,7 @@ class ModelSlot:
         """
         with self._changing:
             if self.engine is None:
-                raise BusyError(self.unusable, AGAIN_SECONDS)
+                raise BusyError(self.unusable)
             return self.engine.submit(data, name, wanted)
 
     def use(self, version: Version, engine: Engine) -> None:

@@ -89,9 +89,8 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
     with Recorder(gate, lambda number, _: told.append(number)) as recorder:
         with Engine("disc", model, recorder, workers=1, most_waiting=4) as engine:
             futures = [engine.submit(file.read_bytes(), file.name) for file in files[:4]]
-            with pytest.raises(BusyError, match="4 parts are waiting") as busy:
+            with pytest.raises(BusyError, match="4 parts are waiting"):
                 engine.submit(b"one more")
-            assert busy.value.seconds >= 1
             time.sleep(0.5)
             assert not any(future.done() for future in futures)  # nothing is written yet
             gate.may.set()
