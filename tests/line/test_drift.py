@@ -168,7 +168,7 @@ def test_false_alarms_are_as_rare_as_is_said(images: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_lamp_that_ages_is_seen_before_false_rejects_double(
+def test_a_lamp_that_ages_is_seen_before_false_rejects_treble(
     run_folder: Path, product: Path
 ) -> None:
     """A lamp that loses a fifth of its light while 2,000 good parts pass."""
@@ -198,8 +198,8 @@ def test_a_lamp_that_ages_is_seen_before_false_rejects_double(
     assert alarm.alarm is not None
     rejected = float((ageing[: alarm.alarm] > thresholds.image).mean())
     promised = thresholds.calibration.reject.false_rejects.at_most
-    assert rejected < 2 * promised
-    assert (ageing > thresholds.image).mean() > 2 * promised  # what would have come of it
+    assert rejected < 3 * promised
+    assert (ageing > thresholds.image).mean() > 3 * promised  # what would have come of it
 
 
 def rows(model_id: str, scores: list[float]) -> list[Row]:
