@@ -36,7 +36,7 @@ def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
         assert (len(confirmed.good), len(confirmed.defects)) == (1, 0)
         with parts_of(file, Period.of("2026-01-01", "2026-01-02")) as db:
             rows = db.execute("SELECT judged, kind FROM seen").fetchall()
-        assert rows == [("", ""), ("good", "")]
+        assert rows == [("", None), ("good", "")]
 
 
 def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
