@@ -103,7 +103,7 @@ class AnomalyDetector:
         self,
         images: ImageLike,
         *,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> Prediction: ...
@@ -113,7 +113,7 @@ class AnomalyDetector:
         self,
         images: Iterable[ImageLike],
         *,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> list[Prediction]: ...
@@ -122,7 +122,7 @@ class AnomalyDetector:
         self,
         images: ImageLike | Iterable[ImageLike],
         *,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> Prediction | list[Prediction]:
@@ -133,7 +133,8 @@ class AnomalyDetector:
 
         Args:
             images: one image, or a list of images.
-            channels: order of an array's colours: `rgb`, or `bgr` as OpenCV gives them.
+            channels: order of a NumPy array's three colours, which has to be stated: `rgb`, or
+                `bgr` as OpenCV gives them. Tensors are RGB by default, PIL images always.
             full_scale: an array's value that means white; floats have to state it. By default 255
                 for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
             layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
@@ -153,7 +154,7 @@ class AnomalyDetector:
         images: Iterable[ImageLike],
         *,
         on_error: Callable[[ImageLike, ImageError], object] | None = None,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> Iterator[Prediction]:
@@ -214,7 +215,7 @@ class AnomalyDetector:
         threshold: float | None = None,
         review_threshold: float | None = None,
         force: bool = False,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> AnomalyDetector:
@@ -263,7 +264,7 @@ class AnomalyDetector:
         defects: str | Path | Iterable[ImageLike] | None = None,
         include_suspects: bool = False,
         force: bool = False,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> AnomalyDetector:
@@ -306,7 +307,7 @@ class AnomalyDetector:
         image: ImageLike,
         *,
         good: str | Path | None = None,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> Explanation:

@@ -36,7 +36,7 @@ def fit(
     calibrate: bool = True,
     workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
-    channels: Channels = "rgb",
+    channels: Channels | None = None,
     full_scale: float | None = None,
     layout: AxisOrder | None = None,
 ) -> AnomalyDetector:
@@ -56,7 +56,7 @@ def fit(
         calibrate: whether to find thresholds. Without them predictions have no verdict.
         workers: processes that decode files.
         progress: called with (stage, done, total).
-        channels: order of arrays' colours: `rgb`, or `bgr` as OpenCV gives them.
+        channels: order of NumPy arrays' three colours, as for `AnomalyDetector.predict`.
         full_scale: arrays' value that means white; floats have to state it.
         layout: arrays' axes, `HW`, `HWC` or `CHW`; tensors have to state them.
 

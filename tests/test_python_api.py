@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def part(seed: int, mark: bool = False) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def detector() -> anomaly.AnomalyDetector:
-    return anomaly.fit([part(seed) for seed in range(12)], TINY, device="cpu")
+    return anomaly.fit([part(seed) for seed in range(12)], TINY, channels="rgb", device="cpu")
 
 
 def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +100,11 @@ def test_an_array_scores_as_the_lossless_file_of_its_pixels(
         pixels = pixels[..., 1]
     file = tmp_path / f"part{suffix}"
     cv2.imwrite(str(file), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
-    one, other = detector.predict(file), detector.predict(pixels)
+    one, other = detector.predict(file), detector.predict(pixels, channels="rgb")
     assert one.score == other.score
     np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
     np.testing.assert_array_equal(one.heatmap(), other.heatmap())
-    listed = detector.predict([file, pixels, str(file)])
+    listed = detector.predict([file, pixels, str(file)], channels="rgb")
     assert len({p.score for p in listed}) == 1
     assert [p.path for p in listed] == [file, None, file]
     assert [p.index for p in listed] == [0, 1, 2]
@@ -111,17 +112,17 @@ def test_an_array_scores_as_the_lossless_file_of_its_pixels(
 
 def test_every_way_to_give_an_image(detector: anomaly.AnomalyDetector) -> None:
     pixels = part(41, mark=True)
-    expected = detector.predict(pixels).score
+    expected = detector.predict(pixels, channels="rgb").score
     planes = torch.from_numpy(pixels).permute(2, 0, 1)
     unit = pixels.astype(np.float32) / np.float32(255)
     scores = [
         detector.predict(pixels[..., ::-1], channels="bgr").score,
-        detector.predict(pixels.astype(np.float64), full_scale=255).score,
-        detector.predict(pixels.astype(np.uint16) * 16, full_scale=16 * 255).score,
+        detector.predict(pixels.astype(np.float64), full_scale=255, channels="rgb").score,
+        detector.predict(pixels.astype(np.uint16) * 16, full_scale=16 * 255, channels="rgb").score,
         detector.predict(Pil.fromarray(pixels)).score,
         detector.predict(planes, layout="CHW").score,
         detector.predict(planes.permute(1, 2, 0), layout="HWC").score,
-        detector.predict(unit, full_scale=1.0).score,
+        detector.predict(unit, full_scale=1.0, channels="rgb").score,
     ]
     assert scores == pytest.approx([expected] * len(scores), rel=1e-6)
     assert scores[:6] == [expected] * 6
@@ -133,8 +134,8 @@ def test_every_way_to_give_an_image(detector: anomaly.AnomalyDetector) -> None:
         detector.predict(torch.from_numpy(grey), layout="HW").score,
     ]
     assert len(set(same)) == 1
-    assert [p.score for p in detector.predict(np.stack([pixels, pixels]))] == [
-        p.score for p in detector.predict([pixels, pixels])
+    assert [p.score for p in detector.predict(np.stack([pixels, pixels]), channels="rgb")] == [
+        p.score for p in detector.predict([pixels, pixels], channels="rgb")
     ]
 
 
@@ -168,6 +169,8 @@ def test_pil_images_are_what_their_files_are(
         (np.zeros((3, 40, 40), np.uint8), {}, "layout='CHW'"),
         (np.zeros((0, 40), np.uint8), {}, "no pixels"),
         (np.full((40, 40), 9000, np.uint16), {"full_scale": 4095}, "9000, above 4095"),
+        (np.zeros((40, 40, 3), np.uint8), {}, "channels='bgr'"),
+        (np.zeros((3, 40, 40), np.float32), {"layout": "CHW", "full_scale": 1}, "channels='rgb'"),
         (torch.zeros(3, 40, 40), {}, "layout='CHW'"),
         (Pil.new("CMYK", (40, 40)), {}, r"convert\('RGB'\)"),
         (None, {}, "NoneType"),
@@ -203,9 +206,11 @@ def test_a_prediction_of_a_file_keeps_no_pixels(tmp_path: Path) -> None:
         write_part(tmp_path / f"{i}.png", seed=i)
     tiles = {**TINY, "image": {"tile": 64, "area": 64}}
     for settings in (TINY, tiles):
-        detector = anomaly.fit([part(seed) for seed in range(4)], settings, device="cpu")
+        detector = anomaly.fit(
+            [part(seed) for seed in range(4)], settings, channels="rgb", device="cpu"
+        )
         assert detector.predict(tmp_path / "0.png").image is None
-        assert detector.predict(part(0)).image is not None
+        assert detector.predict(part(0), channels="rgb").image is not None
 
 
 def test_options_that_mean_nothing_are_errors(detector: anomaly.AnomalyDetector) -> None:
@@ -222,12 +227,13 @@ def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
     broken.write_bytes(b"no picture at all, whatever its name says")
     images = [part(1), broken, np.zeros((5, 5, 5, 5)), part(2)]
     with pytest.raises(anomaly.ImageError, match=r"broken\.png"):
-        detector.predict(images)
+        detector.predict(images, channels="rgb")
     told: list[tuple[object, anomaly.ImageError]] = []
-    found = list(detector.stream(images, on_error=lambda *what: told.append(what)))
+    listed = detector.stream(images, on_error=lambda *what: told.append(what), channels="rgb")
+    found = list(listed)
     assert sorted(one.index for one in found) == [0, 3]
     # What shares a batch may move a last digit.
-    expected = [p.score for p in detector.predict([part(1), part(2)])]
+    expected = [p.score for p in detector.predict([part(1), part(2)], channels="rgb")]
     assert [one.score for one in found] == pytest.approx(expected, rel=1e-6)
     (first, why), (second, shape) = told
     assert first is broken
@@ -250,11 +256,11 @@ def test_eight_threads_give_what_one_gives(
         file if i % 3 == 0 else picture
         for i, (file, picture) in enumerate(zip(files, pictures, strict=True))
     ]
-    alone = [detector.predict(image) for image in images]
-    lists = [p.score for p in detector.predict(images)]
+    alone = [detector.predict(image, channels="rgb") for image in images]
+    lists = [p.score for p in detector.predict(images, channels="rgb")]
     with ThreadPoolExecutor(8) as pool:
-        several = pool.submit(detector.predict, images)
-        together = list(pool.map(detector.predict, images))
+        several = pool.submit(detector.predict, images, channels="rgb")
+        together = list(pool.map(partial(detector.predict, channels="rgb"), images))
     assert [p.score for p in together] == [p.score for p in alone]
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
@@ -294,7 +300,10 @@ def test_the_pixels_of_a_camera_that_uses_its_buffer_again(
     detector: anomaly.AnomalyDetector,
 ) -> None:
     buffer = part(44, mark=True)
-    found, before = detector.predict(buffer), detector.predict(buffer.copy()).heatmap()
+    found, before = (
+        detector.predict(buffer, channels="rgb"),
+        detector.predict(buffer.copy(), channels="rgb").heatmap(),
+    )
     buffer[:] = 0
     np.testing.assert_array_equal(found.heatmap(), before)
 
@@ -305,7 +314,10 @@ def test_saved_and_loaded_it_is_the_same_model(
     model_id = detector.save(str(tmp_path / "model"))
     loaded = anomaly.load(str(tmp_path / "model"), device="cpu")
     assert loaded.model_id == model_id
-    assert loaded.predict(part(45)).score == detector.predict(part(45)).score
+    assert (
+        loaded.predict(part(45), channels="rgb").score
+        == detector.predict(part(45), channels="rgb").score
+    )
     assert loaded.save(tmp_path / "again") == model_id
     assert "12 good images" in repr(loaded)
     with pytest.raises(OutputError, match="exists already"):
@@ -332,11 +344,14 @@ def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     arrays = [cv2.imread(str(path)) for path in paths]
     of_arrays = anomaly.fit(arrays, TINY, channels="bgr", **options)  # type: ignore[arg-type]
     image = part(46)
-    assert of_paths.predict(image).score == of_arrays.predict(image).score
+    assert (
+        of_paths.predict(image, channels="rgb").score
+        == of_arrays.predict(image, channels="rgb").score
+    )
     # With a broken file among them, images share other batches, which may move a last digit.
-    score = of_folder.predict(image).score
-    assert score == pytest.approx(of_paths.predict(image).score, rel=1e-6)
-    assert of_paths.predict(image).verdict == ""
+    score = of_folder.predict(image, channels="rgb").score
+    assert score == pytest.approx(of_paths.predict(image, channels="rgb").score, rel=1e-6)
+    assert of_paths.predict(image, channels="rgb").verdict == ""
 
 
 @pytest.mark.parametrize(
@@ -346,7 +361,7 @@ def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         (part(0), None, DataError, "list of good images"),
         ([part(0)], {"modell": {}}, ConfigError, "unknown key 'modell'"),
         ([part(0)], "folder.yaml", ConfigError, "load_config"),
-        ([part(0), np.zeros((4, 4))], TINY, anomaly.ImageError, "image 1: .*full_scale"),
+        ([part(0)[..., 0], np.zeros((4, 4))], TINY, anomaly.ImageError, "image 1: .*full_scale"),
         ("nowhere", TINY, DataError, "nowhere doesn't exist"),
         ([Sample(Path("a"), "one"), Sample(Path("b"), "one")], TINY, DataError, "2 .* name 'one'"),
     ],
@@ -361,7 +376,9 @@ def test_what_cannot_be_learned_from(
 def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetector) -> None:
     good = [part(seed) for seed in range(80, 90)]
     unlooked = Path("missing.png")
-    other = detector.calibrate([*good, good[0], part(0)], reject_rate=0.2, review_rate=0.2)
+    other = detector.calibrate(
+        [*good, good[0], part(0)], reject_rate=0.2, review_rate=0.2, channels="rgb"
+    )
     assert other.thresholds.images == 10  # a copy, and one that it has learned from, are left out
     assert detector.thresholds.images == 12
     for wrong, says in [
@@ -381,8 +398,10 @@ def test_a_first_calibration_names_what_raises_the_threshold(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     learned = [part(seed) for seed in range(4)]
-    detector = anomaly.fit(learned, TINY, device="cpu", calibrate=False)
-    detector.calibrate([*(part(seed) for seed in range(80, 90)), part(90, mark=True)])
+    detector = anomaly.fit(learned, TINY, channels="rgb", device="cpu", calibrate=False)
+    detector.calibrate(
+        [*(part(seed) for seed in range(80, 90)), part(90, mark=True)], channels="rgb"
+    )
     (warning,) = [text for text in caplog.messages if text.startswith("image 10 scores")]
     assert "without it the reject threshold would be" in warning
 
@@ -408,7 +427,9 @@ def test_a_saved_change_of_thresholds_is_in_the_history(
     # Of two changes before the next save, the model in between has no id.
     again = anomaly.load(folder, device="cpu").calibrate(threshold=8.0)
     good = [part(seed) for seed in range(80, 90)]
-    third = again.calibrate(good, reject_rate=0.2, review_rate=0.2).save(tmp_path / "other")
+    third = again.calibrate(good, reject_rate=0.2, review_rate=0.2, channels="rgb").save(
+        tmp_path / "other"
+    )
     lines = history(tmp_path / "other")
     ids = [(one["model_before"], one["model_after"]) for one in lines]
     assert ids == [(first, second), (second, ""), ("", third)]

@@ -37,7 +37,7 @@ def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
 
     Args:
         flagged: images above a threshold.
-        images: all of them, but for those that are for review whatever their score.
+        images: all of them without a reason for review.
         promised: what the threshold does to good parts.
     """
     if images < LEAST_IMAGES:

@@ -188,14 +188,12 @@ def _finish(
 
 def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) -> None:
     print(say_counts(counts_of(rows), total))
-    review = [
-        f"review: {row.path}: {row.reason}"
-        for row in rows
-        if row.verdict == "review" and row.reason
+    reasons = [
+        f"{row.verdict}: {row.path}: {row.reason}" for row in rows if row.verdict and row.reason
     ]
     unscored = [f"{row.status}: {row.reason}" for row in rows if row.status != "ok"]
     where = ", all in results.csv"
-    for line in first_of(review, f" for review{where}") + first_of(unscored, where):
+    for line in first_of(reasons, f" with a reason{where}") + first_of(unscored, where):
         print(f"  {visible(line)}")
     heatmaps = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:

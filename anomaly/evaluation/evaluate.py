@@ -30,7 +30,7 @@ from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.prediction import Prediction, verdict
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Scored:
     Attributes:
         sample: the image.
         image_score: None where it couldn't be scored.
-        reason: why it couldn't be scored, or why a person has to look whatever the score.
+        reason: why it couldn't be scored, or isn't called good whatever its score.
         image_sha256: of the file's bytes.
     """
 
@@ -64,21 +64,14 @@ class Scored:
 
     @property
     def outlier(self) -> bool:
-        """Whether a person has to look whatever the score: the image isn't like the others."""
+        """Whether it isn't called good whatever its score."""
         return self.image_score is not None and bool(self.reason)
 
     def verdict(self, thresholds: Thresholds | None) -> str:
-        """`good`, `review` or `reject`, as `infer` says; empty without a score.
-
-        Without thresholds there is only `review`, for what isn't our part.
-        """
+        """`good`, `review` or `reject`, as `infer` says; empty without a score."""
         if self.image_score is None:
             return ""
-        if self.outlier:
-            return "review"
-        if thresholds is None:
-            return ""
-        return thresholds.verdict(self.image_score)
+        return verdict(self.image_score, thresholds, self.reason)
 
 
 @dataclass(frozen=True)

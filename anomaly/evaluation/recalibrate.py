@@ -43,7 +43,7 @@ class HeldOutImage:
         score: the image score.
         peak: the highest value of the anomaly map.
         sha256: of the file.
-        reason: why a person has to look whatever the score; empty where there is none.
+        reason: why it isn't called good whatever its score; empty where nothing speaks against it.
     """
 
     path: Path
@@ -77,8 +77,8 @@ class HeldOutScores:
     def good_scores(self) -> GoodScores:
         """What thresholds are found with, where all of these images are good.
 
-        Those that a person has to look at whatever their score say nothing of thresholds: they are
-        left out, and a warning in the log names some.
+        Those with a reason for review say nothing of thresholds: they are left out, and a warning
+        in the log names some.
 
         Raises:
             DataError: they are all like that.
@@ -87,13 +87,13 @@ class HeldOutScores:
         outliers = [f"{image.path}: {image.reason}" for image in self.images if image.reason]
         if not kept:
             raise DataError(
-                f"all {len(outliers)} good images would be for review whatever their score "
+                f"all {len(outliers)} good images would be flagged whatever their score "
                 f"({self.images[0].reason}), so they can't set thresholds; if parts look like that "
                 "from now on, let the model learn them (anomaly update)"
             )
         if outliers:
             log.warning(
-                "%d good images would be for review whatever their score, so they can't set "
+                "%d good images would be flagged whatever their score, so they can't set "
                 "thresholds; left out: %s",
                 len(outliers),
                 some(outliers, "; "),

@@ -24,7 +24,6 @@ from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image, described
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import verdict
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, is_missed
 from anomaly.storage.thresholds import change
@@ -96,7 +95,7 @@ def verdict_changes(
             for i in sorted(scores[0]):
                 old, new = (of[i][0] for of in scores)
                 first, second = (
-                    verdict(score, model.thresholds, model.review_reason(features.statistics[i]))
+                    model.verdict_of(score, features.views[i], features.statistics[i])
                     for model, score in zip(both, (old, new), strict=True)
                 )
                 yield Compared(batch[i].name, first, second, (old, new))
@@ -192,9 +191,10 @@ class Update:
             yield f"images left out, already learned or copies of others: {self.known}"
         for name, score in self.learned.suspects.items():
             yield f"suspect, not learned: {name} (score {score:.4g})"
+        after = _verdicts(map(limits.verdict, new.image))
         images = counted(len(new.names), "good image")
-        yield f"learned {images}; each scored without itself: {_verdicts(limits, new.image)}"
-        yield f"before the update: {_verdicts(self.before, self.learned.before)}"
+        yield f"learned {images}; each scored without itself: {after}"
+        yield f"before the update: {_verdicts(self.learned.before)}"
         if self.before.label != "calibrated":
             label = self.before.label
             yield f"the thresholds were set {label} before; now they are set by rates"
@@ -335,9 +335,9 @@ def _distinct(samples: Sequence[Sample]) -> list[Sample]:
     return list(first.values())
 
 
-def _verdicts(thresholds: Thresholds, scores: Sequence[float]) -> str:
-    """Number of scores by verdict, in words."""
-    counts = Counter(map(thresholds.verdict, scores))
+def _verdicts(verdicts: Iterable[str]) -> str:
+    """Number of images by verdict, in words."""
+    counts = Counter(verdicts)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
 
 

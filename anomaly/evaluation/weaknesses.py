@@ -80,7 +80,7 @@ class JudgedImage:
         source: its file, or the image.
         figures: its brightness, contrast and sharpness.
         is_grey: whether it has no colours.
-        is_unlike: whether it is flagged whatever its score, as it isn't like the training images.
+        is_unlike: whether it is flagged whatever its score: it has a reason for review.
         is_defect: what it shows; None where nobody has said.
         width: of its defect in original pixels, where that is widest; None without a mask.
     """

@@ -60,8 +60,7 @@ def verdict_lines(prediction: Prediction) -> list[str]:
         prediction: of the image.
     """
     score, limits = prediction.score, prediction.thresholds
-    odd = [f"For a person to look at, whatever the score: {prediction.reason}."]
-    odd = odd if prediction.reason else []
+    odd = [f"Reason for a person to look: {prediction.reason}."] if prediction.reason else []
     if limits is None:
         return [f"Score {score:.4g}. The model has no thresholds to compare it with.", *odd]
     shown, review, reject = _apart(score, limits.review, limits.image)

@@ -236,7 +236,7 @@ def compare_pixels(
         if image.pixels.dtype != np.uint8:
             continue
         pixels = image.pixels[..., ::-1] if camera.bgr else image.pixels
-        codes, scores, _, maps, _ = graph(pixels[None])
+        codes, scores, reasons, maps, _ = graph(pixels[None])
         scale = _scale(reference)
         shares = [
             abs(float(scores[0]) - prediction.score) / max(abs(prediction.score), scale),
@@ -244,7 +244,8 @@ def compare_pixels(
             / max(float(np.nanmax(prediction.anomaly_map)), scale),
         ]
         verdict = VERDICTS[int(codes[0])]
-        if not max(shares) <= limit or verdict != prediction.verdict:
+        is_changed = (verdict, bool(reasons[0])) != _verdict(prediction)
+        if not max(shares) <= limit or is_changed:
             raise ModelError(
                 f"the scores of the graph from pixels differ: {prediction.name} has score "
                 f"{scores[0]:.6g} ({verdict}) there and {_described(prediction)} with torch; "
@@ -292,8 +293,10 @@ def _difference(
     return 0.0 if type(before) is type(now) else float("inf")
 
 
-def _verdict(result: Prediction | UnusableImage) -> str:
-    return result.status if isinstance(result, UnusableImage) else result.verdict
+def _verdict(result: Prediction | UnusableImage) -> tuple[str, bool]:
+    """The verdict, or the status without one, and whether a person is given a reason to look."""
+    verdict = result.status if isinstance(result, UnusableImage) else result.verdict
+    return verdict, bool(result.reason)
 
 
 def _described(result: Prediction | UnusableImage) -> str:

@@ -111,7 +111,7 @@ class PixelsToVerdict(nn.Module):
             "verdict": ("0 good, 1 review, 2 reject", ["batch"]),
             "score": ("image score, higher is more anomalous", ["batch"]),
             "reason": (
-                "why the image is for review, whatever its score: 1 it is blank; its 2 brightness, "
+                "why the image isn't good, whatever its score: 1 it is blank; its 2 brightness, "
                 "3 contrast, 4 sharpness is far outside the training images'; 5 it looks like "
                 "another product; 0 no reason",
                 ["batch"],
@@ -145,7 +145,7 @@ class PixelsToVerdict(nn.Module):
         assert limits is not None  # see `check_pixels`
         # NaN exceeds neither threshold.
         verdict = 2 - (values <= limits.review).long() - (values <= limits.image).long()
-        verdict = torch.where(reason > 0, 1, verdict)
+        verdict = torch.maximum(verdict, (reason > 0).long())
         return verdict, values, reason, self._anomaly_map(shown.scores), shown.scores
 
     def _anomaly_map(self, scores: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ class ArrayFormat:
     """What the numbers of arrays mean; the same for all images of a call.
 
     Attributes:
-        channels: order of the three colours: `rgb`, or `bgr` as OpenCV's cameras give them. PIL
-            images and files say theirs themselves.
+        channels: order of the three colours: `rgb`, or `bgr` as OpenCV's cameras give them. NumPy
+            arrays have to state it; tensors are RGB by default, PIL images and files always.
         full_scale: the value that means white. None takes 255 for uint8 and 65535, or what
             `bit_depth` says, for uint16; floats have to state it.
         layout: the axes: `HW`, `HWC` or `CHW`. None takes (H, W) and (H, W, 3) for arrays; tensors
@@ -81,14 +81,14 @@ class ArrayFormat:
         max_pixels: images of more pixels are refused.
     """
 
-    channels: Channels = "rgb"
+    channels: Channels | None = None
     full_scale: float | None = None
     layout: AxisOrder | None = None
     bit_depth: int | None = None
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
-        legal = {"channels": ("rgb", "bgr"), "layout": (None, "HW", "HWC", "CHW")}
+        legal = {"channels": (None, "rgb", "bgr"), "layout": (None, "HW", "HWC", "CHW")}
         for name, values in legal.items():
             if getattr(self, name) not in values:
                 known = ", ".join(repr(value) for value in values if value)
@@ -144,7 +144,7 @@ class ArrayFormat:
             full_scale = self._full_scale(values.dtype)
             if self.layout == "CHW":
                 values = values.transpose(1, 2, 0)
-            pixels = _rgb(values, self.channels)
+            pixels = _rgb(values, self.channels or ("rgb" if is_tensor else None))
         check_range(pixels, full_scale, in_memory=True)
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
@@ -227,11 +227,20 @@ def _of_known_type(values: NDArray[Any]) -> NDArray[Any]:
     )
 
 
-def _rgb(values: NDArray[Any], channels: Channels) -> Pixels:
-    """(H, W, 3) RGB of (H, W), (H, W, 1) or (H, W, 3), a copy; floats in float32."""
+def _rgb(values: NDArray[Any], channels: Channels | None) -> Pixels:
+    """(H, W, 3) RGB of (H, W), (H, W, 1) or (H, W, 3), a copy; floats in float32.
+
+    Raises:
+        ImageError: the order of three colours isn't stated.
+    """
     dtype = np.float32 if values.dtype.kind == "f" else values.dtype.newbyteorder("=")
     if values.ndim == 2 or values.shape[2] == 1:
         return grey_to_rgb(np.ascontiguousarray(values.reshape(values.shape[:2]), dtype))
+    if channels is None:
+        raise unsupported(
+            "an array doesn't say in which order its three colours are: give channels='bgr' for "
+            "OpenCV's pictures, else channels='rgb'"
+        )
     return np.array(values[..., ::-1] if channels == "bgr" else values, dtype, order="C")
 
 

@@ -28,7 +28,7 @@ from anomaly.imaging.read import (
     read_image,
 )
 from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region
+from anomaly.imaging.region import Region, counted
 
 # What a large image has instead of pixels for the network: its tiles have them.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
@@ -240,7 +240,7 @@ def drop_outside_region(
             size = item.view.size
             grids[size] = grids.get(size) or grid(size)
             try:
-                region.patches(item.layout, grids[size])
+                counted(region, item.layout, grids[size])
             except DataError as error:
                 yield to_unusable(item.index, item.name, error)
                 continue

@@ -52,7 +52,8 @@ class Pose:
         motion: from the part's coordinates to the image's, in original pixels.
         size: (H0, W0) of the image.
         correlation: of the part with the reference, 1 where they are equal.
-        reason: why a person has to look at the image, whatever its score; empty where none does.
+        reason: why the image isn't called good whatever its score; empty where nothing speaks
+            against it.
     """
 
     motion: Motion

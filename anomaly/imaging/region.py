@@ -153,12 +153,18 @@ class Region:
         return _patches(self, layout, grid)
 
 
-def counted(
-    region: Region | None, layout: AnyView, tile: tuple[int, int], grid: tuple[int, int]
-) -> Mask:
-    """Which patches (h, w) of one tile count; of the whole image where there are no tiles.
+def counted(region: Region | None, layout: AnyView, grid: tuple[int, int]) -> Mask:
+    """Which patches of an image count: (h, w), of the whole mosaic where the image is tiled.
 
-    Where the part was moved, a patch counts only if its middle lies in the image.
+    Where the part was moved, a patch counts only if its middle lies in the photograph.
+
+    Args:
+        region: what of the image counts; None for all of it.
+        layout: how the image was turned into the network's input.
+        grid: (h, w) of the network's patches; of each tile, where there are several.
+
+    Raises:
+        DataError: none counts.
     """
     down, across = (
         np.mean(_edges(pieces, count), axis=0)
@@ -167,10 +173,37 @@ def counted(
     mask: Mask = np.ones((len(down), len(across)), np.bool_)
     if region is not None:
         mask = region.patches(layout, grid)
-    if layout.pose is not None:
-        mask = mask & layout.pose.covers(across, down)
-    top, left = tile[0] * grid[0], tile[1] * grid[1]
-    return mask[top : top + grid[0], left : left + grid[1]]
+    pose = layout.pose
+    if pose is not None:
+        mask = mask & pose.covers(across, down)
+        if not mask.any():
+            raise DataError(
+                pose.reason or "all of the region to look at lies outside the photograph"
+            )
+    return mask
+
+
+def beyond(region: Region, layout: AnyView) -> tuple[float, float]:
+    """How many pixels a region reaches beyond the photograph, across and down; 0 or less if not.
+
+    Args:
+        region: what of the image counts.
+        layout: how the image was turned into the network's input, its part's pose included.
+    """
+    if layout.pose is None:
+        return 0.0, 0.0
+    ends = layout.pose.in_image(_ends(region, layout.source))
+    across, down = np.maximum(-ends, ends - layout.source[::-1]).max(axis=0).tolist()
+    return across, down
+
+
+@lru_cache(maxsize=32)
+def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
+    """X and y of the first and the last pixel of each row of a region: all others lie between."""
+    inside = region.inside(size)
+    rows = np.flatnonzero(inside.any(axis=1))
+    first, last = inside.argmax(axis=1), size[1] - 1 - inside[:, ::-1].argmax(axis=1)
+    return np.concatenate([np.stack([x[rows], rows], axis=1) for x in (first, last)]) + 0.5
 
 
 @lru_cache(maxsize=32)

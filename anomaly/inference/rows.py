@@ -44,7 +44,7 @@ class Row:
         model_id: the model that scored it.
         software_version: of this program.
         threshold_label: how the thresholds were found: `calibrated` or `by hand`.
-        reason: why there is no score, or why the part is for review.
+        reason: why there is no score, or why the part isn't good whatever its score.
         model_name: the model's name in its config.
         time: when it was scored, in UTC (ISO 8601).
         milliseconds: from reading the file until its pictures were on disk, including waiting for
@@ -198,7 +198,7 @@ class Part:
         image_score: the highest of its views; None without any.
         path: the view that decides: the rejected one with the highest score, else the first one
             for review, else the one with the highest score.
-        reason: why that view is for review; empty if it isn't.
+        reason: that view's; empty where it has none.
     """
 
     group: str

@@ -309,7 +309,7 @@ class Stream:
 def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
     """Read one model's scores, whatever its thresholds were.
 
-    Parts that have no score, that a person has to look at whatever their score, or that a person
+    Parts that have no score, that have a reason for review, or that a person
     has called defects are left out.
 
     Args:

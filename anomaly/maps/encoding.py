@@ -135,7 +135,7 @@ class Thumbnails:
         """Whether an image may be on the page.
 
         Args:
-            flagged: a person has to look at it, whatever its score.
+            flagged: whether it has a reason for review.
             score: of the image.
         """
         return len(self._ranked) < SHOWN or (flagged, score) > self._ranked[0][:2]

@@ -1,7 +1,7 @@
 """The rows of a run of `infer` -> results.html: the report's page for images without labels.
 
 Every score counts in its histogram and verdicts; pictures are there of the images with the
-highest scores and of those that a person has to look at whatever their score.
+highest scores and of those with a reason for review.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
     )
     images = [_image(row, output, thumbnails) for _, row in sorted(shown)]
-    scored = len(tally.scores) + tally.odd
+    scored = len(tally.scores) + len(tally.odd)
     total = scored + tally.refused
     left_out = ""
     if tally.learned:
@@ -142,7 +142,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         "types": [],
         "images": images,
         "scores": _encoded(tally.scores),
-        "odd": tally.odd,
+        "odd": _encoded(tally.odd),
         "left_out": left_out,
         "refused": {"rows": tally.reasons, "count": tally.refused},
         "figures": [],
@@ -163,8 +163,8 @@ class _Tally:
     """
 
     def __init__(self, run: Run) -> None:
-        self.scores = array("d")
-        self.learned = self.odd = self.refused = 0
+        self.scores, self.odd = array("d"), array("d")  # without and with a reason for review
+        self.learned = self.refused = 0
         self.reasons: list[dict[str, str]] = []
         self.new = array("d")
         self._learned = run.learned
@@ -186,10 +186,7 @@ class _Tally:
             if not learned:
                 least = self._odd if row.reason else -np.inf
                 self.new.append(max(row.image_score, least))
-            if row.reason:
-                self.odd += 1
-            else:
-                self.scores.append(row.image_score)
+            (self.odd if row.reason else self.scores).append(row.image_score)
             yield number, row
 
 

@@ -214,11 +214,10 @@ def inside(pieces: Sequence[Piece], embeddings: Array, region: Region | None) ->
     """
     if region is None and all(layout.pose is None for layout, _, _ in pieces):
         return None
-    height, width = embeddings.shape[1], embeddings.shape[2]
-    masks = [
-        turned(
-            counted(region, layout, tile, (width, height) if turn % 2 else (height, width)), turn
-        )
-        for layout, tile, turn in pieces
-    ]
+    masks = []
+    for layout, (row, column), turn in pieces:
+        height, width = embeddings.shape[1:3] if turn % 2 == 0 else embeddings.shape[2:0:-1]
+        top, left = row * height, column * width
+        whole = counted(region, layout, (height, width))
+        masks.append(turned(whole[top : top + height, left : left + width], turn))
     return like(np.stack(masks), embeddings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from anomaly.errors import DataError, ImageError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
 from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import Tiling
+from anomaly.imaging.geometry import AnyView, Tiling, patch_size
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -30,7 +31,7 @@ from anomaly.imaging.loading import (
 )
 from anomaly.imaging.read import Image
 from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region
+from anomaly.imaging.region import Region, beyond
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores, Scorer
 from anomaly.runtime.devices import check_fork
@@ -46,7 +47,7 @@ from anomaly.scoring.image_score import (
     pieces_of,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction
+from anomaly.scoring.prediction import Patches, Prediction, verdict
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ class Model:
 
     def array_format(
         self,
-        channels: Channels = "rgb",
+        channels: Channels | None = None,
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> ArrayFormat:
@@ -233,7 +234,7 @@ class Model:
         Args:
             images: files, arrays, PIL images or tensors; read only a few batches ahead of what
                 is yielded.
-            given: what arrays among them are; by default RGB of the dtype's full scale.
+            given: what arrays among them are; by default of the dtype's full scale.
 
         Yields:
             One result for each image, `UnusableImage` for those that can't be used; in another
@@ -378,8 +379,6 @@ class Model:
             patches: of the image, or of all its tiles together.
             score: as `image_scores_of` gave it; of tiles the highest.
         """
-        pose = item.view.pose
-        reasons = ("" if pose is None else pose.reason, self.review_reason(statistics))
         return Prediction(
             index=item.index,
             path=item.path,
@@ -394,15 +393,46 @@ class Model:
             loading=self.loading,
             statistics=statistics,
             thresholds=self.thresholds,
-            reason="; ".join(filter(None, reasons)),
+            reason=self.review_reason(item.view, statistics),
         )
 
-    def review_reason(self, statistics: ImageStatistics) -> str:
-        """The reason for review whatever the score; empty without one."""
-        if statistics.blank or self.training_statistics is None:
-            return statistics.blank
-        turned = self.config.model.turned_copies != "none"
-        return self.training_statistics.deviation(statistics, turned=turned)
+    def review_reason(self, view: AnyView, statistics: ImageStatistics) -> str:
+        """The reason for which an image isn't called good whatever its score; empty without one.
+
+        Args:
+            view: how the network saw the image.
+            statistics: of the image as a whole.
+        """
+        pose, learned = view.pose, self.training_statistics
+        reasons = ["" if pose is None else pose.reason or self.uninspected(view)]
+        if statistics.blank or learned is None:
+            reasons.append(statistics.blank)
+        else:
+            turned = self.config.model.turned_copies != "none"
+            reasons.append(learned.deviation(statistics, turned=turned))
+        return "; ".join(filter(None, reasons))
+
+    def uninspected(self, view: AnyView) -> str:
+        """How far `image.region` reaches beyond the photograph, where a part was moved, in words.
+
+        Half a patch is no matter. Without `image.region` all of the frame counts, and any shift
+        leaves a rim of it outside, in training images, too: the pose alone has limits then.
+        """
+        if self.region is None or self.region.look is None:
+            return ""
+        tile, tiles = self.embedder.grid(view.size), map(len, view.axes)
+        height, width = patch_size(view, tuple(map(operator.mul, tile, tiles)))
+        across, down = beyond(self.region, view)
+        if across <= width / 2 and down <= height / 2:
+            return ""
+        return (
+            f"the region to look at reaches {math.ceil(max(across, down))} pixels beyond the "
+            "photograph, so a part of it wasn't inspected (part out of view?)"
+        )
+
+    def verdict_of(self, score: float, view: AnyView, statistics: ImageStatistics) -> str:
+        """The verdict that `prediction` gives an image of this score."""
+        return verdict(score, self.thresholds, self.review_reason(view, statistics))
 
     def score_patches(
         self, embeddings: Array, pieces: Sequence[Piece], inside: Array | None = None

@@ -51,8 +51,9 @@ class Prediction:
         loading: how the image was turned into the network's input, what of it counts included.
         statistics: of the image as a whole.
         thresholds: the model's; None where it has none.
-        reason: why a person has to look whatever the score: the image isn't like the training
-            images at all, or it is blank. Empty where nothing of that is so.
+        reason: why the image isn't called good whatever its score: it isn't like the training
+            images at all, it is blank, the part's pose is doubtful, or a part of the region lies
+            outside the photograph. Empty where nothing of that is so.
     """
 
     index: int
@@ -83,10 +84,7 @@ class Prediction:
 
     @property
     def verdict(self) -> str:
-        """`good`, `review` or `reject`; `review` for what isn't our part, whatever its score.
-
-        Empty where there are no thresholds and nothing is said against the image.
-        """
+        """`good`, `review` or `reject`, see the function `verdict`."""
         return verdict(self.score, self.thresholds, self.reason)
 
     @property
@@ -182,10 +180,10 @@ class Prediction:
 
 
 def verdict(score: float, thresholds: Thresholds | None, reason: str) -> str:
-    """`good`, `review` or `reject` for a score; `review` where there is a reason to look.
+    """`good`, `review` or `reject`; empty without thresholds and without a reason for review.
 
-    Empty where there is neither a reason nor a threshold.
+    A reason makes a verdict stricter, never milder: what would be good is for review, and what the
+    score rejects stays rejected.
     """
-    if reason:
-        return "review"
-    return "" if thresholds is None else thresholds.verdict(score)
+    by_score = "" if thresholds is None else thresholds.verdict(score)
+    return "review" if reason and by_score != "reject" else by_score

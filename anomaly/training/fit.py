@@ -23,7 +23,7 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.datasets.copies import contradiction, near_copies
 from anomaly.datasets.poses import grey_pictures, learn
-from anomaly.errors import ConfigError, DataError
+from anomaly.errors import ConfigError, DataError, some
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, patch_size
@@ -470,6 +470,15 @@ def train(
     if elsewhere is not None:
         manifest["made_with"]["shard_images"] = elsewhere.shard
     statistics = [features.statistics[i] for i in fit.images]
+    partly = [samples[i].name for i in fit.images if fit.detector.uninspected(features.views[i])]
+    if partly:
+        log.warning(
+            "in %d of %d training images a part of image.region lies outside the photograph (%s); "
+            "such parts are for review: draw the region where every part is in view",
+            len(partly),
+            len(fit.images),
+            some(partly),
+        )
     return Training(
         replace(
             fit.detector,

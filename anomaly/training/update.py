@@ -37,7 +37,7 @@ class Learned:
     Attributes:
         detector: the updated detector, not saved yet.
         good: their scores, each by a detector that hasn't learned it.
-        before: their image scores by the original detector, in the same order.
+        before: their verdicts by the original detector, in the same order.
         hashes: sha256 of each image learned, by name.
         suspects: scores of the suspects, which weren't learned, by name, the highest first.
         refused: reasons of unusable images, by name.
@@ -45,7 +45,7 @@ class Learned:
 
     detector: Model
     good: GoodScores
-    before: tuple[float, ...]
+    before: tuple[str, ...]
     hashes: dict[str, str]
     suspects: dict[str, float]
     refused: dict[str, str]
@@ -104,7 +104,11 @@ def learn(
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
         statistics = TrainingStatistics.of([patches.statistics[i] for i in trial.numbers])
-        before = scores_of(detector, patches.only(trial.numbers), patches.views)
+        scored = scores_of(detector, patches.only(trial.numbers), patches.views)
+        before = [
+            detector.verdict_of(scored[i][0], patches.views[i], patches.statistics[i])
+            for i in trial.numbers
+        ]
     left_out = {name: i for i, name in names.items() if name not in hashes}
     known, known_statistics = detector.manifest, detector.training_statistics
     new = replace(
@@ -123,7 +127,7 @@ def learn(
     return Learned(
         new,
         trial.good,
-        tuple(before[i][0] for i in trial.numbers),
+        tuple(before),
         hashes,
         suspects,
         refused,

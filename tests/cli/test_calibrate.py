@@ -267,7 +267,7 @@ def test_what_a_person_has_to_look_at_says_nothing_of_thresholds(
     cv2.imwrite(str(dark / "lens_cap.png"), np.full((96, 120, 3), 1, np.uint8))
     arguments = ["--model", run, "--device", "cpu", "--good"]
     code, _, err = command("calibrate", [*arguments, dark])
-    assert (code, "all 1 good images would be for review whatever" in err) == (2, True)
+    assert (code, "all 1 good images would be flagged whatever" in err) == (2, True)
     assert _files(run) == before
     code, out, _ = command("calibrate", [*arguments, good, dark])
     assert (code, "thresholds calibrated on 10 good images" in out) == (0, True)

@@ -73,8 +73,7 @@ def test_good_parts_under_another_lamp_are_learned(
     code, out, err, new = update(run, *given)
     assert code == 0, err
     assert "learned 12 good images" in out
-    assert "confirmed defects: 4 of 4 verdicts change" in out  # no more for review, but reject
-    assert out.count(": review -> reject (") == 4
+    assert "confirmed defects: 0 of 4 verdicts change" in out
     # 12 images vouch for at most 22 %.
     assert verdicts(new, lamp / "other").count("good") >= 8
     assert "good" not in verdicts(new, lamp / "defects")
@@ -126,7 +125,7 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     learned = load_model(new, "cpu")
     assert learned.training_statistics is not None
     assert learned.training_statistics.images == 18
-    white = np.full((96, 120, 3), 255, np.uint8)
+    white = np.full((96, 120), 255, np.uint8)
     white[0, 0] = 254
     assert "brightness" in learned.predict(white).reason
     assert learned.predict(tmp_path / "good" / "0.png").reason == ""

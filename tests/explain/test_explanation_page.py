@@ -142,7 +142,7 @@ def test_what_to_do_next_follows_from_the_verdict(run_folder: Path, product: Pat
     commands.append([step[1] for step in next_steps(odd)])
     words = [[line.split()[1] for line in lines if line] for lines in commands]
     assert words == [["tune", "update"], ["calibrate"], []]
-    assert "For a person to look at, whatever the score: a blank image." in text_of(odd.html())
+    assert "Reason for a person to look: a blank image." in text_of(odd.html())
     assert "The model has no thresholds" in replace(blind, regions=[]).html()
 
 

@@ -109,7 +109,7 @@ def test_one_graph_takes_images_of_all_shapes(run_folder: Path, bank_export: Pat
     torch_, other = load_model(run_folder, "cpu", "fp32"), load_model(bank_export)
     rng = np.random.default_rng(0)
     for size in ((96, 120), (300, 60), (50, 400), (64, 64)):
-        image = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
+        image = rng.integers(0, 255, size, dtype=np.uint8)
         one, two = torch_.predict(image), other.predict(image)
         assert one.patch_scores.shape == two.patch_scores.shape
         assert two.score == pytest.approx(one.score, rel=1e-4)
@@ -358,7 +358,7 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
     files = json.loads(good["export.json"])["files"]
     edited(copied, files=files | {"network.onnx": size})
     with pytest.raises(ModelError, match="can't be loaded by ONNX Runtime") as caught:
-        load_model(copied).predict(np.zeros((64, 64, 3), np.uint8))
+        load_model(copied).predict(np.zeros((64, 64), np.uint8))
     assert "Protobuf" not in str(caught.value)
 
 
@@ -390,7 +390,7 @@ def test_a_graph_that_the_engine_cannot_compute_here_ends_in_one_line(
     detector = load_model(copied)
     monkeypatch.setattr("anomaly.backbones.engine._onnx", lambda *_: run)
     with pytest.raises(ModelError, match="can't be computed by ONNX Runtime") as caught:
-        detector.predict(np.zeros((64, 64, 3), np.uint8))
+        detector.predict(np.zeros((64, 64), np.uint8))
     assert "Interpolate" not in str(caught.value)
 
 

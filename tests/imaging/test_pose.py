@@ -182,7 +182,7 @@ def test_a_reference_is_saved_and_damage_is_seen() -> None:
 def test_patches_that_a_motion_uncovers_dont_count() -> None:
     view = Sizing(None, None, 128, 32).view(SIZE)
     pose = Pose(Motion(math.radians(20), 30.0, -8.0), SIZE)
-    counts = counted(None, replace(view, pose=pose), (0, 0), (16, 16))
+    counts = counted(None, replace(view, pose=pose), (16, 16))
     # OpenCV moves an image that is there everywhere.
     white = np.ones((*SIZE, 3), np.uint8)
     there = cv2.warpAffine(
@@ -192,4 +192,4 @@ def test_patches_that_a_motion_uncovers_dont_count() -> None:
     middles = [((np.arange(16) + 0.5) * side / 16).astype(int) for side in SIZE]
     assert (counts == there[np.ix_(*middles)]).mean() > 0.98
     assert 0.7 < counts.mean() < 0.95
-    assert counted(None, view, (0, 0), (16, 16)).all()
+    assert counted(None, view, (16, 16)).all()

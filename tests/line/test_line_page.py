@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import time
@@ -40,6 +41,18 @@ def text(page: Browser, element: str) -> str:
     return str(page.evaluate(f"document.getElementById('{element}').textContent"))
 
 
+def contrast(page: Browser, element: str) -> float:
+    """Contrast of an element's text with its own ground, 1 to 21 (WCAG 2.2)."""
+    style = f"getComputedStyle(document.getElementById('{element}'))"
+    lights = []
+    for name in ("color", "backgroundColor"):
+        parts = re.findall(r"\d+", str(page.evaluate(f"{style}.{name}")))[:3]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
+                  for v in (int(part) / 255 for part in parts)]  # fmt: skip
+        lights.append(float(np.dot(linear, (0.2126, 0.7152, 0.0722))))
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
 def arrive(served: Served, page: Browser, file: Path, name: str = "part.png") -> int:
     """Score a part; its number once the page shows it."""
     _, row = served.score(file.read_bytes(), f"?name={name}")
@@ -61,6 +74,9 @@ def test_a_part_is_shown_as_it_comes(served: Served, page: Browser, product: Pat
     assert text(page, "word") == "GOOD"
     _, unread = served.score(b"no picture")
     page.until("document.getElementById('word').textContent", "NOT READ")
+    for scheme in ("dark", "light"):
+        page.prefer(prefers_color_scheme=scheme)
+        assert contrast(page, "verdict") >= 4.5
     # Keys: to and fro, and back to the newest.
     page.press("ArrowRight")
     page.press("ArrowRight")

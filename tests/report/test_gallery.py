@@ -79,16 +79,14 @@ def outcomes(browser: Browser) -> dict[str, int]:
 
 def expected(found: list[Row], review: float, reject: float) -> dict[str, int]:
     known = [r for r in found if r.image_score is not None]
-    sure = [r.image_score or 0.0 for r in known if not r.reason]
-    return {
-        "reject": sum(s > reject for s in sure),
-        "review": sum(review < s <= reject for s in sure) + len(known) - len(sure),
-        "good": sum(s <= review for s in sure),
-    }
+    rejected = sum((r.image_score or 0.0) > reject for r in known)
+    good = sum((r.image_score or 0.0) <= review and not r.reason for r in known)
+    return {"reject": rejected, "review": len(known) - rejected - good, "good": good}
 
 
 def test_verdicts_of_all_images_follow_both_sliders(browser: Browser, tmp_path: Path) -> None:
-    found = [*rows(3 * SHOWN), row("/in/dark.png", 1.0, reason="too dark"), row("/in/x.png", None)]
+    odd = [row(f"/in/{score}.png", score, reason="too dark") for score in (1.0, 9.8, 20.0)]
+    found = [*rows(3 * SHOWN), *odd, row("/in/x.png", None)]
     page = written(tmp_path, found)
     browser.open(page)
     assert outcomes(browser) == expected(found, REVIEW, REJECT)

@@ -22,7 +22,7 @@ import anomaly
 def scores(first):
     parts = [np.random.default_rng(first + i).integers(0, 255, (96, 120, 3), np.uint8)
              for i in range(5)]
-    return [found.score for found in detector.predict(parts)]
+    return [found.score for found in detector.predict(parts, channels="rgb")]
 
 if __name__ == "__main__":
     import torch
@@ -51,14 +51,14 @@ detector = anomaly.load(sys.argv[1])
 part = np.zeros((96, 120, 3), np.uint8)
 unused = os.fork()
 if not unused:  # nothing was computed before: an engine of its own
-    print("unused", detector.predict(part).score > 0, flush=True)
+    print("unused", detector.predict(part, channels="rgb").score > 0, flush=True)
     os._exit(0)
 os.waitpid(unused, 0)
-detector.predict(part)
+detector.predict(part, channels="rgb")
 used = os.fork()
 if not used:
     try:
-        detector.predict(part)
+        detector.predict(part, channels="rgb")
     except anomaly.AnomalyError as error:
         print(error, flush=True)
     os._exit(0)

@@ -68,7 +68,7 @@ def test_one_value_is_a_blank_image() -> None:
     assert (nothing + _look(rng)).blank == ""
 
 
-def test_blank_images_are_for_review(
+def test_blank_images_are_never_good(
     tmp_path: Path, product: Path, run_folder: Path, command: Command
 ) -> None:
     write_part(tmp_path / "line" / "a.png", seed=900)
@@ -83,7 +83,7 @@ def test_blank_images_are_for_review(
         assert command("infer", base)[0] == 0
         with (tmp_path / run.name / "results.csv").open(newline="") as stream:
             blank = list(csv.DictReader(stream))[1]
-        assert (blank["verdict"], "a blank image" in blank["reason"]) == ("review", True)
+        assert (blank["verdict"] != "good", "a blank image" in blank["reason"]) == (True, True)
 
 
 def test_tiles_add_up() -> None:
@@ -164,7 +164,8 @@ def test_where_parts_may_lie_any_way_light_alone_is_compared() -> None:
     for turned_copies, said in (("none", True), ("quarter_turns", False)):
         settings = SimpleNamespace(model=SimpleNamespace(turned_copies=turned_copies))
         pipeline = SimpleNamespace(config=settings, training_statistics=usual)
-        assert bool(Model.review_reason(pipeline, other)) == said  # type: ignore[arg-type]
+        view = SimpleNamespace(pose=None)
+        assert bool(Model.review_reason(pipeline, view, other)) == said  # type: ignore[arg-type]
 
 
 def test_distances_are_those_to_the_others() -> None:
@@ -233,7 +234,7 @@ def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
     np.testing.assert_allclose(usual.variance, means.var(0, ddof=1), rtol=1e-9)
 
 
-def test_odd_images_are_for_review(
+def test_odd_images_are_flagged_with_a_reason_and_rejected_by_their_scores(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
     inputs = tmp_path / "inputs"
@@ -250,17 +251,19 @@ def test_odd_images_are_for_review(
         "infer", ["--model", run_folder, "--input", inputs, "--output", tmp_path / "out"]
     )
     assert code == 0
-    assert "4 to review" in out
+    assert "5 rejected" in out
     with (tmp_path / "out" / "results.csv").open(newline="") as stream:
         rows = {Path(r["path"]).stem: r for r in csv.DictReader(stream)}
     assert {n: r["verdict"] for n, r in rows.items()} == {
         "good": "good",
         "spot": "reject",
-        "black": "review",
-        "white": "review",
-        "blurred": "review",
-        "other": "review",
+        "black": "reject",
+        "white": "reject",
+        "blurred": "reject",
+        "other": "reject",
     }
+    assert all(rows[name]["reason"] for name in ("black", "white", "blurred", "other"))
+    assert f"reject: {inputs / 'other.png'}: " in out
     assert "a blank image" in rows["black"]["reason"]
     assert rows["good"]["reason"] == rows["spot"]["reason"] == ""
     assert all(r["status"] == "ok" and r["image_score"] for r in rows.values())

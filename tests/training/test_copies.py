@@ -91,5 +91,7 @@ def test_turned_and_mirrored_pictures_are_no_copies(caplog: pytest.LogCaptureFix
     part = cv2.blur(_parts(1)[0] * 8, (5, 5))
     parts = [part, part[::-1], part[:, ::-1], part[::-1, ::-1]]
     with caplog.at_level(logging.WARNING, "anomaly"):
-        anomaly.fit([np.ascontiguousarray(one) for one in parts], SETTINGS, device="cpu")
+        anomaly.fit(
+            [np.ascontiguousarray(one) for one in parts], SETTINGS, device="cpu", channels="rgb"
+        )
     assert "are copies" not in caplog.text

@@ -35,6 +35,7 @@ def _train(count: int, **model: object) -> list[str]:
         {**SETTINGS, "model": model},
         device="cpu",
         calibrate=False,
+        channels="rgb",
         progress=lambda stage, done, total: seen.append(f"{stage} {done}"),
     )
     return seen
@@ -60,7 +61,7 @@ def test_tiles_are_counted_but_not_refused(
     images = [np.full((128, 192, 3), 9 + i, np.uint8) for i in range(3)]
     settings = SETTINGS | {"image": {"area": 64, "tile": 64}}
     with caplog.at_level(logging.INFO, "anomaly"):
-        anomaly.fit(images, settings, device="cpu", calibrate=False)
+        anomaly.fit(images, settings, device="cpu", calibrate=False, channels="rgb")
     assert sum("features of 3 images" in message for message in caplog.messages) == 1
 
 
@@ -97,7 +98,7 @@ def test_points_come_in_the_order_of_the_parts(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(MemoryBankFitter, "fit", watched)
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 255, (64, 64 + 96 * (i % 2), 3), dtype=np.uint8) for i in range(7)]
-    anomaly.fit(images, SETTINGS, device="cpu", calibrate=False)
+    anomaly.fit(images, SETTINGS, device="cpu", calibrate=False, channels="rgb")
     assert seen[-1] == (list(range(7)) if kept else [0, 2, 1, 3, 4, 5, 6])
 
 
@@ -145,7 +146,7 @@ def test_projected_patches_are_kept(
     settings = SETTINGS | {"model": {"turned_copies": copies}}
     if ignored is not None:
         settings["image"] = {"area": 64, "ignore": {"polygons": [ignored]}}
-    anomaly.fit(images, settings, device="cpu", calibrate=False)
+    anomaly.fit(images, settings, device="cpu", calibrate=False, channels="rgb")
     assert len(banks) == 1
 
 

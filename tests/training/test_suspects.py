@@ -119,7 +119,7 @@ def test_copies_of_what_stands_out_are_left_out_with_it() -> None:
         "model": {"leave_out_suspects": True},
         "precision": "fp32",
     }
-    detector = anomaly.fit(parts, settings, device="cpu")
+    detector = anomaly.fit(parts, settings, device="cpu", channels="rgb")
     assert len(detector.manifest["training_images"]) == 7
     assert detector.thresholds is not None
     assert detector.thresholds.images == 7

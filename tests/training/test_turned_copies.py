@@ -42,7 +42,7 @@ def _settings(copies: str, **model: object) -> dict[str, object]:
 
 
 def _trained(copies: str) -> anomaly.AnomalyDetector:
-    return anomaly.fit(_parts(6), _settings(copies), device="cpu")
+    return anomaly.fit(_parts(6), _settings(copies), device="cpu", channels="rgb")
 
 
 @pytest.mark.parametrize("turn", range(8))
@@ -61,7 +61,8 @@ def test_each_of_the_eight_ways_is_another(turn: int) -> None:
 def test_a_turned_part_is_as_good(copies: str, known: tuple[int, ...]) -> None:
     detector = _trained(copies)
     part = _parts(1)[0]
-    scores = [detector.predict(np.ascontiguousarray(turned(part, turn))).score for turn in range(8)]
+    parts = [np.ascontiguousarray(turned(part, turn)) for turn in range(8)]
+    scores = [found.score for found in detector.predict(parts, channels="rgb")]
     usual = scores[0]
     learned = {0, *known}
     for turn in range(1, 8):
@@ -75,7 +76,9 @@ def test_copies_belong_to_their_image() -> None:
     """Each image is scored once, by a bank without its copies."""
     # How far bank vectors lie apart, which copies change, is left out of the scores here.
     plain, more = (
-        anomaly.fit(_parts(6), _settings(copies, spacing_neighbours=0), device="cpu")
+        anomaly.fit(
+            _parts(6), _settings(copies, spacing_neighbours=0), device="cpu", channels="rgb"
+        )
         for copies in ("none", "quarter_turns")
     )
     assert plain.thresholds is not None
@@ -94,11 +97,12 @@ def test_copies_of_images_that_are_learned_later() -> None:
     marked = [part.copy() for part in _parts(12)[6:]]
     for part in marked:
         part[40:52, 60:76] += np.uint8(90)
-    first = anomaly.fit(_parts(6), _settings("quarter_turns"), device="cpu")
-    detector = first.update(marked)
-    scores = [detector.predict(np.ascontiguousarray(turned(marked[0], t))).score for t in range(4)]
+    first = anomaly.fit(_parts(6), _settings("quarter_turns"), device="cpu", channels="rgb")
+    detector = first.update(marked, channels="rgb")
+    parts = [np.ascontiguousarray(turned(marked[0], turn)) for turn in range(4)]
+    scores = [found.score for found in detector.predict(parts, channels="rgb")]
     assert max(scores[1:]) <= scores[0] * 1.2 + 1e-2
-    assert first.predict(marked[0]).score > 2 * scores[0] + 1e-2
+    assert first.predict(marked[0], channels="rgb").score > 2 * scores[0] + 1e-2
     origins = detector.model.scorer.tensors()["origins"].tolist()
     assert {(image, turn_of(row)[0]) for image, row, _ in origins} >= {(6, t) for t in range(4)}
 
@@ -116,7 +120,7 @@ def test_a_region_is_turned_with_its_image() -> None:
         "image": {"area": 64, "ignore": half},
         "model": {"turned_copies": "quarter_turns", "coreset_ratio": 1.0},
     }
-    detector = anomaly.fit(_parts(6), config, device="cpu")
+    detector = anomaly.fit(_parts(6), config, device="cpu", channels="rgb")
     whole = _trained("quarter_turns")
     kept = (
         len(detector.model.scorer.tensors()["vectors"]),

@@ -17,17 +17,18 @@ function countVerdicts(verdicts, limits) {
 }
 
 function countScores(limits) {
-  const upTo = (limit) => { // how many scores aren't above it
-    let low = 0, high = unlabelled.length;
+  const upTo = (limit, scores) => { // how many scores aren't above it
+    let low = 0, high = scores.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (unlabelled[middle] <= limit) low = middle + 1;
+      if (scores[middle] <= limit) low = middle + 1;
       else high = middle;
     }
     return low;
   };
-  const good = upTo(limits.review), passed = upTo(limits.reject);
-  return { good, review: passed - good + data.odd, reject: unlabelled.length - passed, total: unlabelled.length + data.odd };
+  const good = upTo(limits.review, unlabelled), total = unlabelled.length + oddScores.length;
+  const passed = upTo(limits.reject, unlabelled) + upTo(limits.reject, oddScores);
+  return { good, review: passed - good, reject: total - passed, total };
 }
 
 function outcomeOf(image, verdict) {

@@ -53,16 +53,16 @@ function visible(text) {
 }
 
 // As the model decides: above the threshold, never at it; what isn't a number doesn't pass.
-// An image that isn't like the training images at all is for a person, whatever its score.
+// A reason for review makes a verdict stricter, never milder.
 function verdictOf({ score, odd }, limits) {
-  if (odd) return "review";
-  if (score <= limits.review) return "good";
+  if (score <= limits.review) return odd ? "review" : "good";
   return score <= limits.reject ? "review" : "reject";
 }
 
-// The scores of images without labels, also of those that aren't shown, in ascending order; what
-// is for a person whatever its score is left out.
-const unlabelled = data.labelled ? null : new Float64Array(Uint8Array.from(atob(data.scores), (c) => c.charCodeAt(0)).buffer);
+// The scores of images without labels, also of those that aren't shown, in ascending order; those
+// with a reason for review are apart.
+const [unlabelled, oddScores] = data.labelled ? [] : [data.scores, data.odd].map(
+  (scores) => new Float64Array(Uint8Array.from(atob(scores), (c) => c.charCodeAt(0)).buffer));
 const scale = scoreScale();
 
 function scoreScale() {

@@ -39,7 +39,7 @@ function view(index) {
   ];
   byId("viewer-facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, element("bdi", {}, value)))));
-  byId("viewer-odd").textContent = image.odd ? `For a person to look at, whatever the score: ${visible(image.odd)}` : "";
+  byId("viewer-odd").textContent = image.odd ? `Reason for a person to look: ${visible(image.odd)}` : "";
   byId("viewer-file").hidden = !image.link;
   if (image.link) byId("viewer-file").href = image.link;
   byId("previous").disabled = at <= 0;
