@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from anomaly.calibration.rates import rate_of
+from anomaly.calibration.rates import rate_above, rate_of
 from anomaly.calibration.thresholds import (
     Threshold,
     calibrate,
-    recall_at,
     threshold_at,
 )
 from anomaly.evaluation.metrics import curves
@@ -98,7 +97,7 @@ def threshold_coverage(law: Law, images: tuple[int, int], repeats: int) -> dict[
         both = calibrate(good, review_rate=0.05, reject_rate=0.01)
         for name, by_rate in (("review", both.review), ("reject", both.reject)):
             row[f"{name}: false rejects"] = _kept(by_rate, law)
-            recall = recall_at(by_rate.value, defects)
+            recall = rate_above(defects, by_rate.value)
             row[f"{name}: recall"] = recall.low <= law.defect.sf(by_rate.value) <= recall.high
         # Somebody puts it just where the last good image, or a tenth of them, would be flagged.
         worst = max((_slack(threshold_at(t, good), law), t) for t in np.sort(good)[-10:])[1]

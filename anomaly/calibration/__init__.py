@@ -10,14 +10,13 @@ from anomaly.calibration.model_thresholds import (
     thresholds_from,
 )
 from anomaly.calibration.scores import GoodScores
-from anomaly.calibration.thresholds import Threshold, recall_at
+from anomaly.calibration.thresholds import Threshold
 
 __all__ = [
     "GoodScores",
     "Threshold",
     "ThresholdChange",
     "Thresholds",
-    "recall_at",
     "thresholds_by_hand",
     "thresholds_from",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from anomaly.calibration.rates import ScoreScale, rate_showing
+from anomaly.calibration.rates import ScoreScale, independent, rate_showing
 from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
@@ -100,7 +100,7 @@ class Thresholds:
         listed, before = 0, self.image
         for count, i in enumerate(order, 1):
             rest = np.delete(np.array(self.good.image), order[:count])
-            value = threshold_for_false_reject_rate(rest, target).value
+            value = threshold_for_false_reject_rate(rest, target, groups=self.good.groups).value
             highest.append((self.good.names[i], self.good.image[i], value))
             if value <= before - _WORTH_A_WORD * abs(before):
                 listed = count
@@ -136,7 +136,8 @@ class Thresholds:
         above = sum(score > self.image for score in self.good.image)
         if above == self.images:
             return self.image
-        share = rate_showing(above + 1, self.images, (1 - _CONFIDENCE) / 2)
+        units = independent(self.images, self.good.groups)
+        share = rate_showing(above * units // self.images + 1, units, (1 - _CONFIDENCE) / 2)
         return max(self.image, self._scale.score_of(share))
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +168,9 @@ def thresholds_from(
         newest: those of the scores that parts to come may be like: the reject threshold is to keep
             its rate among these alone, too, and gives way upwards.
     """
-    calibration = calibrate(good.image, review_rate=review_rate, reject_rate=reject_rate)
+    calibration = calibrate(
+        good.image, review_rate=review_rate, reject_rate=reject_rate, groups=good.groups
+    )
     if len(newest):
         least = threshold_for_false_reject_rate(newest, reject_rate).value
         calibration = replace(calibration, reject=calibration.reject.raised(least, good.image))
@@ -180,7 +183,8 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
     Raises:
         ValueError: the review threshold lies above the reject threshold.
     """
-    calibration = Calibration(threshold_at(review, good.image), threshold_at(reject, good.image))
+    both = (threshold_at(value, good.image, good.groups) for value in (review, reject))
+    calibration = Calibration(*both)
     return with_pixels(calibration, "by hand", good)
 
 

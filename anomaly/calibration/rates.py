@@ -40,23 +40,43 @@ class Rate:
         return f"{percent(self.low).removesuffix(' %')} to {percent(self.high)}"
 
 
-def rate_of(count: int, images: int, expected: float, confidence: float = 0.95) -> Rate:
+def rate_of(
+    count: int, images: int, expected: float, confidence: float = 0.95, groups: int | None = None
+) -> Rate:
     """An estimate with the Clopper–Pearson bounds of `count` out of `images`.
 
     They hold for a threshold that wasn't chosen by these very images, or that is the score of a
     fixed rank among them.
+
+    Args:
+        count: images that were flagged.
+        images: images there were.
+        expected: the estimate.
+        confidence: of the bounds.
+        groups: number of groups that the images come from; None where each is its own. Images of
+            one group may be alike, so the bounds are those of so many images.
     """
-    return _rate(count, images, expected, (1 - confidence) / 2, 1 - confidence)
+    return _rate(count, images, expected, (1 - confidence) / 2, 1 - confidence, groups)
 
 
-def rate_above(scores: ArrayLike, limit: float) -> Rate:
-    """The share of scores above a limit, with 95 % bounds as those of `rate_of`."""
+def rate_above(
+    scores: ArrayLike, limit: float, groups: int | None = None, *, chosen: bool = False
+) -> Rate:
+    """The share of scores above a limit, with 95 % bounds.
+
+    Args:
+        scores: (n,).
+        limit: a threshold.
+        groups: number of groups that the images come from, see `rate_of`.
+        chosen: whether the limit may have been chosen by these very scores.
+    """
     above = np.asarray(scores) > limit
     count = int(above.sum())
-    return rate_of(count, above.size, count / max(above.size, 1))
+    bounds = rate_anywhere if chosen else rate_of
+    return bounds(count, above.size, count / max(above.size, 1), groups=groups)
 
 
-def rate_anywhere(count: int, images: int, expected: float) -> Rate:
+def rate_anywhere(count: int, images: int, expected: float, groups: int | None = None) -> Rate:
     """An estimate with 95 % bounds that hold at all thresholds at once.
 
     So they hold wherever a threshold was put, also by somebody who has seen the scores. They are
@@ -64,8 +84,9 @@ def rate_anywhere(count: int, images: int, expected: float) -> Rate:
     any threshold breaks its bound ("equal local levels": Berk & Jones 1979, Aldor-Noiman et al.
     2013). From 209 images none above says at most 3 %, where a fixed threshold says 1.4 %.
     """
-    tails = [np.exp(np.interp(np.log(images), np.log(_SIZES), np.log(x))) for x in _LEVELS]
-    return _rate(count, images, expected, float(tails[1]), float(tails[0]))
+    units = np.log(independent(images, groups))
+    tails = [np.exp(np.interp(units, np.log(_SIZES), np.log(x))) for x in _LEVELS]
+    return _rate(count, images, expected, float(tails[1]), float(tails[0]), groups)
 
 
 # The levels that keep all bounds of so many images with 95 % and with 97.5 % confidence, from
@@ -83,14 +104,23 @@ _LEVELS = (
 )
 
 
-def _rate(count: int, images: int, expected: float, two_sided: float, one_sided: float) -> Rate:
+def _rate(
+    count: int, images: int, expected: float, two_sided: float, one_sided: float, groups: int | None
+) -> Rate:
     """An estimate with exact binomial bounds that each fail by the chance of its tail."""
-    low = rate_showing(count, images, two_sided) if count else 0.0
+    units = independent(images, groups)
+    least, most = count * units // max(images, 1), -(-count * units // max(images, 1))
+    low = rate_showing(least, units, two_sided) if least else 0.0
     high, at_most = (
-        rate_showing(count + 1, images, 1 - tail) if count < images else 1.0
+        rate_showing(most + 1, units, 1 - tail) if most < units else 1.0
         for tail in (two_sided, one_sided)
     )
     return Rate(count, images, expected, low, high, at_most)
+
+
+def independent(images: int, groups: int | None) -> int:
+    """Number of images that bounds count on: no more than there are groups."""
+    return images if groups is None else min(groups, images)
 
 
 @lru_cache(maxsize=1024)

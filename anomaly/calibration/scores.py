@@ -121,7 +121,7 @@ class GoodScores:
 
     @property
     def cautions(self) -> list[str]:
-        """Reasons why the upper bounds may be too low; empty without any."""
+        """What the bounds hold for, where that isn't every image; empty without any."""
         cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
             cautions.append(
@@ -138,8 +138,8 @@ class GoodScores:
         if groups > 1 and self.left_out:  # of which groups isn't kept
             count += " at most"
         return (
-            f"the images come from {count}: if images of one group are alike, the upper bounds are "
-            f"too low. {count} can't guarantee a false-reject rate below "
+            f"the images come from {count}. Images of one group may be alike, so the bounds count "
+            f"groups. {count} can't guarantee a false-reject rate below "
             f"{percent(supported_rate(groups))}"
         )
 

@@ -21,6 +21,7 @@ from anomaly.calibration.rates import (
     Rate,
     binomial,
     images_needed,
+    independent,
     percent,
     placed,
     rate_anywhere,
@@ -28,6 +29,7 @@ from anomaly.calibration.rates import (
     sorted_scores,
 )
 
+_CONFIDENCE = 0.95
 _SLACK = 1e-9  # of rates, for rounding
 
 
@@ -126,9 +128,9 @@ def verdict(score: float, review: float, reject: float) -> str:
 
 
 def threshold_for_false_reject_rate(
-    scores: ArrayLike, target: float, confidence: float = 0.95
+    scores: ArrayLike, target: float, groups: int | None = None
 ) -> Threshold:
-    """The lowest threshold that rejects at most `target` of good parts, with `confidence`.
+    """The lowest threshold that rejects at most `target` of good parts, with 95 % confidence.
 
     It lies in a gap above the order statistic that the promise stands on, see `placed`: as far as
     the promise goes, higher is only safer. Where there are too few images to vouch for the target
@@ -138,22 +140,24 @@ def threshold_for_false_reject_rate(
     Args:
         scores: (n,) finite scores of good images, higher is more anomalous.
         target: in (0, 1).
-        confidence: in (0, 1).
+        groups: number of groups that the images come from, see `rate_of`.
 
     Raises:
         DataError: no scores.
-        ValueError: a score isn't finite, or target or confidence are out of range.
+        ValueError: a score isn't finite, or the target is out of range.
     """
-    good = _checked(scores, target, confidence)
+    good = _checked(scores, target)
     # At most c of n above: the bound is within the target where a rate of `target` would show as
-    # few as c only by a chance of 1 − confidence.
-    chances = np.cumsum(binomial(len(good), target))[:-1]
-    fitting = int(np.searchsorted(chances, 1 - confidence, side="right"))
-    return _above(good, fitting - 1, confidence, target, "bound")
+    # few as c only by a chance of 1 − 95 %.
+    units = independent(len(good), groups)
+    chances = np.cumsum(binomial(units, target))[:-1]
+    fitting = int(np.searchsorted(chances, 1 - _CONFIDENCE, side="right"))
+    above = (fitting - 1) * len(good) // units
+    return _above(good, above, target, "bound", groups)
 
 
 def threshold_for_expected_rate(
-    scores: ArrayLike, target: float, confidence: float = 0.95
+    scores: ArrayLike, target: float, groups: int | None = None
 ) -> Threshold:
     """The lowest threshold that flags at most `target` of good parts on average.
 
@@ -163,40 +167,40 @@ def threshold_for_expected_rate(
     Args:
         scores: (n,) finite scores of good images, higher is more anomalous.
         target: in (0, 1).
-        confidence: of the bounds, in (0, 1).
+        groups: number of groups that the images come from, for the bounds.
 
     Raises:
         DataError: no scores.
-        ValueError: a score isn't finite, or target or confidence are out of range.
+        ValueError: a score isn't finite, or the target is out of range.
     """
-    good = _checked(scores, target, confidence)
+    good = _checked(scores, target)
     fitting = math.floor(target * (len(good) + 1) * (1 + _SLACK))
-    return _above(good, fitting - 1, confidence, target, "mean")
+    return _above(good, fitting - 1, target, "mean", groups)
 
 
-def _checked(scores: ArrayLike, target: float, confidence: float) -> Floats:
-    for name, value in (("target", target), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise ValueError(f"{name} must lie between 0 and 1, not {value}")
+def _checked(scores: ArrayLike, target: float) -> Floats:
+    if not 0 < target < 1:
+        raise ValueError(f"target must lie between 0 and 1, not {target}")
     return sorted_scores(scores, "a threshold")
 
 
 def _above(
-    good: Floats, above: int, confidence: float, target: float, kept: Literal["bound", "mean"]
+    good: Floats, above: int, target: float, kept: Literal["bound", "mean"], groups: int | None
 ) -> Threshold:
     """The threshold in a gap above all but the `above` highest of sorted scores."""
     value = placed(float(good[len(good) - 1 - max(above, 0)]), good)
     above = int((good > value).sum())
-    rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), confidence)
-    return Threshold(value, rate, confidence, target, kept)
+    rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), groups=groups)
+    return Threshold(value, rate, _CONFIDENCE, target, kept)
 
 
-def threshold_at(value: float, scores: ArrayLike) -> Threshold:
+def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> Threshold:
     """A threshold with its false-reject rate; valid even if chosen by these scores.
 
     Args:
         value: a score above it is flagged.
         scores: (n,) finite scores of good images.
+        groups: number of groups that the images come from, for the bounds.
 
     Raises:
         DataError: no scores.
@@ -206,12 +210,12 @@ def threshold_at(value: float, scores: ArrayLike) -> Threshold:
         raise ValueError("a threshold must be a number, not NaN")
     good = sorted_scores(scores, "a threshold")
     above = int((good > value).sum())
-    rate = rate_anywhere(above, len(good), (above + 1) / (len(good) + 1))
-    return Threshold(value, rate, confidence=0.95)
+    rate = rate_anywhere(above, len(good), (above + 1) / (len(good) + 1), groups)
+    return Threshold(value, rate, _CONFIDENCE)
 
 
 def calibrate(
-    scores: ArrayLike, *, review_rate: float, reject_rate: float, confidence: float = 0.95
+    scores: ArrayLike, *, review_rate: float, reject_rate: float, groups: int | None = None
 ) -> Calibration:
     """The review and the reject threshold from scores of good images.
 
@@ -221,7 +225,7 @@ def calibrate(
             A look at a good part costs little: to promise more would leave small sets without any
             review, just where doubt is greatest.
         reject_rate: the share that may be rejected; at most `review_rate`.
-        confidence: that the reject rate is kept.
+        groups: number of groups that the images come from, see `rate_of`.
 
     Raises:
         DataError: no scores.
@@ -233,23 +237,6 @@ def calibrate(
             "lower or equal"
         )
     return Calibration(
-        review=threshold_for_expected_rate(scores, review_rate, confidence),
-        reject=threshold_for_false_reject_rate(scores, reject_rate, confidence),
+        review=threshold_for_expected_rate(scores, review_rate, groups),
+        reject=threshold_for_false_reject_rate(scores, reject_rate, groups),
     )
-
-
-def recall_at(threshold: float, defect_scores: ArrayLike, *, chosen: bool = False) -> Rate:
-    """The share of defective images above a threshold, with 95 % bounds.
-
-    Args:
-        threshold: a score above it is flagged.
-        defect_scores: (m,) finite.
-        chosen: whether the threshold may have been chosen by these very scores.
-
-    Raises:
-        DataError: no scores.
-        ValueError: a score isn't finite.
-    """
-    defects = sorted_scores(defect_scores, "recall")
-    caught = int((defects > threshold).sum())
-    return (rate_anywhere if chosen else rate_of)(caught, len(defects), caught / len(defects))

@@ -18,11 +18,10 @@ from anomaly.calibration import (
     GoodScores,
     ThresholdChange,
     Thresholds,
-    recall_at,
     thresholds_from,
 )
 from anomaly.calibration.production import ProductionChoice, thresholds_from_production
-from anomaly.calibration.rates import percent
+from anomaly.calibration.rates import percent, rate_above
 from anomaly.cli.common_options import (
     check_images,
     device_and_threads,
@@ -263,7 +262,7 @@ def _print_recall(thresholds: Thresholds, defects: HeldOutScores) -> dict[str, A
     recalls = {}
     chosen = thresholds.label != "calibrated"
     for what, value in (("rejected", thresholds.image), ("caught", thresholds.review)):
-        rate = recall_at(value, defects.scores, chosen=chosen)
+        rate = rate_above(defects.scores, value, chosen=chosen)
         print(
             f"of {rate.images} defects {rate.count} {_MEANING[what]}: "
             f"{100 * rate.count / rate.images:.1f} %, "

@@ -69,7 +69,8 @@ class MissedDefect:
     @property
     def cost(self) -> Rate:
         """The good images above `catching_threshold`, and their share with a 95 % interval."""
-        return rate_above(self.thresholds.good.image, self.catching_threshold)
+        good = self.thresholds.good
+        return rate_above(good.image, self.catching_threshold, good.groups)
 
     @property
     def affordable(self) -> bool:

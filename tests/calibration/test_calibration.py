@@ -15,13 +15,13 @@ from anomaly.calibration.rates import (
     ScoreScale,
     images_needed,
     placed,
+    rate_above,
     rate_of,
     supported_rate,
 )
 from anomaly.calibration.thresholds import (
     Calibration,
     calibrate,
-    recall_at,
     threshold_at,
     threshold_for_expected_rate,
     threshold_for_false_reject_rate,
@@ -52,14 +52,14 @@ def test_bounds_are_clopper_pearson(count, images):
     assert got.at_most == pytest.approx(one_sided.high, abs=1e-12)
 
 
-@given(SCORES | TIED, st.floats(0.001, 0.6), st.floats(0.5, 0.99))
-def test_threshold_is_the_lowest_that_keeps_the_target(scores, target, confidence):
-    got = threshold_for_false_reject_rate(scores, target, confidence)
+@given(SCORES | TIED, st.floats(0.001, 0.6))
+def test_threshold_is_the_lowest_that_keeps_the_target(scores, target):
+    got = threshold_for_false_reject_rate(scores, target)
     good, n = np.array(scores), len(scores)
 
     def bound(value):
         above = (good > value).sum()
-        return stats.beta.ppf(confidence, above + 1, n - above) if above < n else 1.0
+        return stats.beta.ppf(0.95, above + 1, n - above) if above < n else 1.0
 
     # The order statistic under it, which the promise is about: never on it, and not far above.
     assert got.value not in good
@@ -73,7 +73,7 @@ def test_threshold_is_the_lowest_that_keeps_the_target(scores, target, confidenc
     else:
         assert statistic == good.max()
         assert got.value == pytest.approx(good.max() * (1 + OUTSIDE), rel=1e-6)
-        assert n < images_needed(target, confidence)
+        assert n < images_needed(target)
 
 
 def test_the_smallest_supported_target_is_supported():
@@ -95,6 +95,35 @@ def test_target_is_kept_as_often_as_promised(images, target):
     ]
     # Three standard deviations below 95 %; the steps of so few images only err to the safe side.
     assert np.mean(kept) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+@pytest.mark.parametrize(
+    ("parts", "views", "alike"), [(40, [6], 0.95), (60, [1, 2, 3, 9], 0.9), (350, [3], 0.95)]
+)
+def test_bounds_hold_for_views_that_are_alike(parts, views, alike):
+    """Normal scores of images, most of whose variance is their part's."""
+    rng = np.random.default_rng(parts)
+    held = []
+    for _ in range(200):
+        count = rng.choice(views, parts)
+        own = rng.normal(size=count.sum())
+        scores = alike**0.5 * rng.normal(size=parts).repeat(count) + (1 - alike) ** 0.5 * own
+        both = calibrate(scores, review_rate=0.05, reject_rate=0.01, groups=parts)
+        by_hand = threshold_at(both.review.value, scores, parts)
+        for threshold in (both.review, both.reject, by_hand):
+            rate, true = threshold.false_rejects, stats.norm.sf(threshold.value)
+            held.append((true <= rate.at_most, rate.low <= true <= rate.high))
+    assert np.mean(held, axis=0).min() >= 0.94
+
+
+def test_each_image_a_group_changes_nothing_and_views_count_as_one():
+    scores = np.random.default_rng(3).gamma(3, 1, 120)
+    one = threshold_for_false_reject_rate(scores, 0.08)
+    assert threshold_for_false_reject_rate(scores, 0.08, 120) == one
+    assert threshold_for_false_reject_rate(scores, 0.08, 500) == one
+    twice = threshold_for_false_reject_rate(scores.repeat(2), 0.08, 120).false_rejects
+    assert (twice.count, twice.images) == (2 * one.false_rejects.count, 240)
+    assert twice.at_most == one.false_rejects.at_most
 
 
 def test_expected_rate_is_what_new_parts_show():
@@ -210,7 +239,6 @@ def test_unusable_scores_are_refused():
     for use in (
         lambda s: threshold_for_false_reject_rate(s, 0.05),
         lambda s: threshold_at(1.0, s),
-        lambda s: recall_at(1.0, s),
         ScoreScale,
     ):
         with pytest.raises(DataError, match="at least one image"):
@@ -224,7 +252,7 @@ def test_unusable_scores_are_refused():
 
 
 def test_recall_of_the_defects_at_hand():
-    got = recall_at(2.0, [1.0, 2.0, 3.0, 4.0, 5.0])
+    got = rate_above([1.0, 2.0, 3.0, 4.0, 5.0], 2.0)
     interval = stats.binomtest(3, 5).proportion_ci(0.95, "exact")
     assert (got.count, got.images, got.expected) == (3, 5, 0.6)
     assert (got.low, got.high) == pytest.approx((interval.low, interval.high))

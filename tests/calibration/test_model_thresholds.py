@@ -79,10 +79,9 @@ def test_few_images_say_so_and_lots_caution() -> None:
     lines = thresholds_from(_good([1.0, 2.0, 3.0], groups=2), 0.05, 0.01).lines()
     assert "some images" in lines[0]
     assert "no review zone" in lines[1]
-    # 1 − 0.05^(1/3) = 63 %.
-    assert "at most 63 %" in lines[1]
+    # 1 − √0.05 = 78 %: two groups say no more than two images.
+    assert "at most 78 %" in lines[1]
     assert "needs 299 good images" in lines[1]
-    # 1 − √0.05 = 78 %.
     assert "2 groups can't guarantee a false-reject rate below 78 %" in lines[2]
     some = _good([1.0, 2.0, 3.0], groups=2)
     fewer = some.without(some.names[:1])

@@ -1,6 +1,7 @@
 """Settings tried on known defects: from a config to one that catches more."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -66,7 +67,7 @@ def test_parts_that_lie_any_way_are_learned_so(
     assert len(tuned.chosen_by) == 32
     figures = json.loads(written.with_suffix(".json").read_text())
     assert figures["better"]
-    assert figures["cross_fitted"]["caught"]["count"] > figures["tried"][0]["caught"]["count"]
+    assert figures["cross_fitted"]["caught"]["count"] > figures["tried"][0]["caught"]
     assert f"anomaly train --config {written}" in out
 
     code, _, err = command("tune", asked)
@@ -80,7 +81,7 @@ def test_three_defects_are_too_few(product: Path, command: Command, tmp_path: Pa
     asked = ["--config", "folder.yaml", *settings(f"data.root={product}"), "--output", output]
     code, out, err = command("tune", asked)
     assert code == 0, err
-    assert "3 known defects are too few to compare settings" in out
+    assert "known defects on 3 parts are too few to compare settings" in out
     base = load_config("folder.yaml", [*FAST, "data.format=mvtec", f"data.root={product}"])
     tuned = load_config(output)
     assert (tuned.model, tuned.image, tuned.backbone) == (base.model, base.image, base.backbone)
@@ -132,7 +133,10 @@ def test_a_budget_is_a_time(budget: str, command: Command) -> None:
 
 def test_from_python(product: Path) -> None:
     config = load_config("folder.yaml", [*FAST, "data.format=mvtec", f"data.root={product}"])
-    tuning = anomaly.tune(config, budget=0.001, device="cpu")
+    data = anomaly.open_dataset("mvtec", product)
+    views = [replace(sample, group="one part") for sample in data.test if sample.is_defect]
+    tuning = anomaly.tune(config, data, defects=views, budget=0.001, device="cpu")
     assert not tuning.judgement.better
     assert tuning.config.model == config.model
-    assert tuning.caught(0).images == 3
+    assert (tuning.judgement.caught.images, tuning.judgement.parts) == (3, 1)
+    assert "known defects on 1 part " in tuning.reason

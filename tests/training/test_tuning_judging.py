@@ -2,8 +2,16 @@
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
-from anomaly.training.tuning.judging import LEAST_DEFECTS, Scores, judge, worth
+from anomaly.training.tuning.judging import (
+    LEAST_DEFECTS,
+    Scores,
+    _left_out,
+    _numbered,
+    judge,
+    worth,
+)
 
 RATE = 0.05
 
@@ -64,30 +72,78 @@ def test_the_same_seed_gives_the_same_choice() -> None:
     assert len(choices) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("defects", "most"), [(LEAST_DEFECTS, 0.05), (25, 0.12)])
-def test_settings_that_are_alike_are_rarely_taken_for_better(defects: int, most: float) -> None:
-    draw = np.random.default_rng(0)
-    wrong = [judge(drawn(draw, [2.0] * 12, defects), [1.0] * 12, RATE).better for _ in range(200)]
-    assert np.mean(wrong) <= most
+def seen(
+    draw: np.random.Generator, gains: list[float], parts: int, views: int, good: int = 100
+) -> list[Scores]:
+    """Scores of several views of each part: settings differ from part to part, not within one."""
+    of_good, of_part = draw.normal(size=good), draw.normal(size=parts)
+    settings = []
+    for gain in gains:
+        own = 1.5 + gain + 0.7 * (of_part + draw.normal(size=parts))
+        defects = own.repeat(views) + 0.2 * draw.normal(size=parts * views)
+        held_out = 0.7 * (of_good + draw.normal(size=good))
+        settings.append(Scores(held_out, defects, np.array([])))
+    return settings
 
 
-@pytest.mark.slow
-def test_what_is_said_of_the_chosen_settings_holds_for_new_images() -> None:
-    """Counts of the images that didn't choose are what new images show, over many splits."""
-    draw = np.random.default_rng(3)
+@pytest.mark.parametrize(("parts", "views"), [(60, 1), (10, 6)])
+def test_settings_that_are_alike_are_not_taken_for_better(parts: int, views: int) -> None:
+    draw, groups = np.random.default_rng(0), np.arange(parts).repeat(views)
+    wrong, more = [], []
+    for _ in range(60):
+        settings = seen(draw, [0.0] * 12, parts, views)
+        judged = judge(settings, [1.0] * 12, RATE, groups=groups)
+        caught = [(scores.defects > scores.limit(RATE)).mean() for scores in settings]
+        wrong.append(judged.better)
+        more.append(judged.caught.expected - np.mean(caught))
+    assert np.mean(wrong) <= 0.05
+    assert abs(np.mean(more)) < 0.02
+
+
+@pytest.mark.parametrize(("parts", "views"), [(40, 1), (30, 4)])
+def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, views: int) -> None:
+    """Eleven settings are equally good, so the one that is chosen seems better than it is."""
+    draw, groups = np.random.default_rng(3), np.arange(parts).repeat(views)
     rows = []
-    for _ in range(100):
-        drawn_settings = drawn(draw, [1.0, 1.5, 2.0, 2.5, 3.0, 3.5], 25 + 1000, good=200)
-        known = [Scores(s.held_out, s.defects[:25], s.good) for s in drawn_settings]
-        told = judge(known, range(6), RATE)
-        limit = known[told.index].limit(RATE)
-        caught = float((drawn_settings[told.index].defects[25:] > limit).mean())
-        new_good = draw.normal(size=1000) + 0.3 * draw.normal(size=1000)
-        flagged = float((new_good > limit).mean())
-        covered = told.caught.low <= caught <= told.caught.high
-        rows.append((told.caught.expected - caught, told.flagged.expected - flagged, covered))
-    differences = np.mean(rows, 0)
-    assert abs(differences[0]) < 0.02
-    assert abs(differences[1]) < 0.005
-    assert differences[2] >= 0.93
+    for _ in range(60):
+        settings = seen(draw, [0.0] + [2.0] * 11, parts, views)
+        said = judge(settings, [1.0] * 12, RATE, groups=groups)
+        limit, gain = settings[said.index].limit(RATE), 2.0 if said.index else 0.0
+        caught = norm.sf(limit, 1.5 + gain, np.hypot(0.7 * 2**0.5, 0.2))
+        flagged = norm.sf(limit, 0, 0.7 * 2**0.5)
+        rows.append(
+            (
+                said.caught.expected - caught,
+                said.flagged.expected - flagged,
+                said.caught.low <= caught <= said.caught.high,
+                said.flagged.low <= flagged <= said.flagged.high,
+            )
+        )
+    more_caught, more_flagged, *held = np.mean(rows, 0)
+    assert abs(more_caught) < 0.02
+    assert abs(more_flagged) < 0.006
+    assert min(held) >= 0.94
+
+
+def test_views_of_a_part_are_left_out_together() -> None:
+    shown = _numbered([*"aabbccddeeff", *"aabbcc", None, None], 22)
+    assert [*np.bincount(shown)] == [4, 4, 4, 2, 2, 2, 1, 1, 1, 1]
+    times = np.zeros(22)
+    for out in _left_out(shown, 6, np.random.default_rng(0)):
+        assert not {*shown[out]} & {*shown[~out]}
+        assert 0 < len({*shown[out][shown[out] < 6]}) <= 2
+        times += out
+    assert len({*times}) == 1
+
+
+def test_six_defects_of_one_part_are_one() -> None:
+    settings = drawn(np.random.default_rng(1), [0.0, 9.0], 2 * LEAST_DEFECTS)
+    judged = judge(settings, [1, 2], RATE, groups=[0] * LEAST_DEFECTS + [1] * LEAST_DEFECTS)
+    assert (judged.parts, judged.better) == (2, False)
+    assert judged.caught.low < 0.2 < 0.8 < judged.caught.high
+
+
+def test_good_images_of_one_group_are_parted() -> None:
+    settings = drawn(np.random.default_rng(1), [0.0, 9.0], 8)
+    groups = [*range(8), *["lot"] * 125]
+    assert judge(settings, [1, 2], RATE, groups=groups) == judge(settings, [1, 2], RATE)

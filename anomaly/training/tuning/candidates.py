@@ -15,7 +15,6 @@ from anomaly.config.schema import METHODS, Config, readers
 from anomaly.scoring.build import turns_of
 
 _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
-_TURNED_BANK = 1.0  # of as many vectors as without turned copies
 _GRAIN = 32  # sides that networks take, see `image.area`
 _MORE_OF_THE_BANK = 0.1
 # Axes of changes: of those that cost nothing to try, that good images can judge, and whose time
@@ -66,7 +65,7 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
         return new
     # Copies are many patches and bring little that is new: a bank of as many vectors is enough, and
     # costs no more where it is used.
-    ratio = new.model.coreset_ratio * _TURNED_BANK / more
+    ratio = new.model.coreset_ratio / more
     model = new.model.model_copy(update={"coreset_ratio": min(1.0, float(f"{ratio:.3g}"))})
     return new.model_copy(update={"model": model})
 

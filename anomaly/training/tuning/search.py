@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -28,10 +27,8 @@ from anomaly.training.tuning.candidates import (
     steps,
     work,
 )
-from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Scores, worth
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Mask, worth
 from anomaly.training.tuning.trials import Features, Images, Trial
-
-log = logging.getLogger(__name__)
 
 _AS_LONG = 2.0  # another network takes so many times as long: a guess, on the safe side
 
@@ -54,15 +51,10 @@ class Tried:
         return tuple(change for change in self.changes if change.axis != SCORE)
 
 
-def aligned(tried: Sequence[Tried]) -> list[Scores]:
-    """The scores of all trials on the images they have in common."""
-    groups = [np.stack(each) for each in zip(*(_groups(t.trial) for t in tried), strict=True)]
-    kept = [group[:, ~np.isnan(group).any(0)] for group in groups]
-    return [Scores(*scores) for scores in zip(*kept, strict=True)]
-
-
-def _groups(trial: Trial) -> tuple[Floats, Floats, Floats]:
-    return trial.held_out, trial.defects, trial.good
+def usable(tried: Sequence[Tried]) -> Mask:
+    """The images that all trials have scored, in the order of `Scores.every`."""
+    every = np.stack([t.trial.scores.every for t in tried])
+    return np.asarray(~np.isnan(every).any(0))
 
 
 @dataclass(frozen=True)
@@ -119,7 +111,7 @@ class Search:
         self._began = time.monotonic()
         self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
         planned = steps(self.config, networks_on_disk())
-        if len(self.images.defects) < LEAST_DEFECTS:  # only what good images can tell
+        if self.images.parts < LEAST_DEFECTS:  # only what good images can tell
             planned = [step for step in planned if step.axis in (POSE, TURNS)]
         with closing(self._features(())) as features:
             self._try((), features)
@@ -130,15 +122,16 @@ class Search:
             for step in planned:
                 shares = shares_features(changed(self.config, (step,)), self.config)
                 self._try_if_it_fits((step,), features if shares else None)
-        if len(self.images.defects) >= LEAST_DEFECTS:
+        if self.images.parts >= LEAST_DEFECTS:
             self._try_together()
 
     def _try_together(self) -> None:
         """Try the best change of each axis that has helped with those of the others."""
         worths: dict[tuple[Change, ...], float] = {}
         rate = self.config.calibration.review_rate
-        for tried, scores in zip(self.tried, aligned(self.tried), strict=True):
-            value = float(worth(scores, rate).sum())
+        common = usable(self.tried)
+        for tried in self.tried:
+            value = float(worth(tried.trial.scores.only(common), rate).sum())
             worths[tried.step] = max(value, worths.get(tried.step, 0.0))
         best: dict[str, Change] = {}
         for (step,) in sorted((s for s in worths if s), key=worths.__getitem__, reverse=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from anomaly.calibration.thresholds import Calibration, calibrate
 from anomaly.config.schema import Config
@@ -31,10 +29,7 @@ from anomaly.training.fit import (
     patch_pixels_of,
     prepare,
 )
-
-log = logging.getLogger(__name__)
-
-Floats = NDArray[np.float64]
+from anomaly.training.tuning.judging import Scores
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,16 @@ class Images:
     defects: tuple[Sample, ...] = ()
     good: tuple[Sample, ...] = ()
 
+    @property
+    def every(self) -> tuple[Sample, ...]:
+        """All images, in the order of `Scores.every`."""
+        return (*self.defects, *self.train, *self.good)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that the known defects are on."""
+        return len({sample.group or i for i, sample in enumerate(self.defects)})
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
@@ -59,10 +64,8 @@ class Trial:
     Attributes:
         config: the settings.
         thresholds: those that `train` would find.
-        held_out: (n,) scores of the training images by models that haven't learned from them; NaN
-            for one that thresholds don't stand on, a copy of another, say.
-        defects: (m,) scores of the known defects; NaN for one that can't be scored.
-        good: (g,) scores of the other good images; as well.
+        scores: of all images; NaN for one that can't be scored, and for a training image that
+            thresholds don't stand on, a copy of another, say.
         seconds: that the trial took, by stage; scores that share them have all of them.
         image_seconds: that an image takes to be embedded and scored, without decoding.
         bank_bytes: of the model's tensors.
@@ -71,9 +74,7 @@ class Trial:
 
     config: Config
     thresholds: Calibration
-    held_out: Floats
-    defects: Floats
-    good: Floats
+    scores: Scores
     seconds: Mapping[str, float] = field(default_factory=dict)
     image_seconds: float = 0.0
     bank_bytes: int = 0
@@ -162,7 +163,7 @@ class Features:
         split = len(self._images.defects)
         self._forget_learned(scores, split)
         standing = set(thresholds.good.names)  # copies and what stands out are left out
-        rates = configs[0].calibration
+        rates, groups = configs[0].calibration, thresholds.good.groups
         tensors = fit.detector.scorer.tensors().values()
         patches = patch_pixels_of(self._train, min(setup.extractor.strides))
         trials = []
@@ -179,10 +180,9 @@ class Features:
                         [score for score in good if not np.isnan(score)],
                         review_rate=rates.review_rate,
                         reject_rate=rates.reject_rate,
+                        groups=groups,
                     ),
-                    np.array(good),
-                    np.array(known[:split]),
-                    np.array(known[split:]),
+                    Scores(*map(np.array, (good, known[:split], known[split:]))),
                     self._seconds | {"learning": learned - started, "scoring": scored - learned},
                     (self._seconds["known"] + scored - learned) / count,
                     sum(t.numel() * t.element_size() for t in tensors),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import yaml
 
-from anomaly.calibration.rates import Rate, percent, rate_above
+from anomaly.calibration.rates import percent
 from anomaly.config.schema import NAMED_DIGITS, Config
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import DataError, counted
@@ -23,10 +23,10 @@ from anomaly.scoring.build import flatten, to_dict
 from anomaly.training.fit import StageProgress
 from anomaly.training.tuning.candidates import POSE, TURNS, Change, changed, expense
 from anomaly.training.tuning.judging import LEAST_DEFECTS, Judgement, Scores, judge, worth
-from anomaly.training.tuning.search import Search, Skipped, Tried, aligned
+from anomaly.training.tuning.search import Search, Skipped, Tried, usable
 from anomaly.training.tuning.trials import Images
 
-_HEAD = ("settings", "defects caught", "", "good flagged", "spread", "ms", "MB")
+_HEAD = ("settings", "defects caught", "good flagged", "spread", "ms", "MB")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,11 +53,6 @@ class Tuning:
         return f"<Tuning of {self.base.name}: {self.reason}>"
 
     @property
-    def costs(self) -> list[float]:
-        """Relative costs of all tried settings, plus a trifle for each changed value."""
-        return [_cost(self.base, tried) for tried in self.tried]
-
-    @property
     def config(self) -> Config:
         """The chosen settings, to train with; they name the images that chose them."""
         known = tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in self.images.values()))
@@ -70,29 +65,30 @@ class Tuning:
     @property
     def reason(self) -> str:
         """The reason for the choice, in a sentence or two."""
-        defects = len(self.scores[0].defects)
+        defects, parts = len(self.scores[0].defects), self.judgement.parts
         if not defects:
             return self._without_defects()
-        if defects < LEAST_DEFECTS:
+        if parts < LEAST_DEFECTS:
             return (
-                f"your settings stay: {counted(defects, 'known defect')} are too few to compare "
-                f"settings; give at least {LEAST_DEFECTS}, better 20"
+                f"your settings stay: known defects on {counted(parts, 'part')} are too few to "
+                f"compare settings; give at least {LEAST_DEFECTS} defective parts, better 20"
             )
         first, chosen = self.caught(0), self.caught(self.judgement.index)
         if self.judgement.better:
             chance = max(self.judgement.chance, 1e-3)
             return (
-                f"use {self.name(self.judgement.index)}: it catches {chosen.count} of {defects} "
-                f"known defects, your settings catch {first.count}. By chance alone this gain "
-                f"would occur {'less than ' if chance == 1e-3 else ''}{round(1000 * chance)} times "
-                "in 1,000. Of settings that catch about as many, the cheapest in use is chosen"
+                f"use {self.name(self.judgement.index)}: it catches {chosen} of {defects} "
+                f"known defects, your settings catch {first}. If all {len(self.tried)} settings "
+                "tried were alike, one would gain as much in "
+                f"{'less than ' if chance == 1e-3 else ''}{round(1000 * chance)} of 1,000 cases. "
+                "Of settings that catch about as many, the cheapest in use is chosen"
             )
         best = max(range(len(self.tried)), key=self._success)
-        if self.caught(best).count <= first.count:
+        if self.caught(best) <= first:
             return "your settings stay: no other settings catch more"
         return (
             f"your settings stay: the best other settings, {self.name(best)}, catch "
-            f"{self.caught(best).count} of {defects} known defects and yours catch {first.count}; "
+            f"{self.caught(best)} of {defects} known defects and yours catch {first}; "
             "that may be chance, and more known defects would tell"
         )
 
@@ -100,10 +96,10 @@ class Tuning:
         """The table, the choice and what to expect of it, for people."""
         rate = percent(self.base.calibration.review_rate)
         lines = text_table(self._rows())
-        if len(self.tried[0].trial.defects):
+        defects = len(self.scores[0].defects)
+        if defects:
             lines += [
-                f"defects caught: if {rate} of all good images are flagged; in brackets, the share "
-                "of new defects to expect (95 % confidence)",
+                f"defects caught: if {rate} of all good images are flagged",
                 "good flagged: good test images above the threshold that training finds",
             ]
         lines.append(
@@ -113,13 +109,14 @@ class Tuning:
         if self.skipped:
             lines += [f"not tried: {self._told(s.changes)}: {s.why}" for s in self.skipped]
         lines += ["", self.reason]
-        if self.judgement.better:
+        if defects:
             caught, flagged = self.judgement.caught, self.judgement.flagged
+            chosen = "settings and threshold" if self.judgement.better else "the threshold"
             lines.append(
                 f"expect of new parts: {caught.count} of {caught.images} defects caught "
                 f"({caught.interval}), {flagged.count} of {flagged.images} good images flagged "
-                f"({flagged.interval}; 95 % confidence). To measure this, the images were left out "
-                "a fifth at a time, and the others chose the settings"
+                f"({flagged.interval}; 95 % confidence). To measure this, a fifth of the parts at "
+                f"a time was left out, and the others chose {chosen}"
             )
         return lines
 
@@ -127,10 +124,10 @@ class Tuning:
         """Name of tried settings: what they change."""
         return self._told(self.tried[index].changes)
 
-    def caught(self, index: int) -> Rate:
+    def caught(self, index: int) -> int:
         """Known defects that settings catch at the promised rate of good parts for review."""
         scores = self.scores[index]
-        return rate_above(scores.defects, scores.limit(self.base.calibration.review_rate))
+        return int((scores.defects > scores.limit(self.base.calibration.review_rate)).sum())
 
     def write(self, file: Path) -> None:
         """Write the chosen settings as YAML, and all figures as JSON beside it.
@@ -159,13 +156,13 @@ class Tuning:
             "tried": [
                 {
                     "changes": self._differences(tried.changes),
-                    "caught": vars(self.caught(i)),
+                    "caught": self.caught(i),
                     "worth": float(worth(self.scores[i], self.base.calibration.review_rate).sum()),
                     "review_threshold": tried.trial.thresholds.review.value,
                     "reject_threshold": tried.trial.thresholds.reject.value,
                     "held_out": self.scores[i].held_out.tolist(),
                     "defects": self.scores[i].defects.tolist(),
-                    "good": tried.trial.good[~np.isnan(tried.trial.good)].tolist(),
+                    "good": self.scores[i].good.tolist(),
                     "seconds": dict(tried.trial.seconds),
                     "image_milliseconds": 1000 * tried.trial.image_seconds,
                     "model_bytes": tried.trial.bank_bytes,
@@ -184,14 +181,13 @@ class Tuning:
         shown = dict.fromkeys([0, *best.values(), self.judgement.index])
         rows: list[tuple[str, ...]] = [_HEAD]
         for i in shown:
-            trial, caught = self.tried[i].trial, self.caught(i)
-            flagged = int((trial.good > trial.thresholds.review.value).sum())
+            trial, defects, good = self.tried[i].trial, self.scores[i].defects, self.scores[i].good
+            flagged = int((good > trial.thresholds.review.value).sum())
             rows.append(
                 (
                     self.name(i),
-                    f"{caught.count} of {caught.images}" if caught.images else "",
-                    f"({caught.interval})" if caught.images else "",
-                    f"{flagged} of {len(trial.good)}" if len(trial.good) else "",
+                    f"{self.caught(i)} of {len(defects)}" if len(defects) else "",
+                    f"{flagged} of {len(good)}" if len(good) else "",
                     f"{spread(self.scores[i]):.2f}",
                     f"{1000 * trial.image_seconds:.0f}",
                     f"{trial.bank_bytes / 1e6:.1f}",
@@ -222,7 +218,7 @@ class Tuning:
     def _success(self, index: int) -> tuple[int, float]:
         """The known defects that settings catch, and what these and the others are worth."""
         rate = self.base.calibration.review_rate
-        return self.caught(index).count, float(worth(self.scores[index], rate).sum())
+        return self.caught(index), float(worth(self.scores[index], rate).sum())
 
     def _differences(self, changes: Sequence[Change]) -> dict[str, Any]:
         before = dict(flatten(to_dict(self.base)))
@@ -289,16 +285,18 @@ def tune(
         search.run()
     known = [*images.defects, *images.good]
     rate = config.calibration.review_rate
-    scores = tuple(aligned(search.tried))
+    common = usable(search.tried)
+    scores = tuple(tried.trial.scores.only(common) for tried in search.tried)
     if images.defects and not len(scores[0].defects):
         raise DataError("none of the known defects can be used; `anomaly check` says why")
     costs = [_cost(config, tried) for tried in search.tried]
+    groups = [sample.group for sample, used in zip(images.every, common, strict=True) if used]
     return Tuning(
         config,
         tuple(search.tried),
         tuple(search.skipped),
         scores,
-        judge(scores, costs, rate, config.seed),
+        judge(scores, costs, rate, config.seed, groups),
         {known[i].name: sha256 for i, sha256 in search.hashes.items()},
     )
 
