@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from anomaly.datasets.annotations import check_annotations, files_around, files_in
 from anomaly.datasets.labels import Label, by_file_names, label_of, says_masks, split_of
-from anomaly.datasets.masks import Masks
+from anomaly.datasets.masks import Masks, plain
 from anomaly.datasets.samples import GOOD, Dataset, Sample, in_splits, listed
 from anomaly.errors import DataError, some
 from anomaly.imaging.listing import is_folder, list_images
@@ -218,13 +218,18 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
         defects: whether they were given as defects; a file that is named as one may lie anywhere.
 
     Raises:
-        DataError: as `check_good` and `check_defects`.
+        DataError: as `check_good`, `check_annotations` and `check_defects`.
     """
     files = list(images)
-    given = [(place, is_folder(place)) for place in inputs]
-    for folder in {p if whole else p.parent for p, whole in given if whole or not defects}:
-        inside = (file for file in files if file.is_relative_to(folder))
-        (check_defects if defects else check_good)(inside, folder)
+    # A folder may be given beside files of it.
+    given = sorted((is_folder(place), place) for place in inputs)
+    for folder, whole in {p if whole else p.parent: whole for whole, p in given}.items():
+        inside = [file for file in files if file.is_relative_to(folder)]
+        if not defects:
+            check_good(inside, folder)
+            check_annotations(inside, files_around(folder) if whole else files_in(folder))
+        elif whole:
+            check_defects(inside, folder)
 
 
 def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> DataError:
@@ -234,8 +239,3 @@ def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> Data
         f"{some(names)}. Rename them (`good …`, `defect …`), move them elsewhere, or list the "
         "images in a CSV file with the columns path and label (data.format=csv)"
     )
-
-
-def plain(path: Path) -> Path:
-    """Absolute, and without `..`."""
-    return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.annotations import check_annotations, files_around, files_in
 from anomaly.datasets.by_names import (
     CLEAR,
     check_defects,
@@ -16,7 +17,6 @@ from anomaly.datasets.by_names import (
     check_folders,
     check_good,
     open_by_names,
-    plain,
     undecided,
 )
 from anomaly.datasets.labels import (
@@ -27,7 +27,7 @@ from anomaly.datasets.labels import (
     says_masks,
 )
 from anomaly.datasets.lists import open_list, open_visa
-from anomaly.datasets.masks import Masks, entries_of, strays
+from anomaly.datasets.masks import Masks, plain, strays
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
@@ -37,13 +37,10 @@ from anomaly.datasets.samples import (
     set_apart,
 )
 from anomaly.errors import DataError
-from anomaly.files.outputs import left_by_system, own_outputs
 from anomaly.files.writing import like
 from anomaly.imaging.listing import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
-
-_COCO = "_annotations.coco.json"
 
 
 @dataclass(frozen=True)
@@ -168,25 +165,7 @@ class _FolderLayout:
         return samples
 
 
-def check_no_annotations(folder: Path) -> None:
-    """Refuse a folder with annotations that say which images are good, but can't be read.
-
-    Raises:
-        DataError: it has a list as COCO, Roboflow, SageMaker or Lookout for Vision write it.
-    """
-    coco = [folder / split / _COCO for split in ("", "train", "valid", "val", "test")]
-    found = [file for file in coco if file.is_file()]
-    found += [p for p in sorted(folder.glob("*.manifest")) if not left_by_system(p.name)]
-    if found:
-        raise DataError(
-            f"{found[0]} says which images are good, in a form that can't be read; write a CSV "
-            "list with the columns path and label, and use --set data.format=csv --set "
-            "data.root=LIST.csv"
-        )
-
-
 def _good_only(folder: Path) -> Dataset:
-    check_no_annotations(folder)
     train = listed(folder, folder)
     if not train:
         raise DataError(
@@ -245,7 +224,9 @@ def open_test_images(
         if not inside:
             raise DataError(f"no images in {folder}; give a folder of images to test with")
         if is_good:
-            check_good((sample.path for sample in inside), folder)
+            paths = [sample.path for sample in inside]
+            check_good(paths, folder)
+            check_annotations(paths, files_around(folder))
         for sample in inside:
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
@@ -323,11 +304,7 @@ def folders_in(folder: Path) -> list[str]:
     """
     if not is_folder(folder):
         return []
-    entries = entries_of(folder)
-    own = own_outputs(folder, [entry.name for entry in entries])
-    return sorted(
-        e.name for e in entries if e.is_dir() and e.name not in own and not left_by_system(e.name)
-    )
+    return sorted(entry.name for entry in files_in(folder) if entry.is_dir())
 
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {

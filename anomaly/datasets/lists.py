@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anomaly.datasets.by_names import CLEAR, check_good, plain
+from anomaly.datasets.by_names import CLEAR, check_good
 from anomaly.datasets.labels import Label, label_of, meant_by
+from anomaly.datasets.masks import plain
 from anomaly.datasets.samples import SPLITS, Dataset, Sample, in_splits
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.tables import Rows, read_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ class Masks:
         beside = self._names_in(image.parent)
         found = [
             entry
-            for entry in self._names_in(folder).get(_folded(image.stem), ())
+            for entry in self._names_in(folder).get(folded(image.stem), ())
             # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
             if (
                 entry.rank != _SAME and _lossless(entry.path)
@@ -77,7 +78,7 @@ class Masks:
             for entry in entries_of(place) if is_folder(place) else ():
                 if left_by_system(entry.name) or not (is_image(entry) or entry.is_dir()):
                     continue
-                stem = _folded(entry.stem if is_image(entry) else entry.name)
+                stem = folded(entry.stem if is_image(entry) else entry.name)
                 names.setdefault(stem, []).append(_Entry(entry, stem, _SAME))
                 if of := _MASK_NAME.fullmatch(stem):
                     rank = _USUAL if stem.endswith("_mask") else _OTHER
@@ -108,10 +109,10 @@ def without_masks(images: Sequence[Path]) -> list[Path]:
 
     A JPEG is never taken for a mask.
     """
-    beside = {(image.parent, _folded(image.stem)) for image in images}
+    beside = {(image.parent, folded(image.stem)) for image in images}
 
     def is_mask(image: Path) -> bool:
-        of = _MASK_NAME.fullmatch(_folded(image.stem)) if _lossless(image) else None
+        of = _MASK_NAME.fullmatch(folded(image.stem)) if _lossless(image) else None
         return of is not None and (image.parent, of["behind"] or of["before"]) in beside
 
     return [image for image in images if not is_mask(image)]
@@ -121,7 +122,13 @@ def _lossless(file: Path) -> bool:
     return is_image(file) and file.suffix.lower() not in FORMATS["jpeg"].SUFFIXES
 
 
-def _folded(name: str) -> str:
+def plain(path: Path) -> Path:
+    """Absolute, and without `..`."""
+    return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
+
+
+def folded(name: str) -> str:
+    """A name in small letters and one form of Unicode."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -131,7 +138,7 @@ def _found(folder: Path) -> Path:
         return folder
     around = _found(folder.parent)
     beside = entries_of(around) if is_folder(around) else []
-    same = (place for place in beside if _folded(place.name) == _folded(folder.name))
+    same = (place for place in beside if folded(place.name) == folded(folder.name))
     return next(same, folder)
 
 

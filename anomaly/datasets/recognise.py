@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anomaly.datasets.annotations import check_annotations, files_around
 from anomaly.datasets.by_names import labels_in, say_folder, sorted_by_names
 from anomaly.datasets.labels import Label, by_file_names, label_of, split_of
 from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
-    check_no_annotations,
     folders_in,
     say_named,
 )
+from anomaly.datasets.masks import plain
 from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.outputs import left_by_system
@@ -60,7 +60,7 @@ def recognise(
             don't tell which are good.
         AnomalyError: its `~` stands for nobody's home folder.
     """
-    place = Path(os.path.abspath(at_home(place)))  # noqa: PTH100, links stay
+    place = plain(at_home(place))
     if not place.exists():
         raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
     if layout is not None:
@@ -71,7 +71,6 @@ def recognise(
                 f"{place} is a file; give the folder that it is in, or a list ({LIST_SUFFIX})"
             )
         return (Recognised("csv", place, "a list of images"),)
-    check_no_annotations(place)
     known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
     if known and known[0].layout != "good_defect":
         return tuple(known)
@@ -203,11 +202,12 @@ def _no_good(place: Path, folders: Sequence[str]) -> DataError:
 
 def _plain(place: Path) -> Recognised:
     """Good images alone, unless the folder says otherwise."""
+    images = list_images(place)
+    check_annotations(images, files_around(place))
     inside = folders_in(place)
     if any(label_of(name) in (Label.DEFECTIVE, Label.ASIDE) for name in inside):
         raise _no_good(place, inside)
     lists = [p for p in sorted(place.glob("*.csv")) if not left_by_system(p.name)]
-    images = list_images(place)
     if len(lists) == 1 and not images:
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
     if not images:

@@ -96,13 +96,15 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     """
     own: set[str] = set()
     if "model" in names and is_model(folder / "model", (_MANIFEST,)):
-        own.update(TRAIN)
+        own.update((*TRAIN, "images.csv"))
     if "golden" in names and (folder / "golden" / GOLDEN).is_file():
         own.add("golden")
     if not {JOURNAL, WATCHED, DONE}.isdisjoint(names) or (
         "results.csv" in names and _head(folder / "results.csv").startswith(b"path,image_sha256,")
     ):
         own.update(INFER)
+    if "scores.csv" in names and b",defect_type,is_defect," in _head(folder / "scores.csv"):
+        own.update(("scores.csv", "metrics.json"))
     if _EXPLANATION in names:
         own.update(_explained(folder / _EXPLANATION))
     return frozenset(own.intersection(names))

@@ -25,7 +25,7 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
 # As spreadsheets save a list in Western Europe, China, Japan, Taiwan, Korea, Poland and Russia.
-_CODE_PAGES = ("cp1252", "gb18030", "cp932", "big5", "cp949", "cp1250", "cp1251")
+CODE_PAGES = ("cp1252", "gb18030", "cp932", "big5", "cp949", "cp1250", "cp1251")
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 # A first line by which Excel is told the delimiter.
 SEPARATOR = re.compile('"?sep=', re.IGNORECASE)
@@ -159,7 +159,7 @@ def texts_of(data: bytes, name: str) -> list[str]:
     try:
         texts = [rest.decode(encoding, names)]
     except UnicodeDecodeError:
-        texts = [rest.decode(page, "replace") for page in _CODE_PAGES]
+        texts = [rest.decode(page, "replace") for page in CODE_PAGES]
         texts = [text for text in texts if "\ufffd" not in text]
         texts.append(rest.decode("ascii", "replace"))  # fits no worse where nothing tells
     before, null, _ = texts[0].partition("\0")

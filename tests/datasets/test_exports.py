@@ -1,6 +1,5 @@
 """Data sets as others lay them out: Amazon, Roboflow, and MVTec 3D AD."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,23 +37,6 @@ def test_folders_of_roboflow(tmp_path: Path) -> None:
     assert {s.name: s.defect_type for s in dataset.test} == {
         "test/Good/1.jpg": "good", "train/Scratch/1.jpg": "Scratch",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_annotations.coco.json",
-        "train/_annotations.coco.json",
-        "valid/_annotations.coco.json",
-        "train.manifest",
-    ],
-)
-def test_annotations_that_cannot_be_read_stop_learning(name: str, tmp_path: Path) -> None:
-    """They may say that some of the images are defects."""
-    _touch(tmp_path, *(f"train/{i}.jpg" for i in range(4)), name)
-    for read in (recognise, partial(open_dataset, "folder")):
-        with pytest.raises(DataError, match=rf"{name} says which images are good.* CSV list"):
-            read(tmp_path)
 
 
 def test_mvtec_3d_ad(tmp_path: Path) -> None:
