@@ -100,7 +100,7 @@ def _follow(
         row = finished.row
         counts.update(counts_of([row]))
         print(_line(row), flush=True)
-        # What is for review whatever its score says nothing of the promise.
+        # What is flagged whatever its score says nothing of the promise.
         if row.verdict and not row.reason and row.image_sha256 not in learned:
             flagged[row.verdict != "good"] += 1
         if promised is None or is_warned:

@@ -1,18 +1,24 @@
 """Settings tried on known defects: from a config to one that catches more."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import FAST, Command
+from moving_parts import draw
 
 import anomaly
 from anomaly.config.load import load_config
+from anomaly.config.schema import Config
+from anomaly.datasets import Sample
 from anomaly.training.tuning import search
+from anomaly.training.tuning.trials import Features, Images
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +65,12 @@ def test_parts_that_lie_any_way_are_learned_so(
     asked = ["--config", config, "--budget", "1h", *settings("image.area=64")]
     code, out, err = command("tune", asked)
     assert code == 0, err
-    assert "image.align=rigid" in out.split("\n\n")[-2]
+    # Found by their pose, they would be for review: no training part lies in these ways.
+    assert "model.turned_copies=quarter_turns" in out.split("\n\n")[-2]
     written = tmp_path / "angle_tuned.yaml"
     tuned = load_config(written)
     assert tuned.name == "angle_tuned"
-    assert tuned.image.align == "rigid"
+    assert (tuned.image.align, tuned.model.turned_copies) == ("none", "quarter_turns")
     assert len(tuned.chosen_by) == 32
     figures = json.loads(written.with_suffix(".json").read_text())
     assert figures["better"]
@@ -140,3 +147,27 @@ def test_from_python(product: Path) -> None:
     assert tuning.config.model == config.model
     assert (tuning.judgement.caught.images, tuning.judgement.parts) == (3, 1)
     assert "known defects on 1 part " in tuning.reason
+
+
+def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_path: Path) -> None:
+    """As `infer` does: a part farther away than any training part is never good."""
+    places = [(0.0, 0.0, float(y)) for y in range(-5, 6)] + [(0.0, 40.0, 0.0), (0.0, 0.0, 2.0)]
+    samples = []
+    for seed, pose in enumerate(places):
+        file = tmp_path / f"{seed:02}.png"
+        cv2.imwrite(str(file), draw(pose, seed))
+        samples.append(Sample(file, file.name))
+    *train, far, usual = samples
+    image = {"area": 128, "align": "shift"}
+    config = Config.model_validate(
+        {"backbone": {"name": "tiny", "weights": "random"}, "image": image, "precision": "fp32"}
+    )
+    images = Images(tuple(train), (far, usual), (usual, far))
+    device = torch.device("cpu")
+    features = Features(config, images, device=device, scratch=tmp_path, workers=1)
+    with closing(features):
+        (trial,) = features.trials([config])
+    scores = trial.scores
+    assert np.isinf(scores.defects).tolist() == [True, False]
+    assert np.isinf(scores.good).tolist() == [False, True]
+    assert scores.limit(0.01) < np.inf

@@ -61,8 +61,11 @@ class Scores:
         return Scores(self.held_out[held_out], self.defects[defects], self.good[good])
 
     def limit(self, rate: float) -> float:
-        """The threshold that flags at most a share of good images on average."""
-        good = self.reference
+        """The threshold that flags at most a share of good images on average.
+
+        Beside those that have a reason for review, whose scores are infinite: no threshold helps.
+        """
+        good = self.reference[np.isfinite(self.reference)]
         above = max(1, int(rate * (len(good) + 1) + 1e-9))
         return float(np.partition(good, len(good) - above)[len(good) - above])
 

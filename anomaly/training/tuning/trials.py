@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,12 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.methods.base import PatchBatch
 from anomaly.scoring.build import fitter_of
+from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspects, is_turned, patch_pieces
-from anomaly.training.feature_cache import FeatureCache
+from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import (
+    DetectorFit,
     StageProgress,
     Stages,
     fit_detector,
@@ -65,7 +68,8 @@ class Trial:
         config: the settings.
         thresholds: those that `train` would find.
         scores: of all images; NaN for one that can't be scored, and for a training image that
-            thresholds don't stand on, a copy of another, say.
+            thresholds don't stand on, a copy of another, say; infinite for one that has a reason
+            for review whatever its score.
         seconds: that the trial took, by stage; scores that share them have all of them.
         image_seconds: that an image takes to be embedded and scored, without decoding.
         bank_bytes: of the model's tensors.
@@ -158,6 +162,7 @@ class Features:
         scores: list[dict[int, float]] = [{} for _ in configs]
         if self._known is not None:
             scores = scores_by(fit.detector, configs, self._known, self._known.views)
+            self._flag(self._known, fit, scores)
         scored = time.perf_counter()
         count = max(1, 0 if self._known is None else len(self._known.hashes))
         split = len(self._images.defects)
@@ -198,6 +203,17 @@ class Features:
             if i >= split and sha256 in learned:
                 for of_known in scores:
                     of_known.pop(i, None)
+
+    def _flag(
+        self, known: CachedFeatures, fit: DetectorFit, scores: Sequence[dict[int, float]]
+    ) -> None:
+        """Give images with a reason for review, which no score makes good, an infinite score."""
+        learned = TrainingStatistics.of([self._train.statistics[i] for i in fit.images])
+        detector = replace(fit.detector, training_statistics=learned)
+        for i, statistics in known.statistics.items():
+            if detector.review_reason(known.views[i], statistics):
+                for of_known in scores:
+                    of_known[i] = math.inf
 
     def _fitter(self, config: Config) -> Any:
         extractor = self._setup.extractor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from anomaly.runtime.devices import device_of
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.training.fit import StageProgress
 from anomaly.training.tuning.candidates import POSE, TURNS, Change, changed, expense
-from anomaly.training.tuning.judging import LEAST_DEFECTS, Judgement, Scores, judge, worth
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
 from anomaly.training.tuning.search import Search, Skipped, Tried, usable
 from anomaly.training.tuning.trials import Images
 
@@ -161,8 +162,8 @@ class Tuning:
                     "review_threshold": tried.trial.thresholds.review.value,
                     "reject_threshold": tried.trial.thresholds.reject.value,
                     "held_out": self.scores[i].held_out.tolist(),
-                    "defects": self.scores[i].defects.tolist(),
-                    "good": self.scores[i].good.tolist(),
+                    "defects": _plain(self.scores[i].defects),
+                    "good": _plain(self.scores[i].good),
                     "seconds": dict(tried.trial.seconds),
                     "image_milliseconds": 1000 * tried.trial.image_seconds,
                     "model_bytes": tried.trial.bank_bytes,
@@ -228,6 +229,11 @@ class Tuning:
     def _told(self, changes: Sequence[Change]) -> str:
         different = self._differences(changes)
         return ", ".join(f"{key}={value}" for key, value in different.items()) or "your settings"
+
+
+def _plain(scores: Floats) -> list[float | None]:
+    """Scores for JSON, which has no infinity: None for an image with a reason for review."""
+    return [score if math.isfinite(score) else None for score in scores.tolist()]
 
 
 def spread(scores: Scores) -> float:
