@@ -233,15 +233,17 @@ class AnomalyDetector:
                 default.
             threshold: reject above this image score, instead of by rates.
             review_threshold: review above this image score; without it there is no review.
-            force: take a reject threshold, found by rates, that is higher by more than chance
-                explains, as it is where defects are among the good images.
+            force: take thresholds that let known defects pass, or a reject threshold, found by
+                rates, that is higher by more than chance explains, as it is where defects are among
+                the good images.
             channels: order of an array's colours, as for `predict`.
             full_scale: an array's value that means white, as for `predict`.
             layout: an array's axes, as for `predict`.
 
         Raises:
-            DataError: no image can be used, one belongs to the test split, rates or thresholds
-                contradict each other, or the reject threshold rises by more than chance explains.
+            DataError: no image can be used, rates or thresholds contradict each other, a known
+                defect that is caught now would pass, or the reject threshold rises by more than
+                chance explains.
             ImageError: an array can't be used as an image.
         """
         return AnomalyDetector(
@@ -274,7 +276,7 @@ class AnomalyDetector:
 
         Args:
             good_images: a folder, or images as for `predict`, that people have confirmed.
-            defects: images of defects, of which none that is caught may pass.
+            defects: images of defects; like known ones, none that is caught now may pass.
             include_suspects: learn from images that stand out, too, which may be defects taken for
                 good; a warning in the log names them.
             force: take the update even where a defect that was caught would pass.
@@ -283,8 +285,8 @@ class AnomalyDetector:
             layout: an array's axes, as for `predict`.
 
         Raises:
-            DataError: a defect that was caught would pass, no image can be learned from, or one
-                belongs to the test split.
+            DataError: a known defect that is caught now would pass, or no image can be learned
+                from.
             ModelError: an exported model, or a method that can't learn more.
             ImageError: an array can't be used as an image.
         """

@@ -85,11 +85,10 @@ def flagged_line(
     else:
         line += f"most {percent(promised.at_most)} of good parts. "
         if not all_good:
-            line += "If most of them are defects, change nothing. If most are good, "
+            line += "Look at them first: if most are defects, change nothing. If most are good, "
         line += f"{'T' if all_good else 't'}hese images differ from the training images"
-    command = f"anomaly calibrate --model {shlex.quote(model)}"
-    options = "--production FOLDER --at-most-defective 5%"
-    return f"{line}: find thresholds for images like these with {command} {options}"
+    command = f"anomaly calibrate --model {shlex.quote(model)} --production FOLDER"
+    return f"{line}: find thresholds for images like these with {command}"
 
 
 @dataclass(frozen=True, eq=False)

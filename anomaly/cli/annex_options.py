@@ -195,7 +195,10 @@ def _deploy(parser: argparse.ArgumentParser) -> None:
         "--back", action="store_true", help="bring the previous version back instead"
     )
     parser.add_argument(
-        "--force", action="store_true", help="deploy even if a known defect would pass"
+        "--yes",
+        action="store_true",
+        help="deploy even if a known defect that is caught now would pass, or it may be another "
+        "product's model",
     )
     add_device(parser)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
     from anomaly.cluster.actors import Cluster
 
 log = logging.getLogger(__name__)
+
+
+def ask(question: str) -> str:
+    """What a person at the terminal answers; empty without a terminal."""
+    return input(f"{question} ").strip() if sys.stdin.isatty() and sys.stdout.isatty() else ""
+
+
+def agreed(doubts: Iterable[str], options: argparse.Namespace) -> bool:
+    """Warn of what is doubtful; whether `--yes`, or a person at the terminal, agrees to it."""
+    doubts = [doubt for doubt in doubts if doubt]
+    for doubt in doubts:
+        log.warning(doubt)
+    if options.yes or not doubts or ask("Go on anyway? [y/N]").lower() in ("y", "yes"):
+        return True
+    log.error("refused: nothing was changed; look at these images, or add --yes")
+    return False
 
 
 @contextmanager

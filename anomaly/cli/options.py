@@ -194,7 +194,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     add_paths(parser, "--production", "production images that nobody has sorted")
     add(
         "--at-most-defective",
-        type=_share,
+        type=share_of,
         metavar="SHARE",
         help="with --production: the largest share of these images that may be defective, e.g. 5%%",
     )
@@ -223,14 +223,21 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
     add("--threshold", type=number, metavar="X", help="reject above this image score")
     add("--review-threshold", type=number, metavar="Y", help="review above this (default: X)")
     parser.add_argument(
+        "--undo",
+        action="store_const",
+        const=True,
+        help="bring the previous thresholds back; given again, those before them",
+    )
+    parser.add_argument(
         "--yes",
         action="store_true",
-        help="accept a reject threshold that rises by more than chance explains",
+        help="save even if known defects that are caught now would pass, or the reject threshold "
+        "rises by more than chance explains",
     )
     add_device(parser)
 
 
-def _share(text: str) -> float:
+def share_of(text: str) -> float:
     """A share of an option, as a number or in percent."""
     plain = text.strip()
     return number(plain[:-1]) / 100 if plain.endswith("%") else number(plain)
@@ -294,7 +301,7 @@ def _missed(parser: argparse.ArgumentParser) -> None:
         "--keep",
         action="store_true",
         help="make them golden parts of the run: selfcheck names them until they are "
-        "caught; update and deploy refuse versions that call them good",
+        "caught; from then on calibrate, update and deploy refuse to lose them",
     )
     add(
         "--budget",
@@ -328,9 +335,9 @@ def _update(parser: argparse.ArgumentParser) -> None:
         help="also learn images that look unlike all others; check first that they are good",
     )
     add(
-        "--force",
+        "--yes",
         action="store_true",
-        help="write the model even if a known defect would be called good",
+        help="write the model even if a known defect that is caught now would be called good",
     )
     add_device(parser)
 

@@ -8,12 +8,11 @@ import tempfile
 from pathlib import Path
 
 from anomaly.cli import annex
-from anomaly.cli.common_options import check_images, device_and_threads
+from anomaly.cli.common_options import agreed, check_images, device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.evaluation.recalibrate import evaluated_on
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.scoring.pipeline import Model
@@ -28,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         0 done, 3 done without some images that can't be used, 1 refused, because a known defect
-        would be called good; nothing was written.
+        that is caught now would be called good; nothing was written.
     """
     if not options.good and options.feedback is None:
         raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
@@ -43,17 +42,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
-    from anomaly.evaluation.update import DEFECTS, update
+    from anomaly.evaluation.update import update
 
     device, threads = device_and_threads(options)
     model = load_model(folder, device)
-    good, compare = _images(options, model, folder, scratch)
+    good, defects, past = _images(options, model, scratch)
     with ProgressLine() as progress:
         updated = update(
             model,
             good,
-            compare=compare,
-            tested=evaluated_on(model),
+            defects=defects,
+            past=past,
             include_suspects=options.include_suspects,
             workers=threads,
             scratch=scratch,
@@ -67,13 +66,7 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
         log.warning(updated.moved.caution)
     if updated.learned.suspects:
         print("Check the suspects; if they are good, add --include-suspects")
-    if not compare[DEFECTS]:
-        print(
-            "No known defects were given, so whether they would still be caught is unknown; give "
-            "them with --defects"
-        )
-    if updated.refusal and not options.force:
-        print(f"{updated.refusal} (--force)")
+    if not agreed([updated.cost.refusal], options):
         return 1
     output: Path = options.output
     model_id = updated.keep(options.model, output, overwrite=options.overwrite)
@@ -82,10 +75,9 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
 
 
 def _images(
-    options: argparse.Namespace, model: Model, folder: Path, scratch: Path
-) -> tuple[list[Sample], dict[str, list[Sample]]]:
-    """The good images, and the images to compare verdicts on."""
-    from anomaly.evaluation.update import DEFECTS, GOLDEN_PARTS, golden_samples
+    options: argparse.Namespace, model: Model, scratch: Path
+) -> tuple[list[Sample], list[Sample], list[Sample]]:
+    """The good images, the defects, and parts that nobody has judged."""
     from anomaly.training.update import lineage
 
     good_files, defect_files = (
@@ -110,8 +102,4 @@ def _images(
         past = confirmed.past
     if not good:
         raise DataError(f"{options.feedback} has no part with a picture that was called good")
-    return good, {
-        GOLDEN_PARTS: golden_samples(folder),
-        "past parts": past,
-        DEFECTS: defects,
-    }
+    return good, defects, past

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -18,13 +18,14 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.datasets import check_inputs
+from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, DataError, some
-from anomaly.evaluation.splits import content_hash, dataset_of
+from anomaly.errors import DataError, some
+from anomaly.evaluation.price import DEFECTS, evaluated_on, fresh, known_parts, price, samples_of
+from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
 from anomaly.imaging.loading import UnusableImage
-from anomaly.imaging.read import Image, described
+from anomaly.imaging.read import Image
 from anomaly.maps.regions import strips
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
@@ -109,64 +110,35 @@ class HeldOutScores:
 
 def score_held_out(
     detector: Model,
-    images: Sequence[Path | Image],
+    samples: Sequence[Sample],
     *,
-    what: str,
-    tested: Collection[str],
     workers: int = 2,
     progress: Progress = lambda done, total: None,
 ) -> HeldOutScores:
-    """Score images that thresholds may hang on.
-
-    Those that the detector has learned from, whose scores say too little, and copies of others are
-    left out; warnings in the log say how many.
+    """Score images that thresholds may hang on, as `fresh` finds them.
 
     Args:
         detector: trained.
-        images: files, or pixels that are decoded already.
-        what: the images are, for messages.
-        tested: sha256 of the test split's images, which no threshold may see.
+        samples: the images.
         workers: decoding processes.
         progress: called with (images done, all of them).
 
     Raises:
-        DataError: an image belongs to the test split, or none is left.
+        DataError: none can be used.
     """
     scored: dict[int, HeldOutImage] = {}
-    paths = [described(i) if isinstance(im, Image) else im for i, im in enumerate(images)]
     refused: list[str] = []
-    met: set[str] = set()
-    known = repeated = 0
-    learned = frozenset(detector.manifest["training_images"].values())
-    for done, result in enumerate(detector.score_all(images, workers=workers), 1):
-        progress(done, len(images))
+    sources = [sample.source for sample in samples]
+    for done, result in enumerate(detector.score_all(sources, workers=workers), 1):
+        progress(done, len(samples))
         if isinstance(result, UnusableImage):
             refused.append(result.reason)
             continue
-        sha256 = result.sha256
-        if sha256 in tested:
-            raise DataError(
-                f"{paths[result.index]} belongs to the test split that the model is evaluated on, "
-                "which no threshold may see; give other images"
-            )
-        if sha256 in learned:
-            known += 1
-        elif sha256 in met:
-            repeated += 1
-        else:
-            path = Path(paths[result.index])
-            scored[result.index] = HeldOutImage(
-                path, result.score, _peak(result), sha256, result.reason
-            )
-        met.add(sha256)
+        scored[result.index] = HeldOutImage(
+            samples[result.index].path, result.score, _peak(result), result.sha256, result.reason
+        )
     if not scored:
-        reasons = [f"{known} the model has learned from"] if known else []
-        reasons += refused[:3]
-        raise DataError(f"none of {len(images)} images can be used: {'; '.join(reasons)}")
-    if known:
-        log.warning("%s: the model has learned from %d; left out", what, known)
-    if repeated:
-        log.warning("%s: %d are copies of others; left out", what, repeated)
+        raise DataError(f"none of {len(samples)} images can be used: {'; '.join(refused[:3])}")
     return HeldOutScores(tuple(scored[i] for i in sorted(scored)), tuple(refused))
 
 
@@ -214,16 +186,22 @@ def recalibrated(
     else:
         check_by_hand(threshold, review_threshold)
     unseen = None
+    known = known_parts([detector], evaluated_on(detector))
     if good is not None:
-        images = sources(good, array_format)
-        unseen = score_held_out(detector, images, what="good images", tested=evaluated_on(detector))
+        images = samples_of(sources(good, array_format))
+        unseen = score_held_out(detector, fresh(detector, images, "good images", known))
         for reason in unseen.refused:
             log.warning("skipped: %s", reason)
-    scores = unseen.good_scores() if unseen else known_scores(detector)
+    scores = unseen.good_scores() if unseen else known_scores(detector, known[DEFECTS])
     if threshold is None:
         limits = thresholds_from(scores, *wanted)
     else:
         limits = by_hand(scores, threshold, review_threshold)
+    after = replace(detector, thresholds=limits, model_id="", folder=None)
+    cost = price(detector, after, known)
+    for line in cost.lines():
+        log.info(line)
+    doubts = [cost.refusal]
     if detector.thresholds is None:
         for line in limits.lines():
             log.info(line)
@@ -234,16 +212,15 @@ def recalibrated(
         for line in moved.lines():
             log.info(line)
         if moved.is_doubtful and not force:
-            raise DataError(
-                f"{moved.caution}; leave out images that aren't good, or give force=True"
-            )
-        if moved.caution:
+            doubts.append(f"{moved.caution}; leave out images that aren't good")
+        elif moved.caution:
             log.warning(moved.caution)
+    if (doubt := "; ".join(filter(None, doubts))) and not force:
+        raise DataError(f"{doubt}, or give force=True")
     asked = {name: value for name, value in asked.items() if value is not None}
     hashes = {"good": unseen.named_hashes()} if unseen else {}
     made = change(asked, detector.thresholds, limits, hashes) | {"model_before": detector.model_id}
-    changes = (*detector.changes, made)
-    return replace(detector, thresholds=limits, model_id="", folder=None, changes=changes)
+    return replace(after, changes=(*detector.changes, made))
 
 
 def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds:
@@ -270,11 +247,14 @@ def check_by_hand(reject: float, review: float | None) -> None:
         raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
 
 
-def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
+def known_scores(
+    detector: Model, known: Iterable[Sample], without: Sequence[str] = ()
+) -> GoodScores:
     """The scores of good images that a detector came with; what was left out counts again.
 
     Args:
         detector: has thresholds, or none.
+        known: defects, which don't count.
         without: names of images to leave out.
 
     Raises:
@@ -283,7 +263,12 @@ def known_scores(detector: Model, without: Sequence[str] = ()) -> GoodScores:
     if detector.thresholds is None:
         raise DataError("the model has no scores of good images; give some good images")
     before = detector.thresholds.good
-    now = before.without(without)
+    bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
+    rows = [*before.rows(), *((out.name, 0.0, 0.0, out.sha256) for out in before.left_out)]
+    found = [name for name, _, _, sha256 in rows if sha256 in bad]
+    now = before.without([*without, *found])
+    if found:
+        log.warning("left out, known as defects: %s", some(found))
     if back := {out.name for out in before.left_out} - {out.name for out in now.left_out}:
         log.warning("left out before, counted now: %s", ", ".join(sorted(back)))
     return now
@@ -313,33 +298,3 @@ def sources(
     if not given:
         raise DataError(f"no {what} were given")
     return [array_format.source(image, index) for index, image in enumerate(given)]
-
-
-def evaluated_on(
-    detector: Model, data_root: Path | None = None, instead: str = ""
-) -> frozenset[str]:
-    """Hashes of the test split, where the run remembers its data set and it is still there.
-
-    Args:
-        detector: that was trained on it.
-        data_root: the data sets' folder, where it has moved.
-        instead: what else one can do where it isn't there, for the warning.
-
-    Raises:
-        DataError: it isn't in `data_root`.
-    """
-    if detector.folder is None:
-        return frozenset()
-    try:
-        test = dataset_of(detector, detector.folder, data_root).test
-        # What can't be read is left out: it can't be evaluated on either.
-        return frozenset(map(content_hash, test)) - {""}
-    except AnomalyError as error:
-        if data_root is not None:
-            raise
-        log.warning(
-            "%s: make sure that these images aren't the model's test images%s",
-            error,
-            instead,
-        )
-        return frozenset()

@@ -95,6 +95,22 @@ def caught_defects(model: Model) -> float | None:
 _EDITED_BY_HAND = (ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
+def recorded(model: Model, kind: str) -> set[str]:
+    """sha256 of the images that a model's history names as `kind`: `defects` that were given, say.
+
+    Args:
+        model: trained.
+        kind: of images.
+    """
+    hashes: set[str] = set()
+    lines: list[Any] = [*model.history.splitlines(), *model.changes]
+    for line in lines:
+        with suppress(*_EDITED_BY_HAND):
+            entry = json.loads(line) if isinstance(line, bytes) else line
+            hashes |= {*entry["images"].get(kind, {}).values()}
+    return hashes
+
+
 def _last_change(model: Model) -> Mapping[str, Any]:
     """The last line of a model's history."""
     if model.changes:

@@ -132,9 +132,9 @@ class Run:
         return copies != "quarter_turns_and_mirrors" and not (model.region or model.aspect)
 
     def train(self, *settings: str) -> str:
-        """The command that trains anew with other settings."""
+        """The command that trains a further model, with other settings."""
         overrides = [part for setting in settings for part in ("--set", setting)]
-        return _command("train", *self.config(), *overrides, "--output", self._run, "--overwrite")
+        return _command("train", *self.config(), *overrides, "--output", f"{self._run}_new")
 
     def tune(self) -> str:
         """The command that tries settings on the known defects."""
@@ -152,8 +152,7 @@ class Run:
 
     def calibrate(self) -> str:
         """The command that finds thresholds with production images."""
-        unlabelled = ("--production", *self.production, "--at-most-defective", "5%")
-        return _command("calibrate", "--model", self.folder, *unlabelled)
+        return _command("calibrate", "--model", self.folder, "--production", *self.production)
 
     @property
     def _run(self) -> Path:

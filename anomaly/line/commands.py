@@ -11,19 +11,26 @@ from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
-from anomaly.cli.common_options import (
-    device_and_threads,
-)
-from anomaly.cli.logging_setup import NOTE
-from anomaly.errors import AnomalyError, DataError, ModelError, some, why
+from anomaly.cli.common_options import agreed, device_and_threads
+from anomaly.cli.logging_setup import NOTE, ProgressLine
+from anomaly.errors import AnomalyError, DataError, why
+from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.files.writing import like, sha256_of
 from anomaly.line import report, serve
 from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
 from anomaly.line.feedback import judgements, safe_name, save_pictures
 from anomaly.line.record import Record
-from anomaly.line.registry import back, check, deploy, passing_defects
+from anomaly.line.registry import back, check, deploy, holds
+from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import files_of, read_export
-from anomaly.storage.folder import EXPORT, check_files, find_model, model_id, read_manifest
+from anomaly.storage.folder import (
+    EXPORT,
+    MANIFEST,
+    check_files,
+    find_model,
+    model_id,
+    read_manifest,
+)
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 from anomaly.training.runs import training_record
@@ -32,38 +39,60 @@ log = logging.getLogger(__name__)
 
 
 def _deploy(options: argparse.Namespace) -> int:
-    """Check and deploy the new version, or bring back the previous one."""
+    """Check and deploy the new version, or bring back the previous one.
+
+    Returns:
+        0 done, 1 refused, because known defects that the line's model catches would pass or the
+        model may be another product's; nothing was changed.
+    """
     if options.back == (options.model is not None):
         raise AnomalyError("give either --model, the new version, or --back")
     if options.back:
         print(f"{options.to} holds model {back(options.to)} again")
     else:
-        folder = find_model(options.model)
+        folder, line = find_model(options.model), options.to / "model"
+        if holds(line, folder):
+            print(f"{options.to} holds this model already; nothing was changed")
+            return 0
         device, threads = device_and_threads(options)
         model = load_model(folder, device)
         print(f"checked: {check(model, folder, threads)}")
-        passing = passing_defects(model, folder, options.to, threads)
-        if passing and not options.force:
-            raise ModelError(
-                f"this version calls known defects good ({some(passing)}), so it wasn't "
-                "deployed. Find settings that catch more with anomaly tune, or add --force to "
-                "deploy it anyway"
-            )
-        before = training_record(options.to).get("name")
+        if (line / MANIFEST).is_file() and not agreed(_doubts(model, line, threads), options):
+            return 1
         replaced = deploy(folder, options.to)
         print(f"{options.to} holds model {model.model_id} now")
-        if before and before != model.config.name:
-            log.warning(
-                "the new version %s is named %s, the previous one %s; check that both are for "
-                "the same product",
-                options.model,
-                model.config.name,
-                before,
-            )
         if replaced:
             log.info(f"To undo: anomaly deploy --to {options.to} --back")
     log.info("A running service switches to it after checking it, too.")
     return 0
+
+
+def _doubts(model: Model, line: Path, workers: int) -> list[str]:
+    """Print the price of a version; why a person has to agree to it.
+
+    Args:
+        model: the new version.
+        line: the model folder that it is to replace.
+        workers: decoding processes.
+    """
+    try:
+        before = load_model(line, model.device)
+    except AnomalyError as error:
+        return [f"nothing can be compared with the line's model: {error}"]
+    test = [*evaluated_on(before), *evaluated_on(model)]
+    with ProgressLine() as progress:
+        known = known_parts([before, model], test)
+        cost = price(before, model, known, workers=workers, progress=progress)
+    print("\n".join(cost.lines()))
+    name = training_record(line).get("name", model.name)
+    if name != model.name:
+        log.warning(
+            "the new version is named %s, the previous one %s; check that both are for the same "
+            "product",
+            model.name,
+            name,
+        )
+    return [cost.refusal, cost.unlike or unlike_training(before, model)]
 
 
 def _drift(options: argparse.Namespace) -> int:

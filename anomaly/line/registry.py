@@ -23,13 +23,10 @@ from anomaly.line.slot import ModelSlot, Version
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import EXPORT, MANIFEST, check_run_folder, model_id
 from anomaly.storage.golden import (
-    Answers,
     carry_missed,
     golden_of,
     is_missed,
-    missed_parts,
     moved_since,
-    not_caught,
     read_record,
     say_caught,
     score_golden,
@@ -184,24 +181,6 @@ def check(model: Model, folder: Path, workers: int) -> str:
     return f"{checked}; {known}" if known else checked
 
 
-def passing_defects(model: Model, new: Path, run: Path, workers: int) -> list[str]:
-    """The missed defects that a new version calls good, except those recorded as such.
-
-    Args:
-        model: the new version.
-        new: its model folder.
-        run: to deploy it to; missed defects of the version there count, too.
-        workers: decoding processes.
-    """
-    own = golden_of(new)
-    answers: Answers = read_record(own)["images"] if own else {}
-    known = answers.keys()
-    for golden in filter(None, (own, golden_of(run / "model"))):
-        parts = [p for p in missed_parts(golden) if p.relative_to(golden).as_posix() not in answers]
-        answers = answers | score_golden(model, parts, golden, workers)
-    return not_caught({name: answers[name] for name in answers if name not in known})
-
-
 def stamp_of(folder: Path) -> tuple[object, ...]:
     """Places, times and sizes of a model's files and golden parts, to notice changes.
 
@@ -245,7 +224,7 @@ def deploy(new: Path, run: Path) -> bool:
     _check_links([new, *beside, run / "golden"])
     with _changing(run):
         before = _id(run)
-        if _holds(run / "model", new):
+        if holds(run / "model", new):
             raise OutputError(f"{run} holds this model already ({before}); nothing was changed")
         try:
             shutil.copytree(new, draft / "model")
@@ -289,7 +268,7 @@ def _id(run: Path) -> str:
     return model_id(model) if (model / MANIFEST).is_file() else ""
 
 
-def _holds(old: Path, new: Path) -> bool:
+def holds(old: Path, new: Path) -> bool:
     """Whether two model folders are of one model in one engine; an export keeps its model's id."""
 
     def identity(folder: Path) -> list[bytes]:

@@ -309,7 +309,7 @@ class TrainingStatistics:
         """
         if not self.is_reliable:
             return ""
-        whole = "" if turned else self._outlying_embedding(image)
+        whole = "" if turned else self._outlying_embedding(image.mean_embedding())
         return "; ".join(filter(None, (self._outlying_figure(image), whole)))
 
     def _outlying_figure(self, image: ImageStatistics) -> str:
@@ -324,8 +324,15 @@ class TrainingStatistics:
                 )
         return ""
 
-    def _outlying_embedding(self, image: ImageStatistics) -> str:
-        apart = image.mean_embedding() - self.mean
+    def resembles(self, other: TrainingStatistics) -> bool:
+        """Whether other training images, seen by the same network, aren't far outside these.
+
+        Few images don't show that.
+        """
+        return not self.is_reliable or not self._outlying_embedding(other.mean)
+
+    def _outlying_embedding(self, embedding: Floats) -> str:
+        apart = embedding - self.mean
         away = float(self._standardised(apart, self.variance))
         in_spreads = float(_root_mean_square(apart)) / self.spread
         if away > FARTHER * self.seen_distance and in_spreads > LEAST_DISTANCE:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.calibration.thresholds import Calibration
-from anomaly.errors import ModelError
+from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import as_json, from_json
 from anomaly.storage.folder import (
     AGAIN,
@@ -35,16 +35,21 @@ _FILES = ("thresholds.json", "calibration.json")
 
 def write_thresholds(folder: Path, thresholds: Thresholds | None) -> None:
     """Write the thresholds, and the scores of good images behind them."""
-    both: tuple[Any, Any] = None, None
-    if thresholds is not None:
-        good = asdict(thresholds.good)
-        if not thresholds.good.hashes:  # as files have it that knew no hashes
-            del good["hashes"]
-        if not thresholds.good.stood_out:
-            del good["stood_out"]
-        both = thresholds.to_json(), good
+    both = None if thresholds is None else thresholds.to_json(), _scores(thresholds)
     for name, values in zip(_FILES, both, strict=True):
         (folder / name).write_text(as_json(values), "utf-8")
+
+
+def _scores(thresholds: Thresholds | None) -> dict[str, Any] | None:
+    """The scores behind thresholds, as plain values."""
+    if thresholds is None:
+        return None
+    good = asdict(thresholds.good)
+    if not thresholds.good.hashes:  # as files have it that knew no hashes
+        del good["hashes"]
+    if not thresholds.good.stood_out:
+        del good["stood_out"]
+    return good
 
 
 def read_thresholds(folder: Path) -> Thresholds | None:
@@ -55,8 +60,35 @@ def read_thresholds(folder: Path) -> Thresholds | None:
     """
     files = [folder / name for name in _FILES]
     values, scores = (read_json(file) for file in files)
-    if values is None and scores is None:
-        return None
+    return None if values is None and scores is None else _thresholds(values, scores, files)
+
+
+def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
+    """The thresholds before the last change that wasn't undone.
+
+    Args:
+        history: of a model folder.
+        file: that holds it, for messages.
+
+    Raises:
+        DataError: there was no such change since training, or since the last update.
+        ModelError: the thresholds are damaged.
+    """
+    undone = 0
+    for line in reversed(history.splitlines()):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
+            entry = from_json(line)
+            values, scores, asked = entry["before"], entry.get("scores_before"), entry["asked"]
+            if "updated" in asked or values is None:
+                break
+            undone += 1 if "undo" in asked else -1
+            if undone < 0:
+                return _thresholds(values, scores, [file, file])
+    raise DataError(f"{file} names no earlier thresholds, so there is nothing to undo")
+
+
+def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
+    """Thresholds of the plain values in their two files."""
     written = checked(values, _ThresholdsFile, files[0])
     good = checked(scores, GoodScores, files[1])
     if unknown := sorted(scores.keys() - {field.name for field in fields(GoodScores)}):
@@ -191,6 +223,7 @@ def change(
         "software_version": __version__,
         "asked": dict(asked),
         "before": None if before is None else before.to_json(),
+        "scores_before": _scores(before),
         "after": None if after is None else after.to_json(),
         "images": {kind: dict(hashes) for kind, hashes in images.items()},
         "left_out": {out.name: out.image for out in left_out},

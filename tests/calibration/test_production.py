@@ -21,7 +21,7 @@ PROMISED = rate_of(9, 209, 10 / 210)  # the review threshold of 209 good images
 def test_a_difference_is_told_with_its_number_and_what_to_do() -> None:
     line = flagged_line(23, 50, PROMISED, "runs/part")
     assert line.startswith("23 of 50 images flagged (46 %); 4.8 % expected, at most 7.4 %")
-    assert "If most of them are defects, change nothing. If most are good, these images" in line
+    assert "Look at them first: if most are defects, change nothing. If most are good" in line
     assert "anomaly calibrate --model runs/part --production FOLDER" in line
     few = flagged_line(0, 500, PROMISED)
     assert few.startswith("0 of 500 images flagged (0 %); 4.8 % expected, at least 2 %")

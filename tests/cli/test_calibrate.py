@@ -144,6 +144,66 @@ def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
     assert len(_history(run)) == 2
 
 
+def test_a_change_that_loses_known_defects_is_refused_unless_somebody_agrees(
+    run: Path, product: Path, defects: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, arguments = _files(run), ["--model", run, "--threshold", 9.0, "--device", "cpu"]
+    code, out, err = command("calibrate", [*arguments, "--defects", defects])
+    assert (code, "add --yes" in err) == (1, True)
+    assert "known defects caught: 7 of 7 before, 0 after" in out  # those of the test split, too
+    assert re.search(r"known good parts flagged: \d of 3 before, 0 after", out)
+    assert "7 known defects now caught would be called good (" in caplog.text
+    assert _files(run) == before
+    detector = anomaly.load(run, device="cpu")
+    with pytest.raises(anomaly.AnomalyError, match=r"3 known defects now caught .* force=True"):
+        detector.calibrate(threshold=9.0)
+    assert detector.calibrate(threshold=9.0, force=True).thresholds is not None
+    # What is missed already refuses nothing.
+    assert command("calibrate", [*arguments, "--yes"])[0] == 0
+    code, out, _ = command("calibrate", [*arguments[:2], "--threshold", 8.0, "--device", "cpu"])
+    assert (code, "Still missed, as before: 3." in out) == (0, True)
+
+
+def test_each_change_can_be_undone_until_none_is_left(run: Path, command: Command) -> None:
+    states = [_thresholds(run)]
+    arguments = ["--model", run, "--device", "cpu"]
+    for threshold in (0.002, 0.003):
+        assert command("calibrate", [*arguments, "--threshold", threshold])[0] == 0
+        states.append(_thresholds(run))
+    for earlier in (1, 0):
+        code, out, err = command("calibrate", [*arguments, "--undo"])
+        assert (code, "3 of 3 before, 3 after" in out) == (0, True), err
+        assert _thresholds(run) == states[earlier]
+    code, _, err = command("calibrate", [*arguments, "--undo"])
+    assert (code, "nothing to undo" in err) == (2, True)
+    assert [line["asked"] for line in _history(run)][2:] == 2 * [{"undo": True}]
+    assert command("calibrate", [*arguments, "--threshold", 0.002])[0] == 0
+    assert command("calibrate", [*arguments, "--undo"])[0] == 0
+    assert _thresholds(run) == states[0]
+    code, _, err = command("calibrate", [*arguments, "--undo", "--threshold", 1])
+    assert (code, "leave other options out" in err) == (2, True)
+
+
+def test_what_was_taken_as_a_defect_never_counts_as_good_later(
+    run: Path, production: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does what was given as a defect, whatever form the next calibration has."""
+    arguments = ["--model", run, "--yes", "--device", "cpu"]
+    unsorted = [*arguments, "--production", production, "--at-most-defective"]
+    assert command("calibrate", [*unsorted, "5%"])[0] == 0
+    (taken,) = _history(run)[-1]["images"]["taken as defects"].values()
+    assert command("calibrate", [*unsorted, "0%"])[0] == 0
+    assert "--production left out: 1 taken as defects before" in caplog.text
+    good = json.loads((run / "model" / "calibration.json").read_text())
+    assert (len(good["names"]), taken in good["hashes"]) == (39, False)
+    given = ["--defects", production / good["names"][0]]
+    assert command("calibrate", [*arguments, *given])[0] == 0
+    for form in ([], ["--review-rate", "0.1"], ["--production", production, *unsorted[-1:], "0%"]):
+        assert command("calibrate", [*arguments, *form])[0] == 0
+        kept = json.loads((run / "model" / "calibration.json").read_text())
+        assert {taken, good["hashes"][0]}.isdisjoint(kept["hashes"])
+
+
 def test_defects_say_how_many_are_found(
     run: Path, good: Path, defects: Path, command: Command
 ) -> None:
@@ -174,9 +234,9 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     lines = out[out.index("Remove images that aren't good and train again") :].splitlines()
     (tmp_path / "parts" / "007.png").rename(tmp_path / "007.png")
     assert command(*_split(lines[1]))[0] == 0
-    assert len(json.loads((run / "model" / "calibration.json").read_text())["names"]) == 11
+    again = tmp_path / "run_new" / "model" / "calibration.json"
+    assert len(json.loads(again.read_text())["names"]) == 11
     (tmp_path / "007.png").rename(tmp_path / "parts" / "007.png")
-    assert command(*_split(lines[1]))[0] == 0
 
     before = _files(run)
     common = ["--model", run, "--device", "cpu"]
@@ -201,17 +261,20 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
 
 
-def test_good_images_of_the_test_split_are_refused(
-    run: Path, product: Path, tmp_path: Path, command: Command
+def test_copies_of_the_test_split_are_left_out_and_counted(
+    run: Path, product: Path, good: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = _files(run)
-    (tmp_path / "some").mkdir()
-    shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
-    code, _, err = command(
-        "calibrate", ["--model", run, "--good", tmp_path / "some", "--device", "cpu"]
-    )
-    assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
+    before, some = _files(run), good.parent / "some"
+    some.mkdir()
+    for name, kind in (("one", "spot"), ("other", "good")):
+        shutil.copy(product / "test" / kind / "001.png", some / f"{name}.png")
+    arguments = ["--model", run, "--device", "cpu", "--good"]
+    code, _, err = command("calibrate", [*arguments, some])
+    assert (code, "none of 2 --good can be used: 2 of the test split" in err) == (2, True)
     assert _files(run) == before
+    code, out, _ = command("calibrate", [*arguments, some, good])
+    assert (code, "thresholds calibrated on 10 good images" in out) == (0, True)
+    assert "--good left out: 2 of the test split or known as defects" in caplog.text
 
 
 def test_where_the_data_set_is_gone_it_says_that_it_cannot_check(
@@ -235,7 +298,7 @@ def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
     shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
     arguments = ["--model", run, "--good", tmp_path / "some", "--device", "cpu", "--data-root"]
     code, _, err = command("calibrate", [*arguments, moved])
-    assert (code, "test split" in err, "innocent.png" in err) == (2, True, True)
+    assert (code, "none of 1 --good can be used: 1 of the test split" in err) == (2, True)
     code, _, err = command("calibrate", [*arguments, tmp_path / "absent"])
     assert (code, str(tmp_path / "absent") in err) == (2, True)
 
@@ -249,13 +312,12 @@ def test_images_learned_from_copies_and_broken_files_are_left_out(
     code, out, _ = command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])
     assert code == 3
     assert "10 good images" in out
-    assert "has learned from 1" in caplog.text
-    assert "1 are copies" in caplog.text
+    assert "1 that the model has learned from, 1 that are copies of others" in caplog.text
     assert "text.png" in caplog.text
     code, _, err = command(
         "calibrate", ["--model", run, "--good", product / "train" / "good", "--device", "cpu"]
     )
-    assert (code, "12 the model has learned from" in err) == (2, True)
+    assert (code, "12 that the model has learned from" in err) == (2, True)
 
 
 def test_what_a_person_has_to_look_at_says_nothing_of_thresholds(
@@ -304,7 +366,7 @@ def test_from_a_program_one_image_is_one_and_none_is_told(
 ) -> None:
     detector = anomaly.load(run, device="cpu")
     picture = cv2.cvtColor(cv2.imread(str(good / "000.png")), cv2.COLOR_BGR2RGB)
-    one = detector.calibrate(picture)
+    one = detector.calibrate(picture, channels="rgb")
     assert one.thresholds is not None
     assert one.thresholds.images == 1
     for nothing in (detector.calibrate, detector.update):
@@ -373,7 +435,7 @@ def test_an_image_given_as_good_and_as_a_defect_is_refused(
     code, _, err = command("calibrate", arguments)
     assert (code, f"{good / '003.png'} is given as good and as a defect" in err) == (2, True)
     (good / "zzz.png").write_bytes(b"no image")  # told only once images are looked at
-    code, _, err = command("calibrate", [*arguments, "--defects", good / "005.png"])
+    code, _, err = command("calibrate", [*arguments[:4], "--defects", good / "005.png"])
     assert (code, f"{good / '005.png'} is given as good and as a defect" in err) == (2, True)
     assert "zzz.png" not in err
     assert _files(run) == before
@@ -409,7 +471,7 @@ def test_an_evaluation_says_which_of_its_images_chose_the_thresholds(
     def evaluated(options: list[object]) -> tuple[int, str, str]:
         """What metrics.json, the log and the report say after a calibration."""
         common = ["--model", run, "--device", "cpu"]
-        assert command("calibrate", [*common, *options])[0] == 0
+        assert command("calibrate", [*common, *options, "--yes"])[0] == 0
         output = tmp_path / "figures"
         test = ["--good", tmp_path / "other" / "good", "--defects", tmp_path / "other" / "spot"]
         caplog.clear()
@@ -540,8 +602,8 @@ def test_production_images_find_thresholds_though_some_are_defective(
     assert "calibrated on 40 production images, at most 2 of them defective" in out
     assert re.search(r"treated as defects, half of the 2 .*: 0(07|31).png", out)
     assert {"007.png", "031.png"} <= set(re.findall(r"\d{3}\.png", out))
-    assert f"of 40 production images {advice[1]} were flagged before, " in out
-    assert "of 3 known defects 3 were caught before, 3 are now" in out
+    assert f"production images flagged: {advice[1]} of 40 before, " in out
+    assert "known defects caught: 3 of 3 before, 3 after" in out
     record = _history(run)[-1]
     assert record["asked"] == {"at_most_defective": 0.05, "data_root": str(product.parent)}
     assert len(record["images"]["production"]) == 40
@@ -565,7 +627,7 @@ def test_production_images_that_are_all_good_are_good_images(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--production", "GOOD"], "need each other"),
+        (["--production", "GOOD"], "give the largest share of them that may be defective"),
         (["--at-most-defective", "5%"], "need each other"),
         (["--production", "GOOD", "--at-most-defective", "5"], "it must be from 0 % to 20 %"),
         (

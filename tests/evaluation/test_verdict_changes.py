@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anomaly.evaluation.update import Compared
+from anomaly.evaluation.price import Compared
 
 
 @pytest.mark.parametrize("before", ["good", "review", "reject"])

@@ -62,8 +62,8 @@ def test_what_people_say_on_the_page_is_learned(
         )
     assert code == 0, err
     assert "learned 8 good images" in out
-    assert "confirmed defects: " in out
-    assert "past parts: 1 of 1 verdicts change" in out
+    assert "known defects caught: 2 of 2 before, 2 after" in out
+    assert "past parts flagged: 1 of 1 before, 0 after" in out
     said = {Path(f).name: p for f in goods for p in [sha256_of(f)]}
     detector = load_model(new, "cpu")
     assert set(said.values()) <= set(detector.manifest["training_images"].values())

@@ -6,14 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 from browser import running_browser
-from conftest import Command, write_part
+from conftest import Command, train_arguments, write_part
 from running import Served, serving
 
 from anomaly.errors import OutputError
 from anomaly.line.registry import back, deploy
-from anomaly.storage.golden import keep_missed
+from anomaly.storage.golden import keep_missed, write_record
 
 
 @pytest.fixture
@@ -66,29 +68,38 @@ def test_the_page_keeps_a_defect_that_was_called_good(
         assert "known defects caught: 0 of 1" in served.get("/v1/models/disc")["checked"]
 
 
-def test_a_version_that_lets_it_pass_isnt_deployed(
-    run_folder: Path, tmp_path: Path, faint: Path, command: Command
+def test_a_version_that_loses_a_known_defect_isnt_deployed(
+    run_folder: Path,
+    tmp_path: Path,
+    faint: Path,
+    command: Command,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Known defects of the version there count, and go with the new one, and back."""
+    """What the line's model misses as well is no reason; known defects go along, and back."""
     run = Path(shutil.copytree(run_folder, tmp_path / "line"))
     new = Path(shutil.copytree(run_folder, tmp_path / "new"))
     kept = keep_missed(run / "model", "faint.png", faint.read_bytes()).name
-    assert command("calibrate", ["--model", new, "--threshold", 9.0, "--device", "cpu"])[0] == 0
-    arguments = ["--model", new, "--to", run, "--device", "cpu"]
-    code, _, err = command("deploy", arguments)
-    assert (code, f"this version calls known defects good (missed/{kept} (" in err) == (2, True)
+    arguments = ["--to", run, "--device", "cpu", "--model"]
+    code, out, _ = command("deploy", [*arguments, new])
+    assert (code, "holds this model already; nothing was changed" in out) == (0, True)
+    by_hand = ["--model", new, "--device", "cpu", "--yes", "--threshold"]
+    assert command("calibrate", [*by_hand, 9.0])[0] == 0
+    code, out, err = command("deploy", [*arguments, new])
+    assert (code, "add --yes" in err) == (1, True)
+    assert "known defects caught: 3 of 4 before, 0 after" in out
+    assert "3 known defects now caught would be called good (test/spot/000.png" in caplog.text
     assert not (run / "earlier").exists()
-    assert command("deploy", [*arguments, "--force"])[0] == 0
+    assert command("deploy", [*arguments, new, "--yes"])[0] == 0
     assert (run / "golden" / "missed" / kept).read_bytes() == faint.read_bytes()
     assert json.loads((run / "golden" / "golden.json").read_text())["images"] == {}
     write_part(tmp_path / "other.png", seed=4343)
     later = keep_missed(run / "model", "other.png", (tmp_path / "other.png").read_bytes()).name
     back(run)
     assert sorted(p.name for p in (run / "golden" / "missed").iterdir()) == sorted([kept, later])
-    # One that catches them needs no word.
-    third = Path(shutil.copytree(run_folder, tmp_path / "third"))
-    assert command("calibrate", ["--model", third, "--threshold", 1e-4, "--device", "cpu"])[0] == 0
-    assert command("deploy", ["--model", third, "--to", run, "--device", "cpu"])[0] == 0
+    # One that misses only what was missed before needs no word.
+    assert command("calibrate", [*by_hand, 0.03])[0] == 0
+    code, out, err = command("deploy", [*arguments, new])
+    assert (code, "Still missed, as before: 2." in out) == (0, True), err
 
 
 @pytest.mark.parametrize("place", ["golden", "golden/missed/part.png", "train.json"])
@@ -102,17 +113,30 @@ def test_links_in_a_run_are_not_followed(run_folder: Path, tmp_path: Path, place
     assert not (tmp_path / "line").exists()
 
 
-def test_what_somebody_has_agreed_to_is_deployed(
-    run_folder: Path, tmp_path: Path, faint: Path, command: Command
+def test_another_products_model_isnt_deployed(
+    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Path(shutil.copytree(run_folder, tmp_path / "run"))
-    keep_missed(run / "model", "faint.png", faint.read_bytes())
-    arguments = ["--model", run, "--to", tmp_path / "line", "--device", "cpu"]
-    assert command("deploy", arguments)[0] == 2
-    check = ["--model", run, "--golden", run / "golden", "--device", "cpu"]
-    assert command("selfcheck", [*check, "--record"])[0] == 0  # as `update --force` does
-    assert command("deploy", arguments)[0] == 0
-    assert (tmp_path / "line" / "golden" / "missed").is_dir()
-    shutil.rmtree(tmp_path / "line")
-    deploy(run / "model", tmp_path / "line")
-    assert (tmp_path / "line" / "golden" / "missed").is_dir()
+    """Whether the line's good parts are known, or only what its model has learned."""
+    for i in range(26):
+        write_part(tmp_path / "discs" / f"{i}.png", seed=i)
+        stripes = np.full((96, 120), 40 + 120 * (np.arange(120) // 6 % 2), np.uint8)
+        noise = np.random.default_rng(i).normal(0, 6, (96, 120, 3))
+        (tmp_path / "stripes").mkdir(exist_ok=True)
+        picture = np.clip(stripes[..., None] + noise, 0, 255).astype(np.uint8)
+        cv2.imwrite(str(tmp_path / "stripes" / f"{i}.png"), picture)
+    settings = ["data.format=folder", "data.category=null"]
+    for name in ("discs", "stripes"):
+        root = f"data.root={tmp_path / name}"
+        arguments = train_arguments(tmp_path, tmp_path / "runs" / name, *settings, root)
+        assert command("train", arguments)[0] == 0
+    line = tmp_path / "runs" / "discs"
+    arguments = ["--model", tmp_path / "runs" / "stripes", "--to", line]
+    code, _, err = command("deploy", arguments)
+    assert (code, "add --yes" in err) == (1, True)
+    assert "has learned other parts than the present model: another product?" in caplog.text
+    for i in range(3):
+        write_part(line / "golden" / f"{i}.png", seed=900 + i)
+    write_record(line / "golden", "", {})
+    assert command("deploy", arguments)[0] == 1
+    assert "flags 3 of 3 parts that the present model calls good: another" in caplog.text
+    assert command("deploy", [*arguments, "--yes"])[0] == 0

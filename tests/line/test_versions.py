@@ -84,7 +84,7 @@ def test_a_new_version_and_the_way_back_without_a_gap(
     old, new = model_id(line / "disc" / "model"), model_id(other / "model")
     with serving(line) as served:
         answers = sending(served)
-        code, out, _ = command("deploy", ["--model", other, "--to", line / "disc"])
+        code, out, _ = command("deploy", ["--model", other, "--to", line / "disc", "--yes"])
         assert (code, "6 golden parts" in out, f"holds model {new} now" in out) == (0, True, True)
         until(served, lambda model: model["model_id"] == new)
         seen = len(answers)
@@ -164,8 +164,9 @@ def test_versions_are_kept_in_order(
     run = line / "disc"
     first, second = model_id(run / "model"), model_id(other / "model")
     arguments = ["--device", "cpu", "--to", run]
-    assert command("deploy", [*arguments, "--model", run_folder])[0] == 2  # it is there already
-    said = command("deploy", [*arguments, "--model", other])
+    assert command("deploy", [*arguments, "--model", run_folder])[0] == 0  # it is there already
+    assert not (run / "earlier").exists()
+    said = command("deploy", [*arguments, "--model", other, "--yes"])
     assert (said[0], f"anomaly deploy --to {run} --back" in said[1] + said[2]) == (0, True)
     assert (run / "golden" / "golden.json").is_file()
     assert command("deploy", [*arguments, "--model", run_folder])[0] == 0
@@ -200,7 +201,7 @@ def test_what_is_known_of_a_training_goes_with_its_version(
     """The test split that no threshold may see is that of the model in use."""
     first, second = b'{"data_folder": "elsewhere"}', (other / "train.json").read_bytes()
     (line / "disc" / "train.json").write_bytes(first)
-    assert command("deploy", ["--model", other, "--to", line / "disc"])[0] == 0
+    assert command("deploy", ["--model", other, "--to", line / "disc", "--yes"])[0] == 0
     assert (line / "disc" / "train.json").read_bytes() == second
     assert command("deploy", ["--to", line / "disc", "--back"])[0] == 0
     assert (line / "disc" / "train.json").read_bytes() == first
@@ -227,7 +228,10 @@ def test_an_export_takes_the_place_of_its_model_and_gives_it_back(
 def test_a_version_of_another_name_is_told(line: Path, other: Path, command: Command) -> None:
     """A slip of the hand puts one product's model in the place of another's."""
     shutil.copy(other / "train.json", line / "disc")
-    code, _, err = command("deploy", ["--model", other, "--to", line / "disc", "--device", "cpu"])
+    arguments = ["--model", other, "--to", line / "disc", "--device", "cpu"]
+    code, _, err = command("deploy", arguments)  # it rejects everything
+    assert (code, "calls good: another product?" in err) == (1, True)
+    code, _, err = command("deploy", [*arguments, "--yes"])
     assert (code, "same product" in err) == (0, False)
     summary = json.loads((other / "train.json").read_text())
     (line / "disc" / "train.json").write_text(json.dumps(summary | {"name": "lid"}))

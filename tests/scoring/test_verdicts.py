@@ -17,7 +17,7 @@ from anomaly.calibration import thresholds_by_hand
 from anomaly.calibration.scores import GoodScores
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Scored
-from anomaly.evaluation.update import verdict_changes
+from anomaly.evaluation.price import price
 from anomaly.scoring.build import region_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import verdict
@@ -95,9 +95,9 @@ def test_what_is_not_inspected_is_not_good(model: Model, tmp_path: Path) -> None
         assert re.search("region to look at reaches [67] pixels beyond", found[name].reason)
     assert "shifted by +20 %" in found["far_broken"].reason
     assert "pose can't be found" in found["none"].reason
-    # One way to score: what an update compares are these verdicts.
+    # One way to score: what the price of a change compares are these verdicts.
     samples = [Sample(file, name) for name, file in files.items()]
-    compared = verdict_changes((model, model), samples, tmp_path, 1, lambda *_: None)  # type: ignore[arg-type]
+    compared = price(model, model, {"parts": samples}, workers=1).compared["parts"]
     assert {one.name: one.after for one in compared} == {n: p.verdict for n, p in found.items()}
 
 

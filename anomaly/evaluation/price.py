@@ -1,0 +1,329 @@
+"""The price of a change: verdicts of known parts by the model before and by the model after."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.datasets import Sample
+from anomaly.errors import AnomalyError, DataError, counted, first_of, some
+from anomaly.evaluation.splits import content_hash, dataset_of, recorded
+from anomaly.imaging.listing import list_images
+from anomaly.imaging.loading import UnusableImage
+from anomaly.imaging.read import Image, described
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import verdict
+from anomaly.storage.golden import golden_of, is_missed
+
+if TYPE_CHECKING:
+    from anomaly.training.fit import StageProgress
+
+log = logging.getLogger(__name__)
+
+DEFECTS, GOOD, GOLDEN = "known defects", "known good parts", "golden parts"
+PRODUCTION = "production images"
+_LISTED = 10  # changed verdicts of a kind
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Verdicts and scores of one image before and after a change.
+
+    Attributes:
+        name: of the image.
+        before: the verdict before.
+        after: the verdict after.
+        scores: both scores.
+    """
+
+    name: str
+    before: str
+    after: str
+    scores: tuple[float, float]
+
+    @property
+    def newly_passes(self) -> bool:
+        """Whether the image was caught and would now be called good."""
+        return is_flagged(self.before) and self.after == "good"
+
+    def __str__(self) -> str:
+        before, after = self.scores
+        return f"{self.name}: {self.before} -> {self.after} ({before:.4g} -> {after:.4g})"
+
+
+def is_flagged(verdict: str) -> bool:
+    """Whether a verdict sends the part to a person or rejects it."""
+    return verdict in ("review", "reject")
+
+
+@dataclass(frozen=True, eq=False)
+class Price:
+    """Verdicts of known parts before and after a change.
+
+    Attributes:
+        compared: the images by kind, `DEFECTS` say.
+    """
+
+    compared: Mapping[str, Sequence[Compared]]
+
+    def of(self, *kinds: str) -> list[Compared]:
+        """The images of these kinds."""
+        return [image for kind in kinds for image in self.compared.get(kind, ())]
+
+    @property
+    def refusal(self) -> str:
+        """Why a person has to agree: defects that are caught now would pass; empty if none would.
+
+        Defects that stay missed are no reason. Production images that are rejected now count as
+        defects here: nobody has judged them.
+        """
+        lost = [image.name for image in self.of(DEFECTS) if image.newly_passes]
+        unjudged = [
+            image.name
+            for image in self.of(PRODUCTION)
+            if image.newly_passes and image.before == "reject"
+        ]
+        found = [(lost, "known defect", "caught"), (unjudged, "unjudged image", "rejected")]
+        return "; ".join(
+            f"{counted(len(names), noun)} now {how} would be called good ({some(names)})"
+            for names, noun, how in found
+            if names
+        )
+
+    @property
+    def unlike(self) -> str:
+        """Why the model after may be another product's: it flags most good parts; empty if not."""
+        good = [image for image in self.of(GOOD, GOLDEN) if image.before == "good"]
+        flagged = sum(is_flagged(image.after) for image in good)
+        if 2 * flagged <= len(good):
+            return ""
+        return (
+            f"the new model flags {flagged} of {counted(len(good), 'part')} that the present model "
+            "calls good: another product?"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Readable lines: how many are caught or flagged before and after, and what changes."""
+        for kind, images in self.compared.items():
+            if not images:
+                continue
+            before = sum(is_flagged(image.before) for image in images)
+            after = sum(is_flagged(image.after) for image in images)
+            done = "caught" if kind == DEFECTS else "flagged"
+            yield f"{kind} {done}: {before} of {len(images)} before, {after} after"
+            changed = [image for image in images if image.before != image.after]
+            # Escapes first.
+            changed.sort(key=lambda image: (not image.newly_passes, image.name))
+            yield from (f"  {image}" for image in first_of([*map(str, changed)], most=_LISTED))
+        missed = sum(image.before == image.after == "good" for image in self.of(DEFECTS))
+        if missed:
+            yield f"Still missed, as before: {missed}."
+        if not self.of(DEFECTS):
+            yield (
+                "No known defects to compare, so whether defects are still caught is unknown; keep "
+                "some with anomaly missed --keep"
+            )
+
+
+def price(
+    before: Model,
+    after: Model,
+    known: Mapping[str, Sequence[Sample]],
+    *,
+    workers: int = 2,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Price:
+    """Score known parts with both models, or once where only thresholds differ.
+
+    Args:
+        before: the present model.
+        after: the model that is to take its place.
+        known: images by kind, as `known_parts` finds them.
+        workers: decoding processes.
+        progress: called with (stage, done, total).
+    """
+    compared = {}
+    for kind, samples in known.items():
+        shown = partial(progress, kind)
+        old = _scored(before, samples, workers, shown)
+        new = old if after.scorer is before.scorer else _scored(after, samples, workers, shown)
+        compared[kind] = [
+            compare(sample.name, (before, *old[i]), (after, *new[i]))
+            for i, sample in enumerate(samples)
+            if i in old and i in new
+        ]
+    return Price(compared)
+
+
+def compare(name: str, *both: tuple[Model, float, str]) -> Compared:
+    """Compare an image's verdicts.
+
+    Args:
+        name: of the image.
+        both: a model, the image's score and the reason for review, before and after.
+    """
+    old, new = (verdict(score, model.thresholds, reason) for model, score, reason in both)
+    return Compared(name, old, new, (both[0][1], both[1][1]))
+
+
+def _scored(
+    model: Model, samples: Sequence[Sample], workers: int, progress: partial[None]
+) -> dict[int, tuple[float, str]]:
+    """Score and reason for review of each usable image, by its place."""
+    scored = {}
+    results = model.score_all([sample.source for sample in samples], workers=workers)
+    for done, result in enumerate(results if samples else (), 1):
+        progress(done, len(samples))
+        if isinstance(result, UnusableImage):
+            log.warning("skipped: %s", result.reason)
+        else:
+            scored[result.index] = result.score, result.reason
+    return scored
+
+
+def unlike_training(before: Model, after: Model) -> str:
+    """Why a model may be another product's: what the two have learned; empty if not.
+
+    Models of different networks can't be compared like that.
+    """
+    new, old = after.training_statistics, before.training_statistics
+    same = after.manifest["backbone"] == before.manifest["backbone"]
+    if new is None or old is None or not same or new.resembles(old):
+        return ""
+    return "the new model has learned other parts than the present model: another product?"
+
+
+def known_parts(
+    models: Sequence[Model], test: Iterable[Sample], defects: Iterable[Sample] = ()
+) -> dict[str, list[Sample]]:
+    """The parts that somebody has judged, by kind, each once by content.
+
+    Args:
+        models: whose golden parts count.
+        test: images of their test splits.
+        defects: further defects.
+    """
+    golden = [sample for model in models for sample in golden_samples(model.folder)]
+    test = list(test)
+    kinds = {
+        DEFECTS: [
+            *defects,
+            *(part for part in golden if part.is_defect),
+            *(sample for sample in test if sample.is_defect),
+        ],
+        GOOD: [sample for sample in test if not sample.is_defect],
+        GOLDEN: [part for part in golden if not part.is_defect],
+    }
+    met: set[str] = set()
+    return {kind: list(_distinct(samples, met)) for kind, samples in kinds.items()}
+
+
+def _distinct(samples: Iterable[Sample], met: set[str]) -> Iterator[Sample]:
+    """The images whose content wasn't met; unreadable files are included, to be reported."""
+    for sample in samples:
+        sha256 = content_hash(sample)
+        if sha256 not in met:
+            yield sample
+        met |= {sha256} - {""}
+
+
+def golden_samples(folder: Path | None) -> list[Sample]:
+    """The golden parts beside a model folder; the missed ones are defects."""
+    golden = None if folder is None else golden_of(folder)
+    if golden is None:
+        return []
+    names = {path: path.relative_to(golden).as_posix() for path in list_images(golden)}
+    kinds = {True: "missed", False: "good"}
+    return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
+
+
+def evaluated_on(model: Model, data_root: Path | None = None) -> Sequence[Sample]:
+    """The images that a model is evaluated on, where its run remembers them and they are there.
+
+    A warning says where they aren't.
+
+    Args:
+        model: that was trained.
+        data_root: the data sets' folder, where it has moved.
+
+    Raises:
+        DataError: they aren't in `data_root`.
+    """
+    if model.folder is None:
+        return ()
+    try:
+        return dataset_of(model, model.folder, data_root).test
+    except AnomalyError as error:
+        if data_root is not None:
+            raise
+        log.warning(
+            "the test split isn't compared; make sure that these images aren't part of it: %s",
+            error,
+        )
+        return ()
+
+
+def fresh(
+    model: Model,
+    samples: Sequence[Sample],
+    what: str,
+    known: Mapping[str, Sequence[Sample]],
+    *,
+    defects: Iterable[Sample] = (),
+    unsorted: bool = False,
+) -> list[Sample]:
+    """Images to learn from or to find thresholds with, each once; unreadable ones are included.
+
+    A warning says how many are left out, and why.
+
+    Args:
+        model: trained.
+        samples: the images.
+        what: the images are, for messages.
+        known: parts of the test split and other known parts, from `known_parts`.
+        defects: given together with the images.
+        unsorted: whether nobody has judged the images; then those that an earlier calibration
+            took as defects are left out, too.
+
+    Raises:
+        DataError: an image is given as a defect, too; or none is left.
+    """
+    bad = set(map(content_hash, defects)) - {""}
+    parts = map(content_hash, [*known[DEFECTS], *known[GOOD]])
+    apart: dict[str, set[str]] = {
+        "that the model has learned from": set(model.manifest["training_images"].values()),
+        "of the test split or known as defects": {*parts, *recorded(model, "defects")},
+        "taken as defects before": recorded(model, "taken as defects") if unsorted else set(),
+        "that are copies of others": set(),
+    }
+    kept: list[Sample] = []
+    out: Counter[str] = Counter()
+    for sample in samples:
+        sha256 = content_hash(sample)
+        if sha256 in bad:
+            raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+        reason = next((why for why, hashes in apart.items() if sha256 and sha256 in hashes), "")
+        out[reason] += 1
+        kept += [] if reason else [sample]
+        apart["that are copies of others"].add(sha256)
+    left_out = ", ".join(f"{out[reason]} {reason}" for reason in apart if out[reason])
+    if not kept:
+        raise DataError(f"none of {len(samples)} {what} can be used: {left_out}; give others")
+    if left_out:
+        log.warning("%s left out: %s", what, left_out)
+    return kept
+
+
+def samples_of(images: Iterable[Path | Image]) -> list[Sample]:
+    """Images as samples, those in memory named by their place."""
+    return [
+        Sample(image, image.name)
+        if isinstance(image, Path)
+        else Sample(Path(described(i)), described(i), image=image)
+        for i, image in enumerate(images)
+    ]
