@@ -49,7 +49,6 @@ NUMERICAL = [
     "tests/backbones/test_optimise.py",
     "tests/calibration/test_model_thresholds.py",
     "tests/backbones/test_embedder.py",
-    "tests/export/test_pooling.py",
     "tests/inference/test_watch.py::test_a_shift",
     "tests/inference/test_watch.py::test_a_name_that_is_used_again",
 ]
