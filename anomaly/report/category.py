@@ -52,7 +52,6 @@ class Category:
         settings: the model's config as plain values.
         training: what the run's train.json says; empty where it isn't there.
         data_folder: where the test images are.
-        own_split: whether they are the test split of a data set, not images of somebody's choice.
         date: of the evaluation, in UTC.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
@@ -69,7 +68,6 @@ class Category:
     settings: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     data_folder: str = ""
-    own_split: bool = True
     date: str = ""
     seconds: float = 0.0
     tiles: Mapping[int, Tile] = field(default_factory=dict)
@@ -171,7 +169,6 @@ def evaluated(
         settings=to_dict(detector.config),
         training=training,
         data_folder=data_folder,
-        own_split=own_split,
         date=utc_now(),
         seconds=seconds,
         tiles=pictures,

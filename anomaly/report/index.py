@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from anomaly.files.writing import claim, clear, write
 from anomaly.report.category import Category
 from anomaly.report.document import glossary, report_html, term
-from anomaly.report.page import asset, row_html, table_html, table_page
+from anomaly.report.page import row_html, table_html, table_page
 from anomaly.report.tables import (
     Columns,
     defined_columns,
@@ -128,54 +125,33 @@ def index_html(
         failures: what couldn't be evaluated.
         links: category name to its report, relative to the index.
     """
-    papers = [_published(category) for category in categories]
     evaluations = [c.evaluation for c in categories]
     columns = defined_columns(evaluations)
     head = ["Category", "Good", "Defective", "Escapes", "False rejects", "Good to review"]
     head += [term(key, title) if key in glossary() else escape(title) for title, key in columns]
     head.append("Scores")
-    rows = [
-        _row(c, columns, paper, links.get(c.name))
-        for c, paper in zip(categories, papers, strict=True)
-    ]
+    rows = [_row(c, columns, links.get(c.name)) for c in categories]
     shared = on_shared_images(evaluations)
     if len(categories) > 1 and not shared:
-        rows.append(_mean_row(categories, columns, papers))
+        rows.append(_mean_row(categories, columns))
     rows += [_failed(f, len(head)) for f in failures]
     kind = "models" if shared else "categories"
     count = f"{len(categories)} of {len(categories) + len(failures)} {kind} evaluated"
     dates = sorted({c.date for c in categories if c.date})[-1:]
     about = escape(" · ".join([count, *dates, f"anomaly {__version__}"]))
     notes = [f"{c.name}: {note}." for c in categories if (note := flattered(c.evaluation))]
-    content = table_html(head, rows) + _notes(papers, notes, shared=shared)
+    content = table_html(head, rows) + _notes(notes, shared=shared)
     return table_page("Evaluation", "Evaluation", about, content)
 
 
-def _published(category: Category) -> Published | None:
-    if not category.own_split:
-        return None
-    layers = list(category.manifest.get("backbone", {}).get("layers", []))
-    return published(category.settings, layers)
-
-
-def _trained_on(category: Category) -> str:
-    return str(category.settings.get("data", {}).get("category"))
-
-
-def _row(category: Category, columns: Columns, paper: Published | None, link: str | None) -> str:
+def _row(category: Category, columns: Columns, link: str | None) -> str:
     evaluation = category.evaluation
     name = f"<bdi>{escape(category.name)}</bdi>"
     if link is not None:
         name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
     if category.data_folder:
         name += f"<small><bdi>{escape(category.data_folder)}</bdi></small>"
-    figures = [
-        _figure(
-            evaluation.metrics.values.get(key),
-            paper.figures.get(key, {}).get(_trained_on(category)) if paper else None,
-        )
-        for _, key in columns
-    ]
+    figures = [_shown(evaluation.metrics.values.get(key)) for _, key in columns]
     verdicts = ["–"] * 3
     if counts := category.verdicts:
         wrong = _count(counts.escapes), _count(counts.false_rejects)
@@ -184,18 +160,9 @@ def _row(category: Category, columns: Columns, paper: Published | None, link: st
     return row_html(name, cells)
 
 
-def _mean_row(
-    categories: Sequence[Category], columns: Columns, papers: Sequence[Published | None]
-) -> str:
-    paper = papers[0]
-    names = set(map(_trained_on, categories))
-    # A paper's mean is over all its categories; beside that of a few it would mislead.
-    if paper and (
-        any(p is not paper for p in papers) or names != set().union(*paper.figures.values())
-    ):
-        paper = None
-    ours = mean([c.evaluation for c in categories])
-    figures = [_figure(ours.get(key), paper.mean.get(key) if paper else None) for _, key in columns]
+def _mean_row(categories: Sequence[Category], columns: Columns) -> str:
+    means = mean([c.evaluation for c in categories])
+    figures = [_shown(means.get(key)) for _, key in columns]
     counts = [v for c in categories if (v := c.verdicts)]
     totals = [
         sum(v.escapes for v in counts),
@@ -215,20 +182,15 @@ def _failed(failure: Failure, columns: int) -> str:
     )
 
 
-def _figure(ours: float | None, theirs: float | None) -> str:
-    shown = "–" if ours is None else f"{ours:.4f}"
-    if theirs is None:
-        return shown
-    difference = "" if ours is None else f" ({ours - theirs:+.3f})"
-    return f"{shown}<small>paper {theirs:.3f}{difference}</small>"
+def _shown(figure: float | None) -> str:
+    return "–" if figure is None else f"{figure:.4f}"
 
 
 def _count(wrong: int) -> str:
     return f'<b class="wrong">{wrong}</b>' if wrong else "0"
 
 
-def _notes(papers: Sequence[Published | None], notes: Sequence[str], *, shared: bool) -> str:
-    sources = dict.fromkeys(p.source for p in papers if p)
+def _notes(notes: Sequence[str], *, shared: bool) -> str:
     lines = [
         *([_SHARED] if shared else []),
         "Escapes (defects called good), false rejects (good parts rejected) and good parts to "
@@ -236,7 +198,6 @@ def _notes(papers: Sequence[Published | None], notes: Sequence[str], *, shared: 
         *notes,
         "Scores: good parts above the line, defective ones below; the vertical line is the "
         "reject threshold. The mean leaves out what is undefined.",
-        *(f"Paper: {source}." for source in sources),
     ]
     return "".join(f'<p class="soft small">{escape(line)}</p>' for line in lines)
 
@@ -265,44 +226,3 @@ def _strip(category: Category) -> str:
         f'<svg class="strip" width="{_STRIP_WIDTH}" height="{_STRIP_HEIGHT}" role="img" '
         f'aria-label="scores from {low:.4g} to {low + span:.4g}">{paths}{line}</svg>'
     )
-
-
-@dataclass(frozen=True)
-class Published:
-    """A setting's published figures, shares from 0 to 1.
-
-    Attributes:
-        source: who published them, and how their setting differs from ours.
-        settings: what they hold for: by section and key of a config, the values accepted there.
-        figures: metric to category to figure.
-        mean: metric to the mean over all categories.
-    """
-
-    source: str
-    settings: Mapping[str, Mapping[str, Sequence[Any]]]
-    figures: Mapping[str, Mapping[str, float]]
-    mean: Mapping[str, float]
-
-
-@cache
-def all_published() -> tuple[Published, ...]:
-    """What papers on MVTec AD have published, each setting once."""
-    return tuple(Published(**entry) for entry in json.loads(asset("published.json")))
-
-
-def published(settings: Mapping[str, Any], layers: list[str]) -> Published | None:
-    """The figures published for a setting; None where there are none.
-
-    Args:
-        settings: a model's config as plain values.
-        layers: the layers it hooks.
-    """
-    actual = {**settings, "backbone": {**settings.get("backbone", {}), "layers": layers}}
-    for paper in all_published():
-        if all(
-            actual.get(section, {}).get(key) in accepted
-            for section, keys in paper.settings.items()
-            for key, accepted in keys.items()
-        ):
-            return paper
-    return None

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
 from report_cases import case, limits
 
-from anomaly.report import index
-from anomaly.report.index import all_published, index_html
+from anomaly.report.index import index_html
 from anomaly.report.tables import metrics_json, passed_in_evaluation, scores_csv, table
 
 
@@ -46,11 +44,3 @@ def test_the_index_says_when_and_of_which_data() -> None:
     page = index_html([category], [], {})
     assert "2026-11-22 01:00 UTC" in page
     assert "/data/&lt;disc&gt;" in page
-
-
-def test_papers_figures_stand_beside_the_test_split_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "published", lambda settings, layers: all_published()[0])
-    own = case(40, name="bottle", thresholds=limits())
-    said = "pooled to 1024 dimensions; ours"
-    assert said in index_html([own], [], {})
-    assert said not in index_html([replace(own, own_split=False)], [], {})
