@@ -57,11 +57,6 @@ class Scored:
     reason: str = ""
     image_sha256: str = ""
 
-    @classmethod
-    def of(cls, sample: Sample, prediction: Prediction) -> Scored:
-        """What a prediction says of a test image."""
-        return cls(sample, prediction.score, prediction.reason, prediction.sha256)
-
     @property
     def outlier(self) -> bool:
         """Whether it isn't called good whatever its score."""
@@ -177,7 +172,7 @@ def score_test_split(
                 if mask is not None and sample.is_defect and not mask.any():
                     mask = None  # or it would count as a good image's
                     unmarked.append(str(sample.mask_path))
-                scored[result.index] = Scored.of(sample, result)
+                scored[result.index] = Scored(sample, result.score, result.reason, result.sha256)
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)

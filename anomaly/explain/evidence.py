@@ -19,7 +19,7 @@ from anomaly.imaging.loading import NetworkInput, turn_of, upright
 from anomaly.imaging.pose import Pose
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
-from anomaly.scoring.image_score import inside_of, pieces_of
+from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.pipeline import Model
 
 _FLAWS = 4  # that are shown
@@ -163,14 +163,15 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
         (3, H, W) at the network's size, in score units per unit of a colour in [0, 1].
     """
     network, layers = detector.extractor.network, detector.extractor.layers
+    pieces = pieces_of([item])
 
     def score(images: Tensor) -> Tensor:
         with capture(network, layers, stop=True, grad=True) as captured:
             captured.run(detector.normalise(images))
             maps = detector.extractor.maps_of(captured.pop(), images)
         embeddings = detector.embedder.align(maps)
-        inside = inside_of([item], embeddings, detector.region)
-        scores: Tensor = detector.score_patches(embeddings, pieces_of([item]), inside)[1]
+        inside = patches_inside(pieces, embeddings, detector.region)
+        scores: Tensor = detector.score_patches(embeddings, pieces, inside)[1]
         return scores
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)

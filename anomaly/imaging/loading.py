@@ -222,10 +222,12 @@ def paint(name: Path | str, image: Image, view: View) -> NDArray[np.float32]:
         ) from None
 
 
-def drop_outside_region(
+def inspectable(
     items: Iterable[NetworkInput | UnusableImage],
     grid: Callable[[tuple[int, int]], tuple[int, int]],
     region: Region | None,
+    *,
+    learned: bool = False,
 ) -> Iterator[NetworkInput | UnusableImage]:
     """Refuse images none of whose patches lie inside a region, each before it joins a batch.
 
@@ -233,30 +235,22 @@ def drop_outside_region(
         items: loaded images; those refused already pass through.
         grid: gives (h, w) of the patches for (H, W) of a network input.
         region: what of each image counts; None lets all pass.
+        learned: whether the images are learned: those with a doubtful pose aren't.
     """
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for item in items:
-        if region is not None and isinstance(item, NetworkInput):
-            size = item.view.size
-            grids[size] = grids.get(size) or grid(size)
+        if isinstance(item, NetworkInput):
+            pose, size = item.view.pose, item.view.size
             try:
-                counted(region, item.layout, grids[size])
+                if learned and pose is not None and pose.reason:
+                    raise DataError(pose.reason)
+                if region is not None:
+                    grids[size] = grids.get(size) or grid(size)
+                    counted(region, item.layout, grids[size])  # raises where none counts
             except DataError as error:
                 yield to_unusable(item.index, item.name, error)
                 continue
         yield item
-
-
-def drop_without_pose(
-    items: Iterable[NetworkInput | UnusableImage],
-) -> Iterator[NetworkInput | UnusableImage]:
-    """Refuse images with a doubtful pose; they aren't learned."""
-    for item in items:
-        pose = item.view.pose if isinstance(item, NetworkInput) else None
-        if isinstance(item, NetworkInput) and pose is not None and pose.reason:
-            yield UnusableImage(item.index, "unsupported", f"{item.name}: {pose.reason}")
-        else:
-            yield item
 
 
 def by_shape(

@@ -182,23 +182,14 @@ def _highest(values: Array, count: int) -> Array:
     return values.topk(count).values
 
 
-def inside_of(
-    batch: Sequence[NetworkInput], embeddings: Array, region: Region | None
-) -> Array | None:
-    """Which patches (B, h, w) of embeddings (B, h, w, D) count; None for all.
-
-    Raises:
-        DataError: none of an image's patches does.
-    """
-    return inside(pieces_of(batch), embeddings, region)
-
-
 def pieces_of(batch: Sequence[NetworkInput]) -> list[Piece]:
     """The layouts and tiles behind network inputs."""
     return [(item.layout, item.tile, item.turn) for item in batch]
 
 
-def inside(pieces: Sequence[Piece], embeddings: Array, region: Region | None) -> Array | None:
+def patches_inside(
+    pieces: Sequence[Piece], embeddings: Array, region: Region | None
+) -> Array | None:
     """Which patches of images count, by their layouts and tiles.
 
     Args:

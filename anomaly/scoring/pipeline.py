@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,13 +19,13 @@ from anomaly.errors import DataError, ImageError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
 from anomaly.imaging.decoder_pool import Decoders, load_shared
 from anomaly.imaging.decoder_worker import Task
-from anomaly.imaging.geometry import AnyView, Tiling, patch_size
+from anomaly.imaging.geometry import AnyView, Tiling
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
     UnusableImage,
     by_shape,
-    drop_outside_region,
+    inspectable,
     to_unusable,
 )
 from anomaly.imaging.read import Image
@@ -41,9 +40,9 @@ from anomaly.scoring.image_score import (
     Piece,
     area_on_map,
     image_scores,
-    inside_of,
     levels_of_areas,
     network_map,
+    patches_inside,
     pieces_of,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
@@ -277,7 +276,7 @@ class Model:
         Args:
             items: loaded images; those refused already pass through.
         """
-        return drop_outside_region(items, self.embedder.grid, self.region)
+        return inspectable(items, self.embedder.grid, self.region)
 
     def predict_batches(
         self, batches: Iterable[list[NetworkInput] | UnusableImage]
@@ -348,10 +347,9 @@ class Model:
         Raises:
             DataError: the region to look at holds none of an image's patches.
         """
-        embeddings = self.embedder(batch)
-        inside = inside_of(batch, embeddings, self.region)
-        statistics = statistics_of(batch, embeddings, inside)
-        return Embedded(embeddings, inside, statistics, pieces_of(batch))
+        embeddings, pieces = self.embedder(batch), pieces_of(batch)
+        inside = patches_inside(pieces, embeddings, self.region)
+        return Embedded(embeddings, inside, statistics_of(batch, embeddings, inside), pieces)
 
     def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[float]]:
         """The patches of images or tiles, with their scores.
@@ -420,10 +418,10 @@ class Model:
         """
         if self.region is None or self.region.look is None:
             return ""
-        tile, tiles = self.embedder.grid(view.size), map(len, view.axes)
-        height, width = patch_size(view, tuple(map(operator.mul, tile, tiles)))
+        half = min(self.extractor.strides) / 2
+        height, width = (half * axis[0].source / axis[0].resized for axis in view.axes)
         across, down = beyond(self.region, view)
-        if across <= width / 2 and down <= height / 2:
+        if across <= width and down <= height:
             return ""
         return (
             f"the region to look at reaches {math.ceil(max(across, down))} pixels beyond the "

@@ -30,8 +30,7 @@ from anomaly.imaging.loading import (
     NetworkInput,
     UnusableImage,
     by_shape,
-    drop_outside_region,
-    drop_without_pose,
+    inspectable,
     tile_by_tile,
     turned_corner,
     with_turned,
@@ -53,7 +52,7 @@ from anomaly.methods.base import (
 from anomaly.runtime.devices import release_memory
 from anomaly.runtime.parallel import in_parallel
 from anomaly.scoring.build import turns_of
-from anomaly.scoring.image_score import inside, inside_of
+from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.image_statistics import (
     ImageStatistics,
     StatisticsSums,
@@ -166,9 +165,7 @@ class FeatureCache:
         size = embedder.max_batch_size(model.config.batch_size)
         turns = turns_of(model.config) if learned else ()
         loaded = self._decoders.load_all(images.items())
-        if learned:
-            loaded = drop_without_pose(loaded)
-        loaded = drop_outside_region(loaded, embedder.grid, model.region)
+        loaded = inspectable(loaded, embedder.grid, model.region, learned=learned)
         batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
         with torch.inference_mode():
             writer = _Writer(self, images, 1 + len(turns), among)
@@ -195,7 +192,7 @@ class FeatureCache:
         with torch.inference_mode():
             maps = embedder.maps(batch)
             embeddings = embedder.align(maps)
-            inside = inside_of(batch, embeddings, self.model.region)
+            inside = patches_inside(pieces_of(batch), embeddings, self.model.region)
             # A turned copy has the statistics of its image.
             statistics = [] if batch[0].turn else statistics_of(batch, embeddings, inside)
         kept = [embeddings] if self.fitter.compact else maps
@@ -597,7 +594,7 @@ def _patch_batch(
         embeddings,
         tuple(name.image for name in names),
         tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
-        inside(pieces, embeddings, region),
+        patches_inside(pieces, embeddings, region),
     )
 
 

@@ -473,11 +473,9 @@ def train(
     partly = [samples[i].name for i in fit.images if fit.detector.uninspected(features.views[i])]
     if partly:
         log.warning(
-            "in %d of %d training images a part of image.region lies outside the photograph (%s); "
-            "such parts are for review: draw the region where every part is in view",
-            len(partly),
-            len(fit.images),
-            some(partly),
+            f"in {len(partly)} of {len(fit.images)} training images a part of image.region lies "
+            f"outside the photograph ({some(partly)}); such parts are for review: draw the region "
+            "where every part is in view"
         )
     return Training(
         replace(
