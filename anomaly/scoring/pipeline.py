@@ -46,7 +46,7 @@ from anomaly.scoring.image_score import (
     pieces_of,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction, verdict
+from anomaly.scoring.prediction import Patches, Prediction
 
 if TYPE_CHECKING:
     import torch
@@ -427,10 +427,6 @@ class Model:
             f"the region to look at reaches {math.ceil(max(across, down))} pixels beyond the "
             "photograph, so a part of it wasn't inspected (part out of view?)"
         )
-
-    def verdict_of(self, score: float, view: AnyView, statistics: ImageStatistics) -> str:
-        """The verdict that `prediction` gives an image of this score."""
-        return verdict(score, self.thresholds, self.review_reason(view, statistics))
 
     def score_patches(
         self, embeddings: Array, pieces: Sequence[Piece], inside: Array | None = None

@@ -22,6 +22,7 @@ from anomaly.imaging.decoder_worker import Task
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import verdict
 from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import StageProgress
@@ -105,8 +106,9 @@ def learn(
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
         statistics = TrainingStatistics.of([patches.statistics[i] for i in trial.numbers])
         scored = scores_of(detector, patches.only(trial.numbers), patches.views)
+        views, looks = patches.views, patches.statistics
         before = [
-            detector.verdict_of(scored[i][0], patches.views[i], patches.statistics[i])
+            verdict(scored[i][0], detector.thresholds, detector.review_reason(views[i], looks[i]))
             for i in trial.numbers
         ]
     left_out = {name: i for i, name in names.items() if name not in hashes}
