@@ -21,7 +21,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import SMALL_SET, advice, check
-from anomaly.datasets.recognise import LIST_SUFFIX, chosen, recognise, with_copies_together
+from anomaly.datasets.recognise import LIST_SUFFIX, recognise, with_copies_together
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, from_json, write
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 def _start(options: argparse.Namespace, settings: Config) -> int:
     output, name = options.output, settings.name
     ask = input if options.interactive else None
-    taken = chosen(recognise(options.folder, options.format, ask), ask)
+    taken = recognise(options.folder, options.format, ask)
     config = output / f"{name}.yaml"
     check_run_folder(output)
     claim(output, ("model",), overwrite=options.overwrite)
@@ -89,8 +89,7 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
         if kind in (readers(hint.key) or [kind]) and (tileable or hint.key != "image.tile")
     ]
     for hint in hints:
-        setting = f" ({hint.key}: {hint.value})" if hint.key else ""
-        log.info(f"- {hint.reason}{setting}")
+        log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
     write(config, config_text(name, taken, network, why, hints))
     log.info(f"the settings and their reasons are in {config}; edit them if you know better")
     code = _train(options, config, report)
@@ -221,7 +220,7 @@ def config_text(
         taken: what its images are taken for.
         network: the backbone; None where the settings on the command line name one.
         why: why that one.
-        hints: further settings, and remarks.
+        hints: further settings.
     """
     import yaml
 
@@ -240,12 +239,10 @@ def config_text(
         lines += ["backbone:", f"  # {why}", f"  name: {network}", "  weights: imagenet"]
     sections: dict[str, list[str]] = {"image": [], "model": []}
     for hint in hints:
-        section, _, key = (hint.key or "image.").partition(".")
-        setting = [f"  {key}: {hint.value}"] if key else []
-        sections[section] += [f"  # {hint.reason}", *setting]
+        section, _, key = hint.key.partition(".")
+        sections[section] += [f"  # {hint.reason}", f"  {key}: {hint.value}"]
     for section, inside in sections.items():
-        has_settings = any(not line.startswith("  #") for line in inside)
-        lines += [f"{section}:" if has_settings else f"# {section}:", *inside] if inside else []
+        lines += [f"{section}:", *inside] if inside else []
     return "\n".join(lines) + "\n"
 
 

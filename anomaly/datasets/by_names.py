@@ -120,26 +120,6 @@ def open_by_names(folder: Path) -> Dataset:
     return replace(in_splits(folder, samples, hint), unused_masks=left)
 
 
-def first_not_good(folders: Iterable[Path], top: Path) -> Path | None:
-    """The first folder whose images aren't good by its name, or by its neighbours'.
-
-    Where a folder inside says good, those that don't mean something else.
-
-    Args:
-        folders: that hold images, inside `top` or `top` itself.
-        top: counts where its name is clear and that of no product; those around it don't.
-    """
-    holding = set(folders)
-    known = {f for folder in holding for f in (folder, *folder.parents) if f.is_relative_to(top)}
-    labels = {f: label_of(f.name, alone=f == top) for f in known}
-    if labels.get(top) is Label.UNCLEAR:
-        labels[top] = Label.UNKNOWN
-    if bad := [f for f in known if labels[f] not in (Label.GOOD, Label.UNKNOWN)]:
-        return min(bad)
-    good = {f for f in known if any(labels.get(g) is Label.GOOD for g in (f, *f.parents))}
-    return min(holding - good, default=None) if good else None
-
-
 def check_good(
     images: Iterable[Path],
     folder: Path,
@@ -161,16 +141,26 @@ def check_good(
 
 
 def check_folders(images: Iterable[Path], folder: Path, remedy: Callable[[Path], str]) -> None:
-    """Refuse images to be taken as good where folders' names say otherwise; see `check_good`."""
-    top = plain(folder)
-    bad = first_not_good({plain(image.parent) for image in images}, top)
-    if bad is not None:
-        all_in = "" if bad == top else f", like all in {top}"
-        is_neighbour = label_of(bad.name) in (Label.UNKNOWN, Label.GOOD)
-        why = "beside folders named as good it may hold" if is_neighbour else "by its name it holds"
+    """Refuse images to be taken as good where folders' names say otherwise; see `check_good`.
+
+    Where a folder inside says good, those that don't mean something else.
+    """
+    top, holding = plain(folder), {plain(image.parent) for image in images}
+    known = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
+    labels = {f: label_of(f.name, alone=f == top) for f in known}
+    if labels.get(top) is Label.UNCLEAR:  # nor does the name of a product count
+        labels[top] = Label.UNKNOWN
+    bad = {f for f in known if labels[f] not in (Label.GOOD, Label.UNKNOWN)}
+    why = "by its name it holds"
+    if not bad and Label.GOOD in labels.values():
+        good = {f for f in known if any(labels.get(g) is Label.GOOD for g in (f, *f.parents))}
+        bad, why = holding - good, "beside folders named as good it may hold"
+    if bad:
+        first = min(bad)
+        all_in = "" if first == top else f", like all in {top}"
         raise DataError(
-            f"the images in {bad} would be taken as good{all_in}, but {why} other images: "
-            f"{remedy(bad)}. If they are good, rename that folder"
+            f"the images in {first} would be taken as good{all_in}, but {why} other images: "
+            f"{remedy(first)}. If they are good, rename that folder"
         )
 
 

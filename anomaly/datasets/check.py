@@ -32,7 +32,6 @@ from anomaly.imaging.read import (
     MAX_PIXELS,
     Image,
     bits_used,
-    has_16_bits,
     read_image,
     say_bits_used,
 )
@@ -44,7 +43,7 @@ _FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
 _HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
 _COMPARED = 40  # images that tell how far parts move
-_TILE, _OBLONG = 1024, 1.2
+_TILE = 1024
 # The share of strips from which all are tiled, and the smallest tile that the settings allow.
 _MANY_STRIPS, _LEAST_TILE = 0.1, 64
 
@@ -408,10 +407,10 @@ def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting, or only a remark.
+    """A setting.
 
     Attributes:
-        key: dotted, as in a config; empty for a remark.
+        key: dotted, as in a config.
         value: as YAML has it.
         reason: a sentence or two, for people.
     """
@@ -452,12 +451,6 @@ def _shape_advice(report: DataReport) -> Iterator[Advice]:
         return
     common = sizes.most_common(1)[0][0]
     width, height = (int(side) for side in common.split("×"))
-    if len(sizes) > 1:
-        reason = f"images have {len(sizes)} sizes: each keeps its aspect, at about the same area"
-        yield Advice("", "", reason)
-    elif max(width, height) > _OBLONG * min(width, height):
-        shape = "tall" if height > width else "wide"
-        yield Advice("", "", f"images are {shape} ({common}): their aspect is kept, never squashed")
     is_large = min(width, height) >= _LARGE
     strips = [size for size in sizes if _is_strip(size)]
     if is_large or sum(sizes[size] for size in strips) >= _MANY_STRIPS * sizes.total():
@@ -485,8 +478,3 @@ def _bits_advice(report: DataReport) -> Iterator[Advice]:
             "would look almost black"
         )
         yield Advice("image.bit_depth", str(report.bit_depth), reason)
-        return
-    modes = sum((Counter(split.modes) for split in report.splits.values()), Counter[str]())
-    if deep := sum(count for mode, count in modes.items() if has_16_bits(mode)):
-        images = "images" if deep == modes.total() else f"{deep} of {modes.total()} images"
-        yield Advice("", "", f"{images} have 16 bits and use them all")

@@ -182,14 +182,12 @@ def _good_only(folder: Path) -> Dataset:
         raise undecided(folder, open_, "files")
     good = [s for s in train if named[s.path.stem] is Label.GOOD]
     bad = [replace(s, defect_type="defect") for s in train if s not in good]
-    log.info("%s: %s", folder, say_named(len(good), len(bad)))
+    log.info(
+        "%s: %d images are good by the names of their files, %d defective",
+        folder, len(good), len(bad),
+    )  # fmt: skip
     learned, tested = set_apart(good)
     return Dataset(folder, tuple(learned), (*tested, *bad), drawn=True)
-
-
-def say_named(good: int, defective: int) -> str:
-    """What is said where the names of files tell good images from defective ones."""
-    return f"{good} images are good by the names of their files, {defective} defective"
 
 
 def open_test_images(

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anomaly.datasets.annotations import check_annotations, files_around
 from anomaly.datasets.by_names import labels_in, say_folder, sorted_by_names
-from anomaly.datasets.labels import Label, by_file_names, label_of, split_of
+from anomaly.datasets.labels import Label, label_of, split_of
 from anomaly.datasets.layouts import (
     KNOWN_LAYOUTS,
     folders_in,
-    say_named,
 )
 from anomaly.datasets.masks import plain
 from anomaly.datasets.samples import Dataset, Sample
-from anomaly.errors import DataError, nearest, some
+from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
 from anomaly.imaging.listing import is_folder, list_images, other_files
@@ -46,8 +44,8 @@ class Recognised:
 
 def recognise(
     place: Path, layout: str | None = None, ask: Callable[[str], str] | None = None
-) -> tuple[Recognised, ...]:
-    """The layouts that a folder, or a list of images, can be read as; the likeliest first.
+) -> Recognised:
+    """The layout that a folder, or a list of images, is read as.
 
     Args:
         place: as a user named it.
@@ -56,28 +54,31 @@ def recognise(
             names don't tell, beside others whose names do; None where there is no one to ask.
 
     Raises:
-        DataError: it doesn't exist, holds several data sets or no images, or its folders' names
-            don't tell which are good.
+        DataError: it doesn't exist, holds several data sets or no images, has several layouts, or
+            its folders' names don't tell which are good.
         AnomalyError: its `~` stands for nobody's home folder.
     """
     place = plain(at_home(place))
     if not place.exists():
         raise DataError(f"{place} doesn't exist{like(place)}; give a folder of images")
     if layout is not None:
-        return (Recognised(layout, place, "as you chose"),)
+        return Recognised(layout, place, "as you chose")
     if not is_folder(place):
         if place.suffix.lower() != LIST_SUFFIX:
             raise DataError(
                 f"{place} is a file; give the folder that it is in, or a list ({LIST_SUFFIX})"
             )
-        return (Recognised("csv", place, "a list of images"),)
+        return Recognised("csv", place, "a list of images")
     known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
+    if len(known) > 1:
+        fitting = ", ".join(f"{k.layout} ({k.reason})" for k in known)
+        raise DataError(f"{place} can be {fitting}; choose one with --format")
     if known and known[0].layout != "good_defect":
-        return tuple(known)
+        return known[0]
     if not known:
         _check_whole(place)
         _check_one(place)
-    return (_own_names(place, ask) or _plain(place),)
+    return _own_names(place, ask) or _plain(place)
 
 
 def _check_whole(place: Path) -> None:
@@ -214,10 +215,6 @@ def _plain(place: Path) -> Recognised:
         listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
         give = listed or f"{other_files(place)}; give a folder of good images"
         raise DataError(f"no images in {place}{give}")
-    counts = Counter(by_file_names([image.stem for image in images]).values())
-    if counts[Label.GOOD] and counts[Label.DEFECTIVE]:
-        counted_names = say_named(counts[Label.GOOD], counts[Label.DEFECTIVE])
-        return Recognised("folder", place, counted_names)
     tops = [image.relative_to(place).parts for image in images]
     unclear = sorted({parts[0] for parts in tops if len(parts) > 1})
     if len(unclear) > 1 and all(len(parts) > 1 for parts in tops):
@@ -226,33 +223,4 @@ def _plain(place: Path) -> Recognised:
             f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "
             "folders hold good parts, add --format folder"
         )
-    return Recognised("folder", place, "good images alone")
-
-
-def chosen(candidates: tuple[Recognised, ...], ask: Callable[[str], str] | None) -> Recognised:
-    """The layout to use; a person is asked if there are several.
-
-    Args:
-        candidates: as `recognise` gave them.
-        ask: shows a question and returns the answer, or raises EOFError; None where there is no one
-            to ask.
-
-    Raises:
-        DataError: several fit and there is no one to ask, or the answer names none of them.
-    """
-    if len(candidates) == 1:
-        return candidates[0]
-    listed = ", ".join(f"{c.layout} ({c.reason})" for c in candidates)
-    untold = DataError(f"{candidates[0].root} can be {listed}; choose one with --format")
-    if ask is None:
-        raise untold
-    try:
-        answer = ask(
-            f"{candidates[0].root} can be {listed}. Which? [{candidates[0].layout}] "
-        ).strip()
-    except EOFError:  # Ctrl-D
-        raise untold from None
-    by_name = {c.layout: c for c in candidates}
-    if answer and answer not in by_name:
-        raise DataError(f"{answer!r} isn't one of them; {nearest(answer, by_name)}")
-    return by_name[answer or candidates[0].layout]
+    return Recognised("folder", place, "a folder of images")

@@ -81,7 +81,7 @@ def test_other_texts_beside_images_do_not(
 ) -> None:
     root = tmp_path / "lot"
     _write(root, images, texts)
-    assert recognise(root)[0].layout == "folder"
+    assert recognise(root).layout == "folder"
     assert len(open_dataset("folder", root, None).train) == 8
 
 

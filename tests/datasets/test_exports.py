@@ -18,7 +18,7 @@ def _touch(root: Path, *names: str) -> None:
 def test_folders_of_lookout_for_vision(tmp_path: Path) -> None:
     for split in ("train", "test"):
         _touch(tmp_path, *(f"{split}/{k}/{i}.jpg" for k in ("normal", "anomaly") for i in range(4)))
-    (found,) = recognise(tmp_path)
+    found = recognise(tmp_path)
     assert found.layout == "good_defect"
     dataset = open_dataset(found.layout, found.root, None)
     assert {s.name for s in dataset.train} == {f"train/normal/{i}.jpg" for i in range(4)}
@@ -30,7 +30,7 @@ def test_folders_of_lookout_for_vision(tmp_path: Path) -> None:
 def test_folders_of_roboflow(tmp_path: Path) -> None:
     _touch(tmp_path, "README.roboflow.txt", *(f"train/Good/{i}.jpg" for i in range(4)))
     _touch(tmp_path, "train/Scratch/1.jpg", "valid/Good/1.jpg", "test/Good/1.jpg")
-    (found,) = recognise(tmp_path)
+    found = recognise(tmp_path)
     assert found.layout == "good_defect"
     dataset = open_dataset(found.layout, found.root, None)
     assert [s.name for s in dataset.validation] == ["valid/Good/1.jpg"]
@@ -43,7 +43,7 @@ def test_mvtec_3d_ad(tmp_path: Path) -> None:
     parts = ("train/good", "validation/good", "test/good", "test/hole")
     _touch(tmp_path, *(f"{part}/{kind}/0.png" for part in parts for kind in ("rgb", "xyz")))
     _touch(tmp_path, "test/good/gt/0.png", "test/hole/gt/0.png")
-    (found,) = recognise(tmp_path)
+    found = recognise(tmp_path)
     assert found.layout == "mvtec_3d"
     dataset = open_dataset("mvtec_3d", tmp_path, None)
     assert [s.name for s in dataset.train] == ["train/good/rgb/0.png"]

@@ -169,9 +169,9 @@ def test_no_layout_is_learned_or_counted_wrongly(seed: int, tmp_path: Path) -> N
             recognise(root)
         with pytest.raises(DataError, match="don't say"):
             open_dataset("good_defect", root, None)
-        is_right(_opened(recognise(root, ask=answer)[0], tmp_path / "list.csv"))
+        is_right(_opened(recognise(root, ask=answer), tmp_path / "list.csv"))
     else:
-        is_right(_opened(recognise(root)[0], tmp_path / "list.csv"))
+        is_right(_opened(recognise(root), tmp_path / "list.csv"))
         is_right(open_dataset("good_defect", root, None))
     for take in (_as_folder, _as_inputs):
         try:
