@@ -26,19 +26,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# What each format tests with, for messages.
-TEST_IMAGES = {
-    "folder": "learns from all of it",
-    "mvtec": "has them in test/good and test/<type of defect>",
-    "mvtec_ad_2": "has them in test_public/good and test_public/bad",
-    "mvtec_loco": "has them in test/good and test/<type of defect>",
-    "mvtec_3d": "has them in test/good/rgb and test/<type of defect>/rgb",
-    "btad": "has them in test/ok and test/ko",
-    "visa": "has them in split_csv/1cls.csv with the split `test`",
-    "csv": "has them in rows with the split `test`, or in a list without splits",
-    "good_defect": "has them in defect/ or defect/<type>/, and a fifth of good/, or in test/",
-}
-
 HOW_TO_GET_MVTEC = (
     "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "
     "unpack it, and point data.root at the folder that holds the categories "

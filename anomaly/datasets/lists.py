@@ -57,7 +57,6 @@ def open_list(file: Path) -> Dataset:
     samples: list[tuple[str, Sample]] = []
     seen: dict[str, int] = {}
     unlabelled: list[int] = []
-    numbers = False
     for line, row in _rows(file, COLUMNS, ("path",)):
         where = f"{file} line {line}"
         others = () if "label" in row else sorted(row.keys() - {*COLUMNS})
@@ -80,7 +79,6 @@ def open_list(file: Path) -> Dataset:
         if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
             raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
         seen[name] = line
-        numbers |= row.get("label", "").strip().isdecimal()
         unlabelled += [] if row.get("label", "").strip() else [line]
         samples.append((_split_of(row, sample, where), sample))
     if unlabelled and len(unlabelled) < len(samples):
@@ -94,8 +92,6 @@ def open_list(file: Path) -> Dataset:
         label_them = "give the list a column label, with `good` or a kind of defect in each row"
         paths = [sample.path for _, sample in samples]
         check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
-    if numbers:
-        log.info("%s: label 0 counts as good, other numbers as defects", file)
     kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
     if kinds:
         log.info("%s: these labels count as kinds of defect: %s", file, some(sorted(kinds), most=8))

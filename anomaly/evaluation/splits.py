@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from anomaly.datasets import TEST_IMAGES, Dataset, Sample, open_dataset, open_test_images
+from anomaly.datasets import Dataset, Sample, open_dataset, open_test_images
 from anomaly.datasets.masks import strays
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
@@ -55,8 +55,9 @@ def images_to_test(
         return dataset.test, str(dataset.folder)
     layout = model.config.data.format
     raise DataError(
-        f"{dataset.folder} has no test images: data.format={layout} {TEST_IMAGES[layout]}. Give "
-        "--good FOLDER with other good images and --defects FOLDER with defects"
+        f"{dataset.folder} has no test images where data.format={layout} keeps them (see Your own "
+        "data in the documentation). Give --good FOLDER with other good images and --defects "
+        "FOLDER with defects"
     )
 
 

@@ -108,19 +108,17 @@ def read_rows(
     readings = [_rows_of(text, name, columns, needed) for text in texts_of(data, name)]
     if len(readings) == 1:
         return readings[0]
-    lists = [list(rows) for rows in readings]
-    fits = [sum(worth(row) for _, row in rows) for rows in lists]
-    known = [
-        [[row.get(column) for column in columns] for _, row in rows]
-        for rows, fit in zip(lists, fits, strict=True)
-        if fit == max(fits)
-    ]
+    by_worth: dict[int, list[list[tuple[int, dict[str, str]]]]] = {}
+    for rows in map(list, readings):
+        by_worth.setdefault(sum(worth(row) for _, row in rows), []).append(rows)
+    best = by_worth[max(by_worth)]
+    known = [[[row.get(c) for c in columns] for _, row in rows] for rows in best]
     if any(rows != known[0] for rows in known):
         raise DataError(
             f"{name} isn't UTF-8, and the files that it names don't tell its encoding; see that "
             "they exist, and save it as CSV UTF-8"
         )
-    return iter(lists[fits.index(max(fits))])
+    return iter(best[0])
 
 
 def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]) -> Rows:

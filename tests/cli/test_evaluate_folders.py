@@ -25,7 +25,7 @@ def test_a_model_of_a_plain_folder(
     assert command("train", _arguments(run, product / "train" / "good"))[0] == 0
     code, _, err = command("evaluate", ["--model", run, "--output", tmp_path / "none"])
     assert code == 2
-    assert "data.format=folder learns from all of it" in err
+    assert "no test images where data.format=folder keeps them" in err
     assert "Give --good FOLDER" in err
     assert "test/good" not in err
 
