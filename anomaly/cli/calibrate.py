@@ -6,7 +6,7 @@ import argparse
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -83,15 +83,10 @@ def _run(options: argparse.Namespace) -> int:
     given = _given(options)
     defects = given.pop("defects", [])
     known = known_parts([model], evaluated_on(model, options.data_root), defects)
-    scored: dict[str, HeldOutScores] = {}
-    for name, samples in given.items():
-        unsorted = name == "production"
-        kept = fresh(model, samples, f"--{name}", known, defects=defects, unsorted=unsorted)
-        with ProgressLine() as progress:
-            shown = partial(progress, name)
-            scored[name] = score_held_out(model, kept, workers=threads, progress=shown)
-        for reason in first_of(scored[name].refused, f" of --{name}"):
-            log.warning("skipped: %s", reason)
+    scored = {
+        name: _score(model, name, samples, known, defects, threads)
+        for name, samples in given.items()
+    }
     unlabelled: ProductionChoice | None = None
     images = {name: one.named_hashes() for name, one in scored.items()}
     if options.undo:
@@ -119,7 +114,8 @@ def _run(options: argparse.Namespace) -> int:
     recall = None
     if defects:
         names = {defect.name for defect in defects}
-        recall = _print_recall(new, [i.scores[1] for i in cost.of(DEFECTS) if i.name in names])
+        scores = [image.scores[1] for image in cost.of(DEFECTS) if image.name in names]
+        recall = _print_recall(new, scores) if scores else None
         images["defects"] = {defect.name: content_hash(defect) for defect in defects}
     exit_code = 3 if any(one.refused for one in scored.values()) else 0
     learned = model.manifest["training_images"]
@@ -155,6 +151,24 @@ def _run(options: argparse.Namespace) -> int:
     if before is not None:
         log.info("To undo: anomaly calibrate --model %s --undo", shlex.quote(str(options.model)))
     return exit_code
+
+
+def _score(
+    model: Model,
+    name: str,
+    samples: Sequence[Sample],
+    known: Mapping[str, Sequence[Sample]],
+    defects: Sequence[Sample],
+    workers: int,
+) -> HeldOutScores:
+    """Score the images of the option `name` that aren't known otherwise."""
+    unsorted = name == "production"
+    kept = fresh(model, samples, f"--{name}", known, defects=defects, unsorted=unsorted)
+    with ProgressLine() as progress:
+        scored = score_held_out(model, kept, workers=workers, progress=partial(progress, name))
+    for reason in first_of(scored.refused, f" of --{name}"):
+        log.warning("skipped: %s", reason)
+    return scored
 
 
 def _given(options: argparse.Namespace) -> dict[str, list[Sample]]:
