@@ -377,7 +377,11 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
     good = [part(seed) for seed in range(80, 90)]
     unlooked = Path("missing.png")
     other = detector.calibrate(
-        [*good, good[0], part(0)], reject_rate=0.2, review_rate=0.2, channels="rgb"
+        [*good, good[0], part(0)],
+        reject_rate=0.2,
+        review_rate=0.2,
+        channels="rgb",
+        force=True,
     )
     assert other.thresholds.images == 10  # a copy, and one that it has learned from, are left out
     assert detector.thresholds.images == 12

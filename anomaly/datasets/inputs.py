@@ -122,7 +122,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
         raise DataError(f"{name} can't be read: {error.strerror}") from None
     if data.startswith(_PICTURES):
         raise DataError(f"{name} is an image, not a list of images; give it with --input")
-    readings = texts_of(data, name)
+    readings = texts_of(data)
     if len(readings) > 1:  # file names are bytes: they stay, unless a code page fits better
         readings.insert(0, os.fsdecode(data))
     lines = max(map(_lines, readings), key=lambda lines: sum(map(exists, lines)))

@@ -105,7 +105,7 @@ def read_rows(
         DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells;
             or several code pages fit equally and differ in known columns.
     """
-    readings = [_rows_of(text, name, columns, needed) for text in texts_of(data, name)]
+    readings = [_rows_of(text, name, columns, needed) for text in texts_of(data)]
     if len(readings) == 1:
         return readings[0]
     by_worth: dict[int, list[list[tuple[int, dict[str, str]]]]] = {}
@@ -122,6 +122,13 @@ def read_rows(
 
 
 def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]) -> Rows:
+    before, null, _ = text.partition("\0")
+    if null:
+        line = before.count("\n") + 1
+        raise DataError(
+            f"{name} line {line} holds a null character: it isn't text in UTF-8, UTF-16 or a code "
+            "page; save it as CSV UTF-8"
+        )
     lines = io.StringIO(text, newline="")
     try:
         first, skipped = lines.readline(), 1
@@ -145,12 +152,8 @@ def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]
         ) from None
 
 
-def texts_of(data: bytes, name: str) -> list[str]:
-    """A list's text; of one that isn't Unicode the texts in all code pages, and in ASCII.
-
-    Raises:
-        DataError: it holds null characters.
-    """
+def texts_of(data: bytes) -> list[str]:
+    """A list's text; of one that isn't Unicode the texts in all code pages, and in ASCII."""
     encoding, rest = marked_encoding(data) or ("utf-8", data)
     # What is marked as UTF-8 is in no code page: other bytes are those of file names.
     names = "surrogateescape" if rest is not data and encoding == "utf-8" else "strict"
@@ -160,13 +163,6 @@ def texts_of(data: bytes, name: str) -> list[str]:
         texts = [rest.decode(page, "replace") for page in CODE_PAGES]
         texts = [text for text in texts if "\ufffd" not in text]
         texts.append(rest.decode("ascii", "replace"))  # fits no worse where nothing tells
-    before, null, _ = texts[0].partition("\0")
-    if null:
-        line = before.count("\n") + 1
-        raise DataError(
-            f"{name} line {line} holds a null character: it isn't text in UTF-8, UTF-16 or a code "
-            "page; save it as CSV UTF-8"
-        )
     return texts
 
 

@@ -113,5 +113,5 @@ def test_the_record_of_another_models_training_is_not_shown(
     detector = anomaly.load(run, device="cpu")
     assert training_of(run, detector.model_id)["bank_vectors"] > 0
     assert training_of(run, "0" * 16) == {}
-    detector.calibrate(threshold=7).save(run / "model", overwrite=True)
+    detector.calibrate(threshold=7, force=True).save(run / "model", overwrite=True)
     assert training_of(run, anomaly.load(run, device="cpu").model_id)["bank_vectors"] > 0

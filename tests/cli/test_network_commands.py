@@ -241,7 +241,7 @@ def test_explain_calls_what_isnt_our_part_what_infer_calls_it(
     output = tmp_path / "why"
     code, out, _ = command("explain", ["--model", run_folder, "--input", image, "--output", output])
     facts = json.loads((output / "explanation.json").read_text())
-    assert (code, facts["verdict"], "a blank image" in facts["reason"]) == (0, "review", True)
+    assert (code, facts["verdict"], "a blank image" in facts["reason"]) == (0, "reject", True)
     assert facts["reason"] in out
 
 

@@ -54,7 +54,7 @@ def test_a_score_a_verdict_and_a_file_have_moved(
     (golden / "good" / "002.png").write_text("damaged")
     code, out, _ = command("selfcheck", _arguments(run_folder, golden))
     assert code == 1
-    assert "good/001.png: verdict good -> review" in out
+    assert "good/001.png: verdict good -> reject" in out
     assert "good/002.png: verdict good -> unsupported" in out
     assert "spot/000.png: recorded, but missing" in out
     assert "new.png: new" in out

@@ -142,7 +142,7 @@ def test_images_that_arent_missed(
     white[0, 0] = 254
     cv2.imwrite(str(tmp_path / "white.png"), white)
     code, said = missed(tmp_path / "white.png", "--model", run)
-    assert (code, "This image is for review already: " in said) == (0, True)
+    assert (code, "This image is rejected already: " in said) == (0, True)
     assert not (run / "golden").exists()
     code, said = missed(spot, learned, "--model", run, "--mask", spot)
     assert (code, "--mask takes one image" in said) == (2, True)

@@ -366,7 +366,9 @@ def test_files_of_two_models_are_not_mixed(
     copied: Path, run_folder: Path, tmp_path: Path, command: Command, product: Path
 ) -> None:
     """Each file is whole, and export.json vouches for the network."""
-    other = AnomalyDetector(load_model(run_folder, "cpu", "fp32")).calibrate(threshold=1)
+    other = AnomalyDetector(load_model(run_folder, "cpu", "fp32")).calibrate(
+        threshold=1, force=True
+    )
     other.save(tmp_path / "other" / "model")
     exported = export(tmp_path / "other", "onnx", tmp_path / "e", "--golden", product / "train")
     for file in (exported / "model").glob("network.*"):
@@ -642,7 +644,7 @@ def test_a_verdict_that_changes_with_the_precision_needs_consent(
     first, second = max(pairs, key=lambda pair: pair[1].score - pair[0].score)
     assert second.score > first.score
     between = (first.score + second.score) / 2
-    arguments = ["--model", run, "--threshold", between, "--device", "cpu"]
+    arguments = ["--model", run, "--threshold", between, "--device", "cpu", "--yes"]
     assert command("calibrate", arguments)[0] == 0
     assert first.path is not None
     (run / "golden").mkdir()

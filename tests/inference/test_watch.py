@@ -157,7 +157,7 @@ def test_a_model_that_is_changed_meanwhile(
     write_part(line / "one.png", seed=1)
 
     def recalibrate() -> None:
-        changed = anomaly.load(run, device="cpu").calibrate(threshold=7)
+        changed = anomaly.load(run, device="cpu").calibrate(threshold=7, force=True)
         changed.save(run / "model", overwrite=True)
 
     code, _, err = shift(

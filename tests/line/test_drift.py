@@ -312,7 +312,7 @@ def test_rows_from_before_a_recalibration_count(
     (tmp_path / "rows.jsonl").write_text(as_jsonl(rows(first, [1.0, 1.1, 1.2])))
     (tmp_path / "results.csv").write_text(as_csv(rows(first, [1.0, 1.1, 1.2]), Row))
     for threshold in (7, 8):
-        arguments = ["--model", run, "--threshold", threshold, "--device", "cpu"]
+        arguments = ["--model", run, "--threshold", threshold, "--device", "cpu", "--yes"]
         assert command("calibrate", arguments)[0] == 0
     code, out, err = command("drift", ["--model", run, "--rows", tmp_path / "rows.jsonl"])
     assert (code, "of 3 parts" in out) == (0, True), err

@@ -128,7 +128,7 @@ def test_pictures_of_judged_parts_are_written_as_a_data_set(
     assert written == {
         "disc/good/part-1.png",
         "disc/defect/part-2.png",
-        "disc/defect/___edge_nick/part-3.png",
+        "disc/defect/_._edge_nick/part-3.png",
         "lid/good/part-6.png",
     }
     assert (to / "disc" / "good" / "part-1.png").read_bytes() == png
