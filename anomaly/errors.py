@@ -63,7 +63,7 @@ class OutputError(AnomalyError):
 
 
 class WriteError(OutputError):
-    """Results can't be written until a disk is mended: it is full, broken or read-only."""
+    """Results can't be written: the disk is full, broken or read-only."""
 
     exit_code = 4
 
@@ -85,7 +85,7 @@ def unwritable(file: Path | str, error: OSError, what: str = "{} can't be writte
     if error.errno == errno.EROFS:
         reason, remedy = "the folder is read-only", "choose another --output"
     elif error.errno == errno.EIO:
-        remedy = "mend the disk"
+        remedy = "choose a folder on another disk"
     elif error.errno == errno.ENOSPC:
         with suppress(OSError, StopIteration):
             there = next(p for p in (Path(file), *Path(file).absolute().parents) if p.exists())

@@ -178,7 +178,7 @@ class FeatureExtractor:
             return self.maps_of(self._outputs(images), images)
 
     def layouts_seen(self, side: int) -> tuple[Layout | None, ...]:
-        """How the layers' outputs lie, by a dry run with a square image."""
+        """Layout of each layer's output in a dry run with a square image; None for no map."""
         image = torch.zeros(1, 3, side, side, device=next(self.network.parameters()).device)
         with torch.inference_mode():
             outputs = self._outputs(image)

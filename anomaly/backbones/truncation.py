@@ -96,7 +96,7 @@ def truncate_again(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureEx
 
 
 def is_as_described(extractor: FeatureExtractor) -> bool:
-    """Whether layers put out what their layouts say, by a dry run; raises as torch does.
+    """True if a dry run's outputs have the extractor's layouts; raises as torch does.
 
     Args:
         extractor: with its weights.

@@ -121,7 +121,7 @@ class GoodScores:
 
     @property
     def cautions(self) -> list[str]:
-        """What the bounds hold for, where that isn't every image; empty without any."""
+        """Limits of what the bounds hold for, a sentence each; empty if that is all images."""
         cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
             cautions.append(

@@ -79,7 +79,6 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     device, threads = device_and_threads(options)
     model = load_model(options.model, device)
-    before, history = model.thresholds, find_model(options.model) / HISTORY
     given = _given(options)
     defects = given.pop("defects", [])
     known = known_parts([model], evaluated_on(model, options.data_root), defects)
@@ -87,70 +86,95 @@ def _run(options: argparse.Namespace) -> int:
         name: _score(model, name, samples, known, defects, threads)
         for name, samples in given.items()
     }
-    unlabelled: ProductionChoice | None = None
+    new, production, taken = _choose(options, model, known[DEFECTS], scored)
+    cost = _cost(model, new, known, scored, threads)
+    if not options.undo:
+        _warn_of_unusual(model.thresholds, new)
+    print("\n".join(new.lines()))
+    recall = _print_recall(new, cost, defects)
+    _say_learned(model, new)
+    doubts = [cost.refusal, *_moved(options, model.thresholds, new)]
+    print("\n".join([*(production.lines() if production else ()), *cost.lines()]))
+    exit_code = 3 if any(one.refused for one in scored.values()) else 0
+    if new == model.thresholds:
+        print("the model already has these thresholds; nothing was changed")
+        return exit_code
+    if not agreed(doubts, options):
+        return 1
     images = {name: one.named_hashes() for name, one in scored.items()}
-    if options.undo:
-        new = earlier_thresholds(model.history, history)
-    elif options.at_most_defective:
-        production = scored["production"].good_scores()
-        unlabelled = _choose_from_production(options, model, known[DEFECTS], production)
-        new, taken = unlabelled.thresholds, {name for name, _ in unlabelled.left_out}
-        hashes = {name: sha256 for name, _, _, sha256 in production.rows() if name in taken}
-        images["taken as defects"] = hashes
-    else:
-        new = _choose(options, model, _good_scores(options, model, known[DEFECTS], scored))
+    if production is not None:
+        images["taken as defects"] = taken
+    if defects:
+        images["defects"] = {defect.name: content_hash(defect) for defect in defects}
+    _save(options, model, new, images, recall)
+    return exit_code
+
+
+def _cost(
+    model: Model,
+    new: Thresholds,
+    known: Mapping[str, Sequence[Sample]],
+    scored: Mapping[str, HeldOutScores],
+    workers: int,
+) -> Price:
+    """The price of other thresholds, for known parts and production images."""
     after = replace(model, thresholds=new)
     with ProgressLine() as progress:
-        cost = price(model, after, known, workers=threads, progress=progress)
-    if "production" in scored:
-        both = [
-            compare(image.path.name, *((one, image.score, image.reason) for one in (model, after)))
-            for image in scored["production"].images
-        ]
-        cost = Price({**cost.compared, PRODUCTION: both})
-    if not options.undo:
-        _warn_of_unusual(before, new)
-    print("\n".join(new.lines()))
-    recall = None
-    if defects:
-        names = {defect.name for defect in defects}
-        scores = [image.scores[1] for image in cost.of(DEFECTS) if image.name in names]
-        recall = _print_recall(new, scores) if scores else None
-        images["defects"] = {defect.name: content_hash(defect) for defect in defects}
-    exit_code = 3 if any(one.refused for one in scored.values()) else 0
+        cost = price(model, after, known, workers=workers, progress=progress)
+    if "production" not in scored:
+        return cost
+    compared = [
+        compare(image.path.name, *((one, image.score, image.reason) for one in (model, after)))
+        for image in scored["production"].images
+    ]
+    return Price({**cost.compared, PRODUCTION: compared})
+
+
+def _say_learned(model: Model, new: Thresholds) -> None:
     learned = model.manifest["training_images"]
     if any(out.name in learned for out in new.good.left_out):
         log.info(
             "the model has still learned from the images left out; if they aren't good, remove "
             "them from the training images and train again"
         )
-    doubts = [cost.refusal]
-    if before is not None:
-        moved = ThresholdChange(before, new)
-        print("\n".join(moved.lines()))
-        if moved.is_doubtful and not options.undo:
-            doubts.append(moved.caution)
-        elif moved.caution:
-            log.warning(moved.caution)
-    print("\n".join([*(unlabelled.lines() if unlabelled else ()), *cost.lines()]))
-    if new == before:
-        print("the model already has these thresholds; nothing was changed")
-        return exit_code
-    if not agreed(doubts, options):
-        return 1
+
+
+def _moved(
+    options: argparse.Namespace, before: Thresholds | None, new: Thresholds
+) -> Sequence[str]:
+    """Print how the thresholds change; doubts that a person has to agree to."""
+    if before is None:
+        return ()
+    moved = ThresholdChange(before, new)
+    print("\n".join(moved.lines()))
+    if moved.is_doubtful and not options.undo:
+        return [moved.caution]
+    if moved.caution:
+        log.warning(moved.caution)
+    return ()
+
+
+def _save(
+    options: argparse.Namespace,
+    model: Model,
+    new: Thresholds,
+    images: Mapping[str, Mapping[str, str]],
+    recall: Mapping[str, Any] | None,
+) -> None:
+    """Write the thresholds into the model folder, and say how to undo that."""
     criteria = {name: value for name in _CRITERIA if (value := getattr(options, name)) is not None}
     if options.data_root is not None:
         criteria["data_root"] = str(options.data_root)
-    record = change(criteria, before, new, images, recall)
+    record = change(criteria, model.thresholds, new, images, recall)
     model_id = replace_thresholds(options.model, new, record)
     print(
         f"new thresholds saved: model {model.model_id} is now {model_id}; all changes are listed "
-        f"in {history}"
+        f"in {find_model(options.model) / HISTORY}"
     )
+    learned = model.manifest["training_images"]
     _report_raised(new, options.model, learned=any(n in learned for n in new.good.names))
-    if before is not None:
+    if model.thresholds is not None:
         log.info("To undo: anomaly calibrate --model %s --undo", shlex.quote(str(options.model)))
-    return exit_code
 
 
 def _score(
@@ -249,7 +273,7 @@ def _good_scores(
     options: argparse.Namespace,
     model: Model,
     known: Sequence[Sample],
-    scored: dict[str, HeldOutScores],
+    scored: Mapping[str, HeldOutScores],
 ) -> GoodScores:
     if images := scored.get("good", scored.get("production")):
         return images.good_scores().without(options.without or ())
@@ -261,18 +285,43 @@ def _good_scores(
     return known_scores(model, known, options.without or ())
 
 
-def _choose(options: argparse.Namespace, model: Model, good: GoodScores) -> Thresholds:
-    """The thresholds that were asked for."""
+def _choose(
+    options: argparse.Namespace,
+    model: Model,
+    defects: Sequence[Sample],
+    scored: Mapping[str, HeldOutScores],
+) -> tuple[Thresholds, ProductionChoice | None, dict[str, str]]:
+    """The thresholds asked for.
+
+    If some production images may be defective, also how these were taken into account, and the
+    sha256, by name, of those that count as defects.
+    """
+    if options.undo:
+        return earlier_thresholds(model.history, find_model(options.model) / HISTORY), None, {}
+    if options.at_most_defective:
+        production = scored["production"].good_scores()
+        choice = _choose_from_production(options, model, defects, production)
+        out = {name for name, _ in choice.left_out}
+        taken = {name: sha256 for name, _, _, sha256 in production.rows() if name in out}
+        return choice.thresholds, choice, taken
+    good = _good_scores(options, model, defects, scored)
     if options.threshold is not None:
-        return by_hand(good, options.threshold, options.review_threshold)
-    return thresholds_from(good, *model.rates(options.review_rate, options.false_reject_rate))
+        return by_hand(good, options.threshold, options.review_threshold), None, {}
+    rates = model.rates(options.review_rate, options.false_reject_rate)
+    return thresholds_from(good, *rates), None, {}
 
 
-def _print_recall(thresholds: Thresholds, scores: Sequence[float]) -> dict[str, Any]:
-    """Print how many defects are found, and return these figures for the record.
+def _print_recall(
+    thresholds: Thresholds, cost: Price, defects: Sequence[Sample]
+) -> dict[str, Any] | None:
+    """Print how many of the given defects are found; these figures for the record, None if none.
 
     Only thresholds by rate are sure not to have been chosen by these defects.
     """
+    names = {defect.name for defect in defects}
+    scores = [image.scores[1] for image in cost.of(DEFECTS) if image.name in names]
+    if not scores:
+        return None
     recalls = {}
     chosen = thresholds.label != "calibrated"
     for what, value in (("rejected", thresholds.image), ("caught", thresholds.review)):

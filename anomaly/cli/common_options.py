@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 def ask(question: str) -> str:
-    """What a person at the terminal answers; empty without a terminal."""
+    """A person's answer at the terminal; empty without a terminal."""
     return input(f"{question} ").strip() if sys.stdin.isatty() and sys.stdout.isatty() else ""
 
 
 def agreed(doubts: Iterable[str], options: argparse.Namespace) -> bool:
-    """Warn of what is doubtful; whether `--yes`, or a person at the terminal, agrees to it."""
+    """Warn of doubts; True if there are none, or `--yes` or a person at the terminal agrees."""
     doubts = [doubt for doubt in doubts if doubt]
     for doubt in doubts:
         log.warning(doubt)

@@ -28,7 +28,7 @@ from anomaly.storage.load import load_model
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """What every worker has to know.
+    """Settings of every worker.
 
     Attributes:
         model: model or run folder, as it is on all machines.

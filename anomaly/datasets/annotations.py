@@ -86,7 +86,7 @@ def files_around(folder: Path) -> list[Path]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """What lies in a folder, but what a system or this program has written."""
+    """Entries of a folder, without those of a system or of this program."""
     entries = entries_of(folder)
     own = own_outputs(folder, [entry.name for entry in entries])
     return [e for e in entries if e.name not in own and not left_by_system(e.name)]
@@ -120,15 +120,15 @@ def _meant(mention: str, folder: Path, known: dict[str, list[Path]]) -> set[Path
     stem = folded(bare if f".{suffix.lower()}" in IMAGE_SUFFIXES else name)
     if not (images := known.get(stem) or known.get(_UPLOADED.sub("", stem, count=1))):
         return set()
-    told = plain(folder / place)
-    here = {image for image in images if image.parent == told}
-    if here or os.path.lexists(told / name):  # another file
+    parent = plain(folder / place)
+    here = {image for image in images if image.parent == parent}
+    if here or os.path.lexists(parent / name):  # another file
         return here
-    return {image for image in images if image.parent.name == told.name} or set(images)
+    return {image for image in images if image.parent.name == parent.name} or set(images)
 
 
 def _mentions(file: Path) -> set[str]:
-    """What may be names in a text, with forward slashes."""
+    """Words of a text file that may be names, with forward slashes."""
     try:
         with file.open("rb") as stream:
             data = stream.read(_MOST_READ // 2)

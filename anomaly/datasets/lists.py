@@ -38,7 +38,7 @@ def named(entry: str, folder: Path = Path()) -> str:
 
 
 def exists(entry: str, folder: Path = Path()) -> bool:
-    """Whether there is what an entry of a list means."""
+    """True if an entry of a list is the path of a file or folder."""
     return os.path.exists(folder / named(entry, folder))  # noqa: PTH110, takes any name
 
 

@@ -48,7 +48,7 @@ class Compared:
 
     @property
     def newly_passes(self) -> bool:
-        """Whether the image was caught and would now be called good."""
+        """True if the image was caught and would now be called good."""
         return is_flagged(self.before) and self.after == "good"
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Compared:
 
 
 def is_flagged(verdict: str) -> bool:
-    """Whether a verdict sends the part to a person or rejects it."""
+    """True for the verdicts review and reject."""
     return verdict in ("review", "reject")
 
 
@@ -77,7 +77,7 @@ class Price:
 
     @property
     def refusal(self) -> str:
-        """Why a person has to agree: defects that are caught now would pass; empty if none would.
+        """Reason to ask a person: defects caught now would pass; empty if none would.
 
         Defects that stay missed are no reason. Production images that are rejected now count as
         defects here: nobody has judged them.
@@ -97,7 +97,7 @@ class Price:
 
     @property
     def unlike(self) -> str:
-        """Why the model after may be another product's: it flags most good parts; empty if not."""
+        """Sign of another product: the model after flags most good parts; empty if it doesn't."""
         good = [image for image in self.of(GOOD, GOLDEN) if image.before == "good"]
         flagged = sum(is_flagged(image.after) for image in good)
         if 2 * flagged <= len(good):
@@ -187,7 +187,7 @@ def _scored(
 
 
 def unlike_training(before: Model, after: Model) -> str:
-    """Why a model may be another product's: what the two have learned; empty if not.
+    """Sign of another product: two models have learned different parts; empty if alike.
 
     Models of different networks can't be compared like that.
     """

@@ -27,7 +27,7 @@ _MARKS = {
 # As spreadsheets save a list in Western Europe, China, Japan, Taiwan, Korea, Poland and Russia.
 CODE_PAGES = ("cp1252", "gb18030", "cp932", "big5", "cp949", "cp1250", "cp1251")
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-# A first line by which Excel is told the delimiter.
+# A first line that names the delimiter for Excel.
 SEPARATOR = re.compile('"?sep=', re.IGNORECASE)
 # Spreadsheets skip blanks before a formula; a tab or line break can lead into the next cell.
 _GUARDED = re.compile(r"'|[\t\r\n]|\s*[=+\-@]")

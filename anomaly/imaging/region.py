@@ -154,7 +154,7 @@ class Region:
 
 
 def counted(region: Region | None, layout: AnyView, grid: tuple[int, int]) -> Mask:
-    """Which patches of an image count: (h, w), of the whole mosaic where the image is tiled.
+    """Mask (h, w) of an image's patches that count; of the whole mosaic if it is tiled.
 
     Where the part was moved, a patch counts only if its middle lies in the photograph.
 
@@ -184,7 +184,7 @@ def counted(region: Region | None, layout: AnyView, grid: tuple[int, int]) -> Ma
 
 
 def beyond(region: Region, layout: AnyView) -> tuple[float, float]:
-    """How many pixels a region reaches beyond the photograph, across and down; 0 or less if not.
+    """Pixels (across, down) that a region reaches beyond the photograph; 0 or less if none.
 
     Args:
         region: what of the image counts.

@@ -208,7 +208,7 @@ class Outputs:
 
 
 def about_model(model: Model) -> dict[str, object]:
-    """What scores depend on."""
+    """Facts that scores depend on: model, versions, device, engine, precision."""
     return {
         "model": model.model_id,
         "software version": __version__,

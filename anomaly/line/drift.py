@@ -191,7 +191,7 @@ def levels_of(
 
 @dataclass(frozen=True)
 class Promise:
-    """What a version's thresholds promise, as the record keeps it.
+    """Promise of a version's thresholds, as the record keeps it.
 
     Attributes:
         rates: false-reject rates, `review` and `reject`.

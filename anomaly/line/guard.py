@@ -288,7 +288,7 @@ def credentials(authorization: str) -> tuple[str, str]:
 
 
 def _is_of_another_site(scope: Scope, headers: Mapping[bytes, str], host: str) -> bool:
-    """Whether a page of another site asks, as far as its browser says.
+    """True if the browser says that a page of another site asks.
 
     Links to the page itself may be followed. Over plain HTTP browsers name the origin alone, and a
     proxy may have put its own host in: a header of our page's then tells it from others, whose

@@ -533,7 +533,7 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
     place = file.resolve()
     logged = any(Path(f"{place}{end}").exists() for end in _LOGS)
     writable = os.access(place.parent, os.W_OK)
-    # SQLite makes logs beside a record, unless it is told that nobody changes it.
+    # Without `immutable` SQLite makes logs beside a record, which a read-only folder refuses.
     how = "mode=ro" if logged or writable else "mode=ro&immutable=1"
     try:
         with closing(sqlite3.connect(f"{place.as_uri()}?{how}", uri=True)) as db:
@@ -558,14 +558,18 @@ def _foreign(db: sqlite3.Connection) -> str:
     version, tables = db.execute(_STATE).fetchone()
     if version not in (0, _FORMAT):
         return "was written by another version of this program"
-    with closing(sqlite3.connect(":memory:")) as own:
-        own.executescript(_schema())
-        # No views, which may have no end, and no triggers.
-        known = {*db.execute(_TABLES)} <= {*own.execute(_TABLES)}
+    # No views, which may have no end, and no triggers.
+    known = _own_tables().issuperset(db.execute(_TABLES))
     return "" if known and (version or not tables) else "is a database of another program"
 
 
 @cache
+def _own_tables() -> frozenset[tuple[str, ...]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(_schema())
+        return frozenset(db.execute(_TABLES))
+
+
 def _schema() -> str:
     return files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
 

@@ -1,4 +1,4 @@
-"""Which of several settings catches more defects, beyond chance; told by images that didn't choose.
+"""Choice among settings by the defects they catch, measured on images that didn't choose.
 
 A defect counts by how rare its score is among good images: 1 above all of them, falling to 0 where
 twice the promised share of good images score as much. The mean is the area under the ROC curve up
@@ -130,10 +130,10 @@ def judge(
 ) -> Judgement:
     """The cheapest settings that catch as much as the best, if the best catch more than the first.
 
-    Cross-fitted: four fifths of the parts choose settings and set the threshold, and the fifth left
-    out says what these gain, catch and flag. So the many settings that were tried make no gain of
-    chance. Whether what all fifths gain together is beyond chance is told by drawing signs for each
-    part's share in it. All of this is done with several divisions into fifths, on average.
+    Cross-fitted: four fifths of the parts choose settings and set the threshold; the fifth left out
+    measures what these gain, catch and flag, so a gain isn't luck of the many settings tried. The
+    gain is beyond chance if few draws of random signs for the parts' shares in it sum to as much.
+    Figures are means over several divisions into fifths.
 
     Args:
         settings: the first are those that there were.
