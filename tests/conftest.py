@@ -208,6 +208,34 @@ def bank_export(run_folder: Path, made_once: MadeOnce) -> Path:
 
 
 @pytest.fixture(scope="session")
+def inferred(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
+    """Results of the PatchCore run on the test images, with all that `infer` can write."""
+
+    def infer(folder: Path) -> None:
+        outputs = ["--maps", "float32", "--masks", "--regions", "--heatmap", "all"]
+        where = ["--model", run_folder, "--input", product / "test", "--output", folder]
+        run_command("infer", [*where, *outputs])
+
+    return made_once("results/disc", infer)
+
+
+@pytest.fixture(scope="session")
+def evaluated(run_folder: Path, made_once: MadeOnce) -> Path:
+    """The evaluation of the PatchCore run; read only."""
+    arguments = ["--model", run_folder, "--output"]
+    return made_once(
+        "evaluation/disc", lambda folder: run_command("evaluate", [*arguments, folder])
+    )
+
+
+@pytest.fixture(scope="session")
+def explained(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
+    """The explanation of one defective image; read only."""
+    arguments = ["--model", run_folder, "--input", product / "test/spot/000.png", "--output"]
+    return made_once("explained/disc", lambda folder: run_command("explain", [*arguments, folder]))
+
+
+@pytest.fixture(scope="session")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PYTHONPATH on which processes, and those they start, find none of what training needs."""
     absent = ("torch", "torchvision", "faiss", "sklearn", "scipy", "onnx", "onnxscript")
