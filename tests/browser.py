@@ -16,6 +16,22 @@ from typing import Any
 
 import pytest
 
+_FAINT = """(selector) => {
+  const channels = (c) => (c.match(/[\\d.]+/g) || []).map(Number);
+  const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => { v /= 255;
+    return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const ground = (n) => { for (; n; n = n.parentElement) {
+    const c = channels(getComputedStyle(n).backgroundColor);
+    if (c.length && (c.length < 4 || c[3] === 1)) return c; } return [255, 255, 255]; };
+  return [...document.querySelectorAll(selector)].filter((n) => {
+    const own = [...n.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim());
+    const left_out = n.closest('svg, .unseen, :disabled, .zero, option');
+    if (!own || left_out || !n.offsetParent) return false;
+    const [a, b] = [light(channels(getComputedStyle(n).color)), light(ground(n))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
+  }).map((n) => n.textContent);
+}"""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -101,6 +117,33 @@ class Browser:
             assert time.perf_counter() < end, (expression, found, value)
             time.sleep(0.005)
 
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements that a selector names."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})].map((n) => n.textContent)"
+        return list(self.evaluate(found))
+
+    def text(self, identifier: str) -> str:
+        """The text of the element with an id."""
+        return str(self.evaluate(f"document.getElementById({identifier!r}).textContent"))
+
+    def set(self, identifier: str, value: object, *events: str) -> Any:
+        """Give a control a value and send it events, `input` alone if none is named."""
+        sent = "".join(f"n.dispatchEvent(new Event({event!r}));" for event in events or ("input",))
+        node = f"document.getElementById({identifier!r})"
+        return self.evaluate(
+            f"((n) => {{ n.value = {json.dumps(value)}; {sent} return n.value; }})({node})"
+        )
+
+    def fits(self, *widths: int) -> None:
+        """Fail unless the page fits windows of these widths without scrolling sideways."""
+        for width in widths:
+            self.resize(width, 768)
+            assert self.evaluate("document.documentElement.scrollWidth") <= width, width
+
+    def faint(self, selector: str) -> list[str]:
+        """Texts whose contrast with their ground is below 4.5 to 1 (WCAG 2.2, AA)."""
+        return list(self.evaluate(f"({_FAINT})({json.dumps(selector)})"))
+
     def press(self, key: str, *, shift: bool = False) -> None:
         """A key as the keyboard sends it, to whatever has the focus."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Home": 36, "End": 35, " ": 32}
@@ -125,16 +168,9 @@ class Browser:
                 clickCount=1,
             )  # fmt: skip
 
-    def screenshot(self, file: Path, *, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(shot["data"]))
-
     def print_to(self, file: Path) -> None:
         """The page as a PDF."""
-        paper = self.call(
-            "Page.printToPDF", printBackground=False, paperWidth=8.27, paperHeight=11.7
-        )
+        paper = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.7)
         file.write_bytes(base64.b64decode(paper["data"]))
 
     def requests(self) -> list[str]:

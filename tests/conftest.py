@@ -266,3 +266,22 @@ def served(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     shutil.copytree(run_folder, models / "disc")
     with serving(models, "--max-body", "2") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless browser: see tests/browser.py."""
+    from browser import running_browser
+
+    with running_browser(tmp_path_factory.mktemp("profile")) as window:
+        yield window
+
+
+@pytest.fixture
+def browser(window: Any) -> Iterator[Any]:
+    """The browser for pages from disk: they complain of nothing and ask for no further file."""
+    window.events.clear()
+    window.prefer()
+    yield window
+    assert window.complaints() == []
+    assert all(url.startswith("file:") and url.endswith(".html") for url in window.requests())
