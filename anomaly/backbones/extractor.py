@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.optimise import Pair, folded, fused
 from anomaly.backbones.registry import Normalisation
+from anomaly.errors import LayerError
 from anomaly.hooks import capture
 from anomaly.hooks.guard import private
 from anomaly.imaging.loading import NetworkInput
@@ -173,16 +174,27 @@ class FeatureExtractor:
         Returns:
             A map (B, C, h, w) for each layer, in the order of `layers`, in the extractor's number
             format.
-        """
-        with torch.inference_mode():
-            return self.maps_of(self._outputs(images), images)
 
-    def layouts_seen(self, side: int) -> tuple[Layout | None, ...]:
-        """Layout of each layer's output in a dry run with a square image; None for no map."""
-        image = torch.zeros(1, 3, side, side, device=next(self.network.parameters()).device)
-        with torch.inference_mode():
-            outputs = self._outputs(image)
-        return tuple(layout_of(outputs[layer].shape, (side, side)) for layer in self.layers)
+        Raises:
+            LayerError: the network doesn't take such images, or isn't the one described.
+        """
+        try:
+            with torch.inference_mode():
+                maps = self.maps_of(self._outputs(images), images)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError, ValueError, AttributeError) as error:
+            raise self._unfit(images, str(error).partition("\n")[0] or "it fails") from error
+        if (channels := tuple(layer.shape[1] for layer in maps)) != self.channels:
+            raise self._unfit(images, f"its layers have {channels} channels, not {self.channels}")
+        return maps
+
+    def _unfit(self, images: Tensor, reason: str) -> LayerError:
+        height, width = images.shape[2:]
+        return LayerError(
+            f"{type(self.network).__name__} can't compute an image of {width}×{height} ({reason}); "
+            "choose another size or network, or train the model again"
+        )
 
     def _outputs(self, images: Tensor) -> Mapping[str, Tensor]:
         network = self._network_that_runs

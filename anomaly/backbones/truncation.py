@@ -75,7 +75,7 @@ def truncation_of(extractor: FeatureExtractor) -> dict[str, Any]:
 def truncate_again(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor:
     """Truncate a network as it was before, in place, without a dry run.
 
-    Of a network that isn't the same, it raises whatever torch does; or `is_as_described` is false.
+    Of a network that isn't the same, it raises whatever torch does, here or as it computes.
 
     Args:
         network: the same one, on the meta device.
@@ -93,19 +93,6 @@ def truncate_again(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureEx
         truncation["copies"],
         tuple((convolution, norm) for convolution, norm in truncation["folded"]),
     )
-
-
-def is_as_described(extractor: FeatureExtractor) -> bool:
-    """True if a dry run's outputs have the extractor's layouts; raises as torch does.
-
-    Args:
-        extractor: with its weights.
-    """
-    *others, last = probes(extractor.network)
-    for side in others:
-        with suppress(RuntimeError, AssertionError, ValueError):  # an image of another side may do
-            return extractor.layouts_seen(side) == extractor.layouts
-    return extractor.layouts_seen(last) == extractor.layouts
 
 
 def _layout(path: str, shape: Sequence[int], probe: int) -> Layout:

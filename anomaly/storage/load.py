@@ -202,7 +202,7 @@ def _extractor(source: _Source) -> FeatureExtractor:
     import torch
 
     from anomaly.backbones.registry import build, is_unchanged, load_state  # these need torch
-    from anomaly.backbones.truncation import is_as_described, truncate, truncate_again
+    from anomaly.backbones.truncation import truncate, truncate_again
 
     folder, backbone = source.folder, source.manifest["backbone"]
     name, packages = source.config.backbone.name, source.manifest["made_with"]["packages"]
@@ -216,15 +216,13 @@ def _extractor(source: _Source) -> FeatureExtractor:
         _check_equal(folder, "patch", backbone.get("patch"), extractor.patch)
         full = build(name)
         load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
-        extractor = extractor.to(source.device, _precision(source))
-        fits = is_as_described(extractor)
+        return extractor.to(source.device, _precision(source))
     except (AnomalyError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # torch, timm and networks raise many types
-        fits = False
-    if not fits:
-        raise ModelError(f"{folder}: its network can't be built from its manifest; {AGAIN}")
-    return extractor
+        raise ModelError(
+            f"{folder}: its network can't be built from its manifest; {AGAIN}"
+        ) from None
 
 
 def config_in(folder: Path, manifest: dict[str, Any]) -> Config:

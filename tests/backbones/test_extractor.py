@@ -35,7 +35,7 @@ def test_an_image_too_small_for_the_network_leaves_no_hook() -> None:
     truncated = truncate(build("resnet18"), ["layer2"])
     load_state(truncated.network, state, build("resnet18"), "random")
     extractor = truncated
-    with pytest.raises(RuntimeError):
+    with pytest.raises(LayerError, match="ResNet can't compute an image of 64×64"):
         extractor(torch.rand(1, 4, 64, 64))
     assert live_hooks(extractor.network) == 0
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from anomaly.config.load import GONE
-from anomaly.errors import ModelError
+from anomaly.errors import LayerError, ModelError
 from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.build import scorer_of
@@ -164,12 +164,19 @@ def test_each_value_of_a_truncation(resnet_folder: Path, product: Path, tmp_path
     (before,) = good.predict([image])
     assert isinstance(before, Prediction)
     whole, loaded = manifest_of(model), 0
+
+    def score() -> float | None:
+        """None where the model is refused, when it is loaded or when it computes."""
+        detector = attempt(model)
+        try:
+            return detector.predict([image])[0].score if detector else None
+        except LayerError:
+            return None
+
     for way, part in mutants(whole["backbone"]["truncation"]):
         seal(model, whole | {"backbone": whole["backbone"] | {"truncation": part}})
-        if detector := attempt(model):
-            (after,) = detector.predict([image])
-            assert isinstance(after, Prediction), (way, part)
-            assert after.score == pytest.approx(before.score, rel=1e-5), (way, part)
+        if (after := score()) is not None:
+            assert after == pytest.approx(before.score, rel=1e-5), (way, part)
             loaded += 1
     assert loaded < 10
     # What the schema takes, and doesn't fit the network.
@@ -182,10 +189,10 @@ def test_each_value_of_a_truncation(resnet_folder: Path, product: Path, tmp_path
         {"axes": ["channels_last" for _ in layers]},
     ):
         seal(model, whole | {"backbone": backbone | {"truncation": truncation | unfit}})
-        assert attempt(model) is None, unfit
+        assert score() is None, unfit
     for others in (["layer1", *layers], layers[1:], ["fc", "x"]):
         seal(model, whole | {"backbone": backbone | {"layers": others}})
-        assert attempt(model) is None, others
+        assert score() is None, others
 
 
 @pytest.mark.parametrize("name", ["thresholds.json", "calibration.json"])
