@@ -8,8 +8,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from anomaly.errors import DataError
 from anomaly.export import features
@@ -18,38 +16,30 @@ from anomaly.export.features import channel_axis, from_backbone, pooled, save_fe
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((1, 64, 7, 7), 1), ((1, 7, 7, 64), 3), ((1, 197, 768), 2), ((1, 512), 1), ((1, 7, 7, 7), 1)],
-)
-def test_channels_are_told_by_the_shape_of_a_square_image(
-    shape: tuple[int, ...], axis: int
-) -> None:
-    assert channel_axis(shape) == axis
+def test_channels_are_told_by_the_shape_of_a_square_image() -> None:
+    for shape, axis in (
+        ((1, 64, 7, 7), 1),
+        ((1, 7, 7, 64), 3),
+        ((1, 197, 768), 2),
+        ((1, 512), 1),
+        ((1, 7, 7, 7), 1),
+    ):
+        assert channel_axis(shape) == axis, shape
 
 
-@pytest.mark.parametrize("side", [96, 128])
-def test_channels_are_told_where_there_are_as_many_as_rows(side: int) -> None:
+def test_channels_are_told_where_there_are_as_many_as_rows() -> None:
     """At 384 Swin's first stage puts out (1, 96, 96, 96)."""
-    source = from_backbone("swin_t", "random", 4 * side, CPU, square=True, layers=["features.1"])
+    source = from_backbone("swin_t", "random", 384, CPU, square=True, layers=["features.1"])
     assert source.layers == {"features.1": 3}
-    mapped = from_backbone("resnet18", "random", 8 * side, CPU, square=True, layers=["layer2"])
-    assert mapped.layers == {"layer2": 1}
 
 
-@given(
-    st.sampled_from([((2, 3, 4, 5), 1), ((2, 4, 5, 3), 3), ((2, 6, 3), 2), ((2, 3), 1)]),
-    st.sampled_from(["mean", "none"]),
-)
-def test_pooling_equals_numpy(kind: tuple[tuple[int, ...], int], how: str) -> None:
-    shape, axis = kind
-    values = np.random.default_rng(0).normal(size=shape)
-    got = pooled(torch.from_numpy(values), axis, how).numpy()
-    if how == "none":
-        np.testing.assert_array_equal(got, values)
-        return
-    flat = np.moveaxis(values, axis, 1).reshape(2, 3, -1)
-    np.testing.assert_allclose(got, flat.mean(axis=2))
+def test_pooling_equals_numpy() -> None:
+    for shape, axis in (((2, 3, 4, 5), 1), ((2, 4, 5, 3), 3), ((2, 6, 3), 2), ((2, 3), 1)):
+        values = np.random.default_rng(0).normal(size=shape)
+        tensor = torch.from_numpy(values)
+        np.testing.assert_array_equal(pooled(tensor, axis, "none").numpy(), values)
+        flat = np.moveaxis(values, axis, 1).reshape(2, 3, -1)
+        np.testing.assert_allclose(pooled(tensor, axis, "mean").numpy(), flat.mean(axis=2))
 
 
 def images(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
@@ -63,31 +53,26 @@ def images(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
 
 def test_maps_of_several_shapes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     paths = images(tmp_path, (96, 96), (96, 96), (48, 192))
-    source = from_backbone("resnet18", "random", 64, CPU, layers=["layer1", "avgpool"])
+    source = from_backbone("tiny", "random", 64, CPU, layers=["layer1", "fc"])
     with pytest.raises(DataError, match="differ in size"):
         save_features(source, paths, tmp_path / "maps.npz", pool="none")
     assert sorted(f.suffix for f in tmp_path.iterdir()) == [".png"] * 3
     assert save_features(source, paths, tmp_path / "mean.npz") == []
     saved = np.load(tmp_path / "mean.npz")
     assert sorted(saved["paths"]) == sorted(map(str, paths))
-    assert (saved["layer1"].shape, saved["avgpool"].shape) == ((3, 64), (3, 512))
+    assert (saved["layer1"].shape, saved["fc"].shape) == ((3, 16), (3, 10))
     assert saved["layer1"].dtype == np.float32
 
 
 def test_features_that_no_memory_holds_are_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "_MOST_BYTES", 8 * 64 * 4)
+    monkeypatch.setattr(features, "_MOST_BYTES", 8 * 16 * 4)
     paths = images(tmp_path, *[(96, 120)] * 9)
-    source = from_backbone("resnet18", "random", 64, CPU, layers=["layer1"])
-    assert save_features(source, paths[:8], tmp_path / "few.npz", batch_size=1) == []
+    source = from_backbone("tiny", "random", 64, CPU, layers=["layer1"])
     stages: list[tuple[str, int, int]] = []
     with pytest.raises(DataError, match="the features of 9 images take"):
         save_features(
-            source,
-            paths,
-            tmp_path / "all.npz",
-            batch_size=1,
-            progress=lambda *stage: stages.append(stage),
+            source, paths, tmp_path / "all.npz", batch_size=1, progress=lambda *s: stages.append(s)
         )
     assert stages == []

@@ -1,6 +1,5 @@
 """Resampling by products says what torch says, also in a traced program whose sizes are free."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -8,14 +7,12 @@ from torch.nn import functional as F
 
 from anomaly.export.graph import bicubic_antialiased, resampled_by_products
 
-SIZES = [(4, 5), (16, 12), (32, 40), (2, 2), (17, 9), (1, 1)]
 
-
-@pytest.mark.parametrize("size", SIZES)
-def test_torchs_own(size: tuple[int, int]) -> None:
+def test_torchs_own() -> None:
     maps = torch.randn(2, 3, 16, 12, generator=torch.Generator().manual_seed(0))
-    expected = F.interpolate(maps, size=size, mode="bicubic", antialias=True)
-    assert torch.allclose(bicubic_antialiased(maps, [*size], False), expected, atol=1e-5)
+    for size in ((4, 5), (32, 40), (2, 2), (17, 9), (1, 1)):
+        expected = F.interpolate(maps, size=size, mode="bicubic", antialias=True)
+        assert torch.allclose(bicubic_antialiased(maps, [*size], False), expected, atol=1e-5)
 
 
 class _Placed(nn.Module):

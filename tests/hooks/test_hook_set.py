@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
-import weakref
 from collections import OrderedDict
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,14 +16,10 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.hooks import BackwardHook
 
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, live_hooks, match
-from anomaly.hooks.hook_set import BackwardGates
-
-# What these networks need; the others take small images.
-SIDES = {"alexnet": 80, "inception_v3": 96, "maxvit_t": 224, "swin_t": 64, "swin_v2_t": 64}
-SIDES["vit_b_32"] = 224
 
 ACTIVATIONS = {"relu": nn.ReLU, "relu6": nn.ReLU6, "hardswish": nn.Hardswish, "silu": nn.SiLU}
 
@@ -68,7 +64,7 @@ def without_inplace(network: nn.Sequential, x: Tensor) -> list[tuple[Tensor, Ten
     return pairs
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 @given(blocks=NETWORKS)
 def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bool]]) -> None:
     network = build(blocks)
@@ -100,42 +96,16 @@ def test_backward_hooks_see_the_gradients_of_autograd(blocks: list[tuple[str, bo
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mobilenet_v2",
-        "mobilenet_v3_small",
-        "resnet18",
-        pytest.param("resnext50_32x4d", marks=pytest.mark.slow),
-        pytest.param("wide_resnet50_2", marks=pytest.mark.slow),
-        pytest.param("vgg11_bn", marks=pytest.mark.slow),
-        "densenet121",
-        "efficientnet_b0",
-        pytest.param("efficientnet_v2_s", marks=pytest.mark.slow),
-        "convnext_tiny",
-        "shufflenet_v2_x0_5",
-        "squeezenet1_1",
-        "mnasnet0_5",
-        "timm/tf_efficientnet_lite0",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                *("alexnet", "googlenet", "inception_v3", "regnet_y_400mf"),
-                *("maxvit_t", "swin_t", "swin_v2_t", "vit_b_32"),
-            )
-        ),
-    ],
+    "name", ["mobilenet_v3_small", "densenet121", "swin_t", "timm/tf_efficientnet_lite0"]
 )
-def test_backward_hooks_on_every_layer_of_every_family_change_nothing(name: str) -> None:
+def test_backward_hooks_on_every_layer_of_a_network_change_nothing(name: str) -> None:
     torch.manual_seed(0)
     if name.startswith("timm/"):
         network = timm.create_model(name.removeprefix("timm/"), num_classes=4).eval()
     else:
         network = torchvision.models.get_model(name, num_classes=4).eval()
-    side = SIDES.get(name, 48)
-    x = torch.randn(1, 3, side, side, requires_grad=True)
-    probe = [x, *network.parameters()]
-    # Heads that serve the training only have no gradient here: zeros.
-    gradients = partial(torch.autograd.grad, inputs=probe, materialize_grads=True)
+    x = torch.randn(1, 3, 64, 64, requires_grad=True)
+    gradients = partial(torch.autograd.grad, inputs=[x, *network.parameters()])
     expected = gradients(network(x).square().sum())
     called: set[nn.Module] = set()
     fired: list[nn.Module] = []
@@ -236,6 +206,13 @@ def test_tensor_hooks_replace_gradients_and_are_removed() -> None:
         hooks.tensor(torch.zeros(2), torch.clone)
 
 
+def register(hooks: HookSet, event: Any, layers: Any, everywhere: bool, hook: Any) -> None:
+    if everywhere:
+        hooks.everywhere(event, hook)
+    else:
+        getattr(hooks, event)(layers, hook)
+
+
 IN_PLACE = {
     "forward": lambda module, inputs, output: output.mul_(2),
     "forward_pre": lambda module, inputs: inputs[0].mul_(2),
@@ -244,29 +221,20 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("event", IN_PLACE)
-def test_a_hook_that_changes_a_tensor_in_place_is_refused(event: Any, everywhere: bool) -> None:
+def test_a_hook_that_changes_a_tensor_in_place_is_refused(event: Any) -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     x = torch.ones(2, 3, requires_grad=True) * 1
-    with HookSet(network) as hooks:
-        if everywhere:
-            hooks.everywhere(event, IN_PLACE[event])
-        else:
-            getattr(hooks, event)("0", IN_PLACE[event])
-        with pytest.raises(LayerError, match="lambda> changed a tensor in place"):
-            network(x).square().sum().backward()
-    assert live_hooks(network) == 0
-
-
-def test_a_tensor_hook_that_changes_the_gradient_in_place_is_refused() -> None:
-    network = nn.Linear(3, 1)
-    x = torch.ones(2, 3, requires_grad=True)
+    for everywhere in (False, True):
+        with HookSet(network) as hooks:
+            register(hooks, event, "0", everywhere, IN_PLACE[event])
+            with pytest.raises(LayerError, match="lambda> changed a tensor in place"):
+                network(x).square().sum().backward()
     with HookSet(network) as hooks:
         hooks.tensor(x, lambda grad: grad.mul_(2))
         with pytest.raises(LayerError, match="changed a tensor in place"):
             network(x).square().sum().backward()
-    assert not x._backward_hooks
+    assert live_hooks(network) == 0
 
 
 def test_hooks_run_under_inference_mode() -> None:
@@ -303,13 +271,20 @@ def test_backward_hooks_reach_inside_dicts() -> None:
 def test_global_hooks_fire_for_every_module_and_are_removed(event: Any) -> None:
     network = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU6(inplace=True)).eval()
     other = nn.Linear(2, 2)
-    fired = set()
-    with HookSet(network) as hooks:
-        hooks.everywhere(event, lambda module, *args: fired.add(module) and None)
+    fired: list[nn.Module] = []
+
+    def run() -> None:
         network(torch.zeros(1, 2, 3, 3, requires_grad=True)).sum().backward()
         other(torch.zeros(1, 2, requires_grad=True)).sum().backward()
+
+    with HookSet(network) as hooks:
+        (handle,) = hooks.everywhere(event, lambda module, *_: fired.append(module))
+        run()
         assert live_hooks(other) > 0
-    assert fired == {network, network[0], network[1], other}
+        handle.remove()
+        run()
+    assert len(fired) == 4
+    assert set(fired) == {network, network[0], network[1], other}
     assert live_hooks(network) == live_hooks(other) == 0
 
 
@@ -336,67 +311,28 @@ def test_a_layer_that_failed_does_not_confuse_backward_hooks() -> None:
     assert fired == ["Conv2d", "Sometimes", "Sequential"]
 
 
-@pytest.mark.parametrize("register", ["forward", "forward_pre", "backward", "backward_pre"])
-def test_no_hook_survives_an_exception_in_a_hook(register: str) -> None:
-    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-    def fail(*_: Any) -> None:
-        raise ValueError("broken hook")
-
-    x = torch.zeros(1, 2, requires_grad=True)
-    with pytest.raises(ValueError, match="broken hook"), HookSet(network) as hooks:  # noqa: PT012
-        getattr(hooks, register)("*", fail)
-        network(x).sum().backward()
-    assert live_hooks(network) == 0
-
-
-def test_a_bad_layer_leaves_nothing_registered_and_handles_remove_one_early() -> None:
-    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with HookSet(network) as hooks:
-        with pytest.raises(LayerError, match="no layer '7'"):
-            hooks.forward(["0", "7"], lambda *_: None)
-        assert live_hooks(network) == 0
-        handles = hooks.forward("*", lambda *_: None)
-        assert len(handles) == live_hooks(network) == 2
-        handles[0].remove()
-        assert live_hooks(network) == 1
-        with HookSet(network) as inner:
-            inner.forward_pre("0", lambda *_: None)
-            assert live_hooks(network) == 2
-        assert live_hooks(network) == 1
-    assert live_hooks(network) == 0
-
-
-@pytest.mark.parametrize("register", ["forward", "forward_pre", "backward", "backward_pre"])
-def test_a_handle_removes_the_whole_hook_of_one_layer(register: str) -> None:
+@pytest.mark.parametrize("event", ["forward", "forward_pre", "backward", "backward_pre"])
+def test_a_handle_removes_the_whole_hook_of_one_layer(event: str) -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     called: list[nn.Module] = []
-    x = torch.zeros(1, 2, requires_grad=True)
     with HookSet(network) as hooks:
-        handles = getattr(hooks, register)("*", lambda module, *_: called.append(module))
-        assert len(handles) == 3
+        with pytest.raises(LayerError, match="no layer '7'"):
+            getattr(hooks, event)(["0", "7"], lambda *_: None)
+        assert live_hooks(network) == 0
+        handles = getattr(hooks, event)("*", lambda module, *_: called.append(module))
         handles[1].remove()
         handles[1].remove()
-        network(x).sum().backward()
+        network(torch.zeros(1, 2, requires_grad=True)).sum().backward()
+        assert len(called) == len(handles) - 1 == 2
         assert set(called) == {network[0], network[2]}
+        before = live_hooks(network)
+        with HookSet(network) as inner:
+            inner.forward_pre("0", lambda *_: None)
+            assert live_hooks(network) > before
+        assert live_hooks(network) == before
         for handle in handles:
             handle.remove()
         assert live_hooks(network) == 0
-        network(x).sum().backward()
-        assert len(called) == 2
-
-
-@pytest.mark.parametrize("event", ["forward", "forward_pre", "backward", "backward_pre"])
-def test_one_handle_removes_a_hook_from_everywhere(event: Any) -> None:
-    network = nn.Linear(2, 2)
-    called: list[nn.Module] = []
-    x = torch.zeros(1, 2, requires_grad=True)
-    with HookSet(network) as hooks:
-        (handle,) = hooks.everywhere(event, lambda module, *_: called.append(module))
-        network(x).sum().backward()
-        handle.remove()
-        network(x).sum().backward()
-    assert called == [network]
 
 
 def test_an_event_that_there_is_none_of() -> None:
@@ -442,14 +378,7 @@ class Breaking(nn.Module):
         return y
 
 
-def register(hooks: HookSet, event: Any, layers: Any, everywhere: bool, hook: Any) -> None:
-    if everywhere:
-        hooks.everywhere(event, hook)
-    else:
-        getattr(hooks, event)(layers, hook)
-
-
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=50)
 @given(blocks=NETWORKS, data=st.data())
 def test_no_hook_remains_after_any_path_and_the_network_is_as_before(
     blocks: list[tuple[str, bool]], data: st.DataObject
@@ -502,29 +431,15 @@ def test_copies_of_a_network_with_backward_hooks_carry_none() -> None:
 def test_stopped_passes_leave_nothing_behind_in_backward_hooks(everywhere: bool) -> None:
     network = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
     x = torch.randn(2, 3, requires_grad=True)
-    gates: list[weakref.ref[BackwardGates]] = []
-    made = BackwardGates.__init__
-
-    def note(self: BackwardGates, *args: Any, **named: Any) -> None:
-        made(self, *args, **named)
-        gates.append(weakref.ref(self))
-
     seen: list[int] = []
-    with pytest.MonkeyPatch.context() as patched, HookSet(network) as hooks:
-        patched.setattr(BackwardGates, "__init__", note)
-        if everywhere:
-            hooks.everywhere("backward", lambda *_: seen.append(1))
-        else:
-            hooks.backward(nn.Module, lambda *_: seen.append(1))
-        used = [gate for ref in gates if (gate := ref()) is not None]
-        assert used
+    with HookSet(network) as hooks:
+        register(hooks, "backward", nn.Module, everywhere, lambda *_: seen.append(1))
         for _ in range(20):
             with capture(network, "2", stop=True) as captured:
                 captured.run(x)
-        assert sum(len(gate._open) for gate in used) < 14
+        assert sum(type(one) is BackwardHook for one in gc.get_objects()) < 14
         network(x).sum().backward()
         assert len(seen) == 13
-        assert not any(gate._open for gate in used)
 
 
 def test_a_hook_that_cannot_be_called_is_told_when_it_is_registered() -> None:
@@ -555,14 +470,7 @@ def test_a_hook_that_cannot_be_called_is_told_when_it_is_registered() -> None:
             hooks.tensor("[0]", scaled, 2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "float16"}, {"device": "gpu"}, {"device": []}])
-def test_a_dtype_or_device_that_there_is_not_is_told_before_the_pass(wrong: Any) -> None:
-    with pytest.raises(LayerError, match=r"is no device|give one of torch's"):
-        capture(nn.Sequential(nn.Linear(2, 2)), "[0]", **wrong)
-
-
-@pytest.mark.parametrize("used", ["h", "c", "both"])
-def test_backward_hooks_reach_inside_nested_tuples(used: str) -> None:
+def test_backward_hooks_reach_inside_nested_tuples() -> None:
     """Of an LSTM a classifier uses its last state alone."""
     network = nn.LSTM(3, 4)
     seen: list[tuple[int, int]] = []
@@ -576,8 +484,8 @@ def test_backward_hooks_reach_inside_nested_tuples(used: str) -> None:
     with HookSet(network) as hooks:
         hooks.backward("", note)
         hooks.backward_pre("", nothing)
-        output, (h, c) = network(torch.randn(5, 2, 3, requires_grad=True))
-        {"h": h.sum, "c": c.sum, "both": (output.sum() + h).sum}[used]().backward()
+        _, (h, _) = network(torch.randn(5, 2, 3, requires_grad=True))
+        h.sum().backward()
     assert seen == [(1, 3)]
     assert network.weight_ih_l0.grad is not None
     assert not network.weight_ih_l0.grad.any()
@@ -648,38 +556,27 @@ def test_accumulated_gradients_are_seen_as_a_sum() -> None:
             (5 * layer(torch.ones(1, 4))).sum().backward()
             assert layer.weight.grad is not None
             assert layer.weight.grad.norm() <= 1 + 1e-6
+        with pytest.raises(LayerError, match="gets no gradient"):
+            hooks.accumulated(layer.weight * 2, lambda parameter: None)  # type: ignore[arg-type]
     assert live_hooks(layer) == 0
 
 
-def test_only_parameters_themselves_accumulate() -> None:
-    network = nn.Linear(2, 2)
-    with HookSet(network) as hooks, pytest.raises(LayerError, match="gets no gradient"):
-        hooks.accumulated(network.weight * 2, lambda parameter: None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("pattern", [nn.Module, nn.ReLU, "**"])
-def test_a_scripted_child_is_named_and_can_be_left_out(pattern: Any) -> None:
-    network = nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Sequential(nn.ReLU()), nn.ReLU())
+def test_a_scripted_child_is_named_and_can_be_left_out() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is on its way out
         scripted = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Sigmoid()))
-    network[2] = nn.Sequential(scripted)
-    if pattern is nn.ReLU:  # scripting makes another type of it
-        network[2] = nn.Sequential(nn.ReLU())
-        network[2].compile(backend="eager")
-    inside = "2" if pattern is nn.ReLU else "2.0"
+    network = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sequential(scripted), nn.ReLU())
     ran: list[nn.Module] = []
     with HookSet(network) as hooks:
-        with pytest.raises(LayerError, match=rf"layer '{inside}' of Sequential is ") as refused:
-            hooks.forward(pattern, lambda *_: None)
+        with pytest.raises(LayerError, match=r"layer '1.0' of Sequential is ") as refused:
+            hooks.forward(nn.Module, lambda *_: None)
         assert live_hooks(network) == 0
         told = str(refused.value).partition("give as layers ")[2]
         layers = eval(told, {"match": match, "model": network, "nn": nn})
         hooks.forward(layers, lambda module, *_: ran.append(module))
         network(torch.zeros(1, 3, 4, 4))
-    assert network[0] in ran or pattern is nn.ReLU
-    assert network[3] in ran
+    assert {network[0], network[2]} <= set(ran)
     assert scripted not in ran
     with pytest.raises(LayerError) as refused:  # who names it has no others to leave
-        HookSet(network).forward(inside, lambda *_: None)
+        HookSet(network).forward("1.0", lambda *_: None)
     assert "leave it out" not in str(refused.value)
