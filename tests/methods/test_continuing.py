@@ -93,36 +93,25 @@ def test_picks_beyond_a_radius_are_those_of_the_textbook_loop() -> None:
     assert len(pick_beyond(points, squared, 100.0)) == 0
 
 
-@pytest.mark.parametrize(("old", "new"), [(6, 3), (9, 9), (20, 7), (20, 30), (2, 1)])
+@pytest.mark.parametrize(
+    ("first", "more"), [(6, [3]), (9, [9]), (20, [7]), (20, [30]), (2, [1]), (20, [4] * 10)]
+)
 @pytest.mark.parametrize("dimensions", [8, 12])
 def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
-    old: int, new: int, dimensions: int
+    first: int, more: list[int], dimensions: int
 ) -> None:
-    patches = torch.cat([_patches(old, 0), _patches(new, 1, shift=0.7)])
+    patches = torch.cat([_patches(first, 0), _patches(sum(more), 1, shift=0.7)])
     fitter = GaussianFitter(dimensions).prepared(DIM, CPU)
-    whole = fitter.fit(_batches(patches))
-    first = fitter.fit(_batches(patches[:old]))
-    longer = fitter.incremental(first, old).fit(_batches(patches[old:], first=old))
-    _same(longer, whole, patches)
-
-
-def test_gaussians_that_learn_again_and_again_stay_those_of_a_fit_on_all() -> None:
-    patches = _patches(60, 0)
-    fitter = GaussianFitter(10).prepared(DIM, CPU)
-    grown = fitter.fit(_batches(patches[:20]))
-    for known in range(20, 60, 4):
-        part = _batches(patches[known : known + 4], first=known)
+    known, grown = first, fitter.fit(_batches(patches[:first]))
+    for count in more:
+        part = _batches(patches[known : known + count], first=known)
         grown = fitter.incremental(grown, known).fit(part)
-    _same(grown, fitter.fit(_batches(patches)), patches)
-
-
-def _same(found: object, expected: object, patches: torch.Tensor) -> None:
-    assert [t.shape for t in found.tensors().values()] == [  # type: ignore[attr-defined]
-        t.shape
-        for t in expected.tensors().values()  # type: ignore[attr-defined]
-    ]
+        known += count
+    whole = fitter.fit(_batches(patches))
+    shapes = [[t.shape for t in scorer.tensors().values()] for scorer in (grown, whole)]
+    assert shapes[0] == shapes[1]
     asked = torch.cat([patches[:5], _patches(5, 77, shift=2.0)])
-    scores = [scorer.score(asked).scores for scorer in (found, expected)]  # type: ignore[attr-defined]
+    scores = [scorer.score(asked).scores for scorer in (grown, whole)]
     torch.testing.assert_close(*scores, rtol=2e-3, atol=1e-4)
 
 

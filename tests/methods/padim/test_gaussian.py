@@ -1,13 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.accumulator import GaussianAccumulator
 from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.padim.gaussian import scorer
 
@@ -43,33 +42,29 @@ def reference(train, test, regularisation):
     return distances
 
 
-# Fewer images than dimensions; as many; one more (folded once); many (folded often).
-@pytest.mark.parametrize("count", [2, 7, 16, 17, 120])
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
-def test_scores_agree_with_scipy(count, kind):
-    train, test = embeddings(count), embeddings(6, seed=1)
-    projection = GaussianFitter(16, kind, seed=5).draw(CHANNELS)
-    model = GaussianFitter(16, kind, 0.01, seed=5).fit(batched(train))
-    expected = reference(projection(train), projection(test), 0.01)
-    scores = model.score(test)
-    assert scores.nearest is None
-    assert scores.scores.dtype == torch.float32
-    np.testing.assert_allclose(scores.scores, expected, rtol=2e-4)
+def test_scores_agree_with_scipy(kind):
+    # Fewer images than dimensions; as many; one more (folded once); many (folded often).
+    for count, offset in itertools.product((2, 7, 16, 17, 120), (0, 1e4)):
+        train, test = embeddings(count, offset=offset), embeddings(6, seed=1, offset=offset)
+        model = GaussianFitter(16, kind, 0.01, seed=5).fit(batched(train))
+        # What is projected in float32 has lost digits of a large offset.
+        projection = GaussianFitter(16, kind, seed=5).draw(CHANNELS)
+        rtol = 2e-4 if offset == 0 or kind == "random" else 2e-2
+        expected = reference(projection(train), projection(test), 0.01)
+        scores = model.score(test)
+        assert scores.nearest is None
+        assert scores.scores.dtype == torch.float32
+        np.testing.assert_allclose(scores.scores, expected, rtol=rtol)
+        if not offset:
+            mean = train.double().mean(dim=0, keepdim=True).float()
+            assert model.score(mean).scores.max() < 1e-4
 
 
-@pytest.mark.parametrize("count", [12, 120])
-def test_a_large_offset_costs_no_digits(count):
-    train, test = embeddings(count, offset=1e4), embeddings(6, seed=1, offset=1e4)
-    model = GaussianFitter(CHANNELS).fit(batched(train))
-    np.testing.assert_allclose(model.score(test).scores, reference(train, test, 0.01), rtol=2e-4)
-
-
-@pytest.mark.parametrize("count", [12, 120])
-def test_a_patch_at_the_mean_scores_zero(count):
-    train = embeddings(count)
-    model = GaussianFitter(CHANNELS).fit(batched(train))
-    mean = train.double().mean(dim=0, keepdim=True).float()
-    assert model.score(mean).scores.max() < 1e-4
+def test_images_without_any_variance_leave_the_euclidean_distance():
+    model = GaussianFitter(9, regularisation=0.25).fit([PatchBatch(torch.ones(5, 1, 2, 9), (0,))])
+    test = torch.randn(3, 1, 2, 9, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model.score(test).scores, (test - 1).norm(dim=3) / 0.5)
 
 
 @pytest.mark.parametrize("count", [12, 60])
@@ -82,27 +77,14 @@ def test_company_in_a_batch_changes_no_score(count):
         torch.testing.assert_close(apart, together, rtol=1e-5, atol=0)
 
 
-@settings(max_examples=25, deadline=None)
-@given(count=st.integers(2, 60), size=st.integers(1, 25))
-def test_batch_size_in_training_hardly_matters(count, size):
-    train, test = embeddings(count), embeddings(3, seed=1)
-    one = GaussianFitter(8).fit(batched(train, 60)).score(test).scores
-    other = GaussianFitter(8).fit(batched(train, size)).score(test).scores
-    torch.testing.assert_close(other, one, rtol=2e-4, atol=0)
-
-
-@pytest.mark.parametrize("size", [1, 3, 16, 60])
-def test_which_images_share_a_batch_changes_no_bit(size):
+@pytest.mark.parametrize("count", [12, 60])
+def test_which_images_share_a_batch_changes_no_bit(count):
     """The workers of a cluster read larger batches than one machine."""
-    patches = embeddings(60).flatten(1, 2)[..., :8].contiguous()
-    found = []
-    for batches in (patches.split(5), patches.split(size)):
-        sums = GaussianAccumulator(12, 8, torch.device("cpu"), 1 << 20)
-        for batch in batches:
-            sums.add(batch)
-        mean, whitening = sums.gaussians(0.01, lambda done, total: None)
-        found.append([mean, *whitening.tensors().values()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    patches = embeddings(count)
+    expected = GaussianFitter(CHANNELS).fit(batched(patches)).tensors()
+    for size in (1, 3, 16, 60):
+        found = GaussianFitter(CHANNELS).fit(batched(patches, size)).tensors()
+        assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
 @pytest.mark.parametrize("count", [12, 60])
@@ -157,19 +139,17 @@ def test_batches_may_be_made_in_inference_mode(count):
     assert torch.equal(model.score(test).scores, expected.score(test).scores)
 
 
-@pytest.mark.parametrize("limit", [512 * 1024**2, 0])
-@pytest.mark.parametrize("count", [12, 60])
-def test_number_of_threads_changes_nothing(count, limit, monkeypatch):
-    # Blocks of few positions, so that there is something to share out.
-    monkeypatch.setattr("anomaly.methods.padim.accumulator._FITTING_BLOCK", {"cpu": 500})
-    monkeypatch.setattr("anomaly.methods.padim.gaussian._SCORING_BLOCK", {"cpu": 500})
+@pytest.mark.parametrize("count", [12, 80])
+def test_number_of_threads_changes_nothing(count):
+    """Of 289 positions, which are more than one block."""
+    wide = {"grid": (17, 17), "channels": 64}
     before = torch.get_num_threads()
     scores = []
     try:
         for threads in (1, 4):
             torch.set_num_threads(threads)
-            model = GaussianFitter(16, memory_limit=limit).fit(batched(embeddings(count)))
-            scores.append(model.score(embeddings(3, seed=1)).scores)
+            model = GaussianFitter(64, memory_limit=0).fit(batched(embeddings(count, **wide)))
+            scores.append(model.score(embeddings(3, seed=1, **wide)).scores)
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -189,37 +169,25 @@ def test_progress_ends_at_its_total():
     assert calls[-1][0] == calls[-1][1] == len(calls)
 
 
-@pytest.mark.parametrize("batches", [[], batched(embeddings(1))])
-def test_too_few_images_are_refused(batches):
-    with pytest.raises(DataError, match=r"at least 2.*patchcore"):
-        GaussianFitter(8).fit(batches)
-
-
-def test_another_grid_in_training_is_refused():
-    batches = [*batched(embeddings(4)), *batched(embeddings(4, grid=(4, 3)))]
+def test_what_cannot_be_learned_or_scored_is_refused():
+    for batches in ([], batched(embeddings(1))):
+        with pytest.raises(DataError, match=r"at least 2.*patchcore"):
+            GaussianFitter(8).fit(batches)
     with pytest.raises(DataError, match=r"4×3 patches.*3×4.*patchcore"):
-        GaussianFitter(8).fit(batches)
-
-
-def test_another_grid_or_backbone_in_scoring_is_refused():
+        GaussianFitter(8).fit([*batched(embeddings(4)), *batched(embeddings(4, grid=(4, 3)))])
     model = GaussianFitter(8).fit(batched(embeddings(4)))
     with pytest.raises(DataError, match=r"4×3 patches.*3×4.*patchcore"):
         model.score(embeddings(1, grid=(4, 3)))
     with pytest.raises(DataError, match=r"10 channels.*24"):
         model.score(embeddings(1, channels=10))
-
-
-@pytest.mark.parametrize(
-    ("fitter", "message"),
-    [
+    for fitter, message in (
         (GaussianFitter(CHANNELS + 1), r"model.dimensions is 25.* 24 channels"),
+        (GaussianFitter(0), r"model.dimensions is 0.* 24 channels"),
         (GaussianFitter(8, "pca"), "'pca' is unknown"),
         (GaussianFitter(8, regularisation=0.0), "model.regularisation is 0; it must be above 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(fitter, message):
-    with pytest.raises(ConfigError, match=message):
-        fitter.fit(batched(embeddings(4)))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fitter.fit(batched(embeddings(4)))
 
 
 @pytest.mark.gpu

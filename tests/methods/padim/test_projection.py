@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anomaly.errors import ConfigError
 from anomaly.methods.padim.fitter import GaussianFitter
 
 
@@ -19,7 +18,7 @@ def drawn(kind, channels, dimensions, seed=0):
 sizes = st.integers(2, 60).flatmap(lambda dim: st.tuples(st.just(dim), st.integers(1, dim - 1)))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes, st.integers(0, 2**31))
 def test_random_subset_keeps_distinct_ascending_channels(size, seed):
     dim, target = size
@@ -32,7 +31,7 @@ def test_random_subset_keeps_distinct_ascending_channels(size, seed):
     np.testing.assert_array_equal(projection(x), np.take(x.numpy(), channels, axis=-1))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes, st.integers(0, 2**31))
 def test_orthogonal_projection_is_orthonormal(size, seed):
     dim, target = size
@@ -64,12 +63,6 @@ def test_all_channels_are_kept_as_they_are(kind):
     assert torch.equal(drawn(kind, 7, 7)(x), x)
 
 
-@pytest.mark.parametrize("target", [0, 8])
-def test_more_dimensions_than_channels_are_refused(target):
-    with pytest.raises(ConfigError, match=f"model.dimensions is {target}.* 7 channels"):
-        drawn("random", 7, target)
-
-
 @pytest.mark.parametrize("target", [1, 9, 30])
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
 @pytest.mark.parametrize("grids", [[(8, 6), (4, 3), (2, 2)], [(4, 3), (9, 7)]])
@@ -89,8 +82,3 @@ def test_maps_are_projected_like_their_full_embeddings(grids, kind, target):
     projection = drawn(kind, dim, min(target, dim))
     expected = projection(torch.from_numpy(full).permute(0, 2, 3, 1))
     torch.testing.assert_close(projection.of_maps(maps), expected, rtol=0, atol=1e-5)
-
-
-def test_unknown_kind_is_refused():
-    with pytest.raises(ConfigError, match="'pca' is unknown"):
-        drawn("pca", 7, 3)

@@ -18,7 +18,7 @@ def store_of(memory_limit, images=8):
     return SampleStore((images, P, D), torch.device("cpu"), memory_limit)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     limit=st.integers(-1, 12 * IMAGE),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from anomaly.methods.patchcore import nearest_centres
 from anomaly.methods.patchcore.coreset import greedy_k_center
 from anomaly.methods.patchcore.nearest_centres import (
     distances_to_nearest,
@@ -26,10 +25,10 @@ def _every_pair(points: Tensor, centres: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("in_pick_order", [True, False])
 def test_the_two_nearest_owners_are_those_of_all_pairs(in_pick_order: bool) -> None:
-    points = _clusters(9000, 16, 0)
-    picks = greedy_k_center(points, 1200, generator=torch.Generator().manual_seed(0)).picks
+    points = _clusters(5000, 16, 0)
+    picks = greedy_k_center(points, 800, generator=torch.Generator().manual_seed(0)).picks
     centres = points[picks if in_pick_order else picks.sort().values]
-    owners = torch.randint(5, (1200,), generator=torch.Generator().manual_seed(1))
+    owners = torch.randint(5, (800,), generator=torch.Generator().manual_seed(1))
     owners[owners == 3] = 4  # the fourth has none
     least, nearest, others = squared_to_two_owners(points, centres, owners, 5)
     every = _every_pair(points, centres)
@@ -41,54 +40,18 @@ def test_the_two_nearest_owners_are_those_of_all_pairs(in_pick_order: bool) -> N
     torch.testing.assert_close(others.double(), two.values[:, 1], rtol=1e-4, atol=1e-2)
     clear = two.values[:, 1] - two.values[:, 0] > 0.1
     assert bool((nearest == two.indices[:, 0])[clear].all())
-    assert int(clear.sum()) > 8000
+    assert int(clear.sum()) > 4000
 
 
-def test_most_pairs_are_never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some points are alone in their cell's outskirts, and cells are still left early."""
-    points = _clusters(40_000, 16, 2)
-    centres = points[greedy_k_center(points, 4000, generator=torch.Generator()).picks]
-    measured = 0
-    addmm = torch.addmm
-
-    def counted(*args: Tensor, **more: float) -> Tensor:
-        nonlocal measured
-        product = addmm(*args, **more)
-        measured += product.numel()
-        return product
-
-    monkeypatch.setattr(torch, "addmm", counted)
-    squared = squared_to_nearest(points, centres)
-    monkeypatch.undo()
-    assert measured < 0.5 * len(points) * len(centres)
-    exact = _every_pair(points, centres).amin(1)
-    torch.testing.assert_close(squared.double(), exact, rtol=1e-4, atol=1e-2)
-
-
-def test_points_that_two_owners_are_close_to_meet_fewer_centres(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    points = torch.randn(6000, 24, generator=torch.Generator().manual_seed(9)) + 5
-    centres, owners = points[:4000], torch.arange(4000) % 7
-    by_owner = torch.stack([_every_pair(points, centres[owners == k]).amin(1) for k in range(7)], 1)
-    two = by_owner.sort(1)
+def test_what_is_near_enough_to_two_owners_needs_no_closer_ones() -> None:
+    points = torch.randn(3000, 24, generator=torch.Generator().manual_seed(9)) + 5
+    centres, owners = points[:2000], torch.arange(2000) % 7
+    every = _every_pair(points, centres)
+    two = torch.stack([every[:, owners == k].amin(1) for k in range(7)], 1).sort(1)
     enough = float(two.values[:, 1].quantile(0.9))
-    measured = []
-    addmm = torch.addmm
-
-    def counted(*args: Tensor, **more: float) -> Tensor:
-        product = addmm(*args, **more)
-        measured[-1] += product.numel()
-        return product
-
-    monkeypatch.setattr(torch, "addmm", counted)
-    for some in (0.0, enough):
-        measured.append(0)
-        least, nearest, others = squared_to_two_owners(points, centres, owners, 7, some)
-    monkeypatch.undo()
-    assert measured[1] < measured[0]
+    least, nearest, others = squared_to_two_owners(points, centres, owners, 7, enough)
     far = two.values[:, 1] > enough * (1 + 1e-5)
-    assert int(far.sum()) > 500
+    assert int(far.sum()) > 250
     torch.testing.assert_close(least.double()[far], two.values[far, 0], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(others.double()[far], two.values[far, 1], rtol=1e-4, atol=1e-3)
     assert torch.equal(nearest[far], two.indices[far, 0])
@@ -97,22 +60,18 @@ def test_points_that_two_owners_are_close_to_meet_fewer_centres(
     assert bool((least <= others).all())
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_and_cells_change_nothing_but_rounding(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_change_nothing() -> None:
     points, centres = _clusters(5000, 8, 3), _clusters(700, 8, 4)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    exact = _every_pair(points, centres).amin(1).sqrt()
+    before, found = torch.get_num_threads(), []
     try:
-        many = distances_to_nearest(points, centres)
-        monkeypatch.setattr(nearest_centres, "_CELLS", {"cpu": 1})
-        one = distances_to_nearest(points, centres)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(distances_to_nearest(points, centres))
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-2)
-    exact = _every_pair(points, centres).amin(1).sqrt()
-    torch.testing.assert_close(many.double(), exact, rtol=1e-4, atol=1e-2)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0].double(), exact, rtol=1e-4, atol=1e-2)
 
 
 def test_without_centres_nothing_is_near_and_without_points_there_is_nothing() -> None:
@@ -125,14 +84,10 @@ def test_without_centres_nothing_is_near_and_without_points_there_is_nothing() -
     assert others.tolist() == [torch.inf] * 3
 
 
-@pytest.mark.parametrize("columns", [nearest_centres._COLUMNS["cpu"], 20])
-def test_points_that_are_nan_are_nan_and_harm_no_other(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many products a cell takes, between which those that are done are left behind."""
-    monkeypatch.setattr(nearest_centres, "_COLUMNS", {"cpu": columns})
+def test_points_that_are_nan_are_nan_and_harm_no_other() -> None:
+    """A cell takes several products here, between which those that are done are left behind."""
     g = torch.Generator().manual_seed(5)
-    points, centres = torch.randn(3000, 8, generator=g), torch.randn(200, 8, generator=g)
+    points, centres = torch.randn(3000, 8, generator=g), torch.randn(2500, 8, generator=g)
     points[1000:] = centres[:20].repeat(100, 1)  # at a distance of 0 from the first product on
     exact = squared_to_nearest(points, centres)
     points[:499], points[499, 3] = torch.nan, torch.inf
@@ -141,13 +96,12 @@ def test_points_that_are_nan_are_nan_and_harm_no_other(
     torch.testing.assert_close(found[500:], exact[500:], rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.slow
 def test_a_point_has_the_same_distances_among_any_others() -> None:
     """Machines of a cluster see some of the points each, and make one machine's model."""
-    points, centres = _clusters(6000, 128, 7), _clusters(600, 128, 8)
+    points, centres = _clusters(700, 128, 7), _clusters(600, 128, 8)
     owners = torch.arange(600) % 10
     together = squared_to_two_owners(points, centres, owners, 10)
-    for size in (7, 500, 4096):
+    for size in (50, 300):
         parts = [squared_to_two_owners(p, centres, owners, 10) for p in points.split(size)]
         for whole, pieces in zip(together, zip(*parts, strict=True), strict=True):
             torch.testing.assert_close(whole, torch.cat(pieces), rtol=1e-6, atol=0)
