@@ -20,7 +20,7 @@ from anomaly.line import report, serve
 from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
 from anomaly.line.feedback import judgements, safe_name, save_pictures
 from anomaly.line.record import Record
-from anomaly.line.registry import back, check, deploy, holds
+from anomaly.line.registry import back, check, deploy, earlier, holds
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import files_of, read_export
 from anomaly.storage.folder import (
@@ -47,22 +47,24 @@ def _deploy(options: argparse.Namespace) -> int:
     """
     if options.back == (options.model is not None):
         raise AnomalyError("give either --model, the new version, or --back")
+    line = options.to / "model"
+    folder = earlier(options.to) / "model" if options.back else find_model(options.model)
+    if holds(line, folder):
+        print(f"{options.to} holds this model already; nothing was changed")
+        return 0
+    device, threads = device_and_threads(options)
+    model = load_model(folder, device)
+    print(f"checked: {check(model, folder, threads)}")
+    replaces = (line / MANIFEST).is_file()
+    if replaces and not agreed(_doubts(model, line, threads), options):
+        return 1
     if options.back:
-        print(f"{options.to} holds model {back(options.to)} again")
+        back(options.to)
     else:
-        folder, line = find_model(options.model), options.to / "model"
-        if holds(line, folder):
-            print(f"{options.to} holds this model already; nothing was changed")
-            return 0
-        device, threads = device_and_threads(options)
-        model = load_model(folder, device)
-        print(f"checked: {check(model, folder, threads)}")
-        if (line / MANIFEST).is_file() and not agreed(_doubts(model, line, threads), options):
-            return 1
-        replaced = deploy(folder, options.to)
-        print(f"{options.to} holds model {model.model_id} now")
-        if replaced:
-            log.info(f"To undo: anomaly deploy --to {options.to} --back")
+        deploy(folder, options.to)
+    print(f"{options.to} holds model {model.model_id} now")
+    if replaces and not options.back:
+        log.info(f"To undo: anomaly deploy --to {options.to} --back")
     log.info("A running service switches to it after checking it, too.")
     return 0
 

@@ -198,7 +198,7 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
     return tuple(stamp)
 
 
-def deploy(new: Path, run: Path) -> bool:
+def deploy(new: Path, run: Path) -> None:
     """Copy a model into a run, which keeps its previous version.
 
     Its golden parts, the previous version's missed defects and the facts of its training, above
@@ -207,9 +207,6 @@ def deploy(new: Path, run: Path) -> bool:
     Args:
         new: the model folder.
         run: created if missing.
-
-    Returns:
-        Whether there was a previous version, which `back` can restore.
 
     Raises:
         OutputError: the run holds this model already, can't be written, or is a folder of runs.
@@ -223,9 +220,8 @@ def deploy(new: Path, run: Path) -> bool:
     beside = [new.parent / part for part in _BESIDE if new.name == "model"]
     _check_links([new, *beside, run / "golden"])
     with _changing(run):
-        before = _id(run)
         if holds(run / "model", new):
-            raise OutputError(f"{run} holds this model already ({before}); nothing was changed")
+            raise OutputError(f"{run} holds this model already; nothing was changed")
         try:
             shutil.copytree(new, draft / "model")
             for part in beside:
@@ -235,32 +231,35 @@ def deploy(new: Path, run: Path) -> bool:
             _move(draft, run)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        return bool(before)
 
 
-def back(run: Path) -> str:
+def earlier(run: Path) -> Path:
+    """The previous version's folder, which `back` restores.
+
+    Raises:
+        OutputError: there is none.
+    """
+    versions = [v for v in _kept(run, _EARLIER) if (v / "model" / MANIFEST).is_file()]
+    if not versions:
+        raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
+    return versions[-1]
+
+
+def back(run: Path) -> None:
     """Bring the previous version back; the current one is kept as withdrawn.
 
     Args:
         run: that a model was deployed to.
 
-    Returns:
-        The id of the model that is in use again.
-
     Raises:
         OutputError: there is no previous version, or the folder can't be written.
     """
     with _changing(run):
-        before = [
-            folder for folder in _kept(run, _EARLIER) if (folder / "model" / MANIFEST).is_file()
-        ]
-        if not before:
-            raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
-        carry_missed(run / "golden", before[-1] / "golden", _id(before[-1]))
+        before = earlier(run)
+        carry_missed(run / "golden", before / "golden", _id(before))
         _move(run, _numbered(run, _WITHDRAWN))
-        _move(before[-1], run)
-        shutil.rmtree(before[-1])
-        return _id(run)
+        _move(before, run)
+        shutil.rmtree(before)
 
 
 def _id(run: Path) -> str:
