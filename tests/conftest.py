@@ -16,6 +16,7 @@ import cv2
 import hypothesis
 import numpy as np
 import pytest
+from kit import DecodingThread
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -137,6 +138,30 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def decoding_threads() -> Iterator[Callable[[], Any]]:
+    """Images are decoded in threads: starting a process takes longer than most tests.
+
+    What replaces a function replaces it there, too. Yields what starts processes otherwise.
+    """
+    from anomaly.imaging import decoder_pool
+
+    start = decoder_pool.start
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(decoder_pool, "start", DecodingThread)
+        yield start
+
+
+@pytest.fixture
+def decoding_processes(
+    decoding_threads: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images are decoded in processes, as without tests."""
+    from anomaly.imaging import decoder_pool
+
+    monkeypatch.setattr(decoder_pool, "start", decoding_threads)
 
 
 def train(product: Path, setting: str, output: Path) -> None:

@@ -1,9 +1,13 @@
 """Small things that many tests do."""
 
 import csv
+import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 
 def table(folder: Path, name: str = "results.csv") -> list[dict[str, str]]:
@@ -18,3 +22,38 @@ def until(happened: Callable[[], object], seconds: float = 120) -> None:
     while not happened():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
+
+
+class DecodingThread:
+    """A decoding process that is a thread of this one, asked through pipes like any; no limits."""
+
+    def __init__(self) -> None:
+        (asked, to_ask), (answered, to_answer) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(to_ask, "wb"), os.fdopen(answered, "rb")
+        ends = os.fdopen(asked, "rb"), os.fdopen(to_answer, "wb")
+        self._thread = threading.Thread(target=_serve, args=ends, daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        """End it when it has done what it is at."""
+        self.stdin.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended."""
+        self._thread.join(timeout)
+        return 0
+
+
+def _serve(questions: IO[bytes], answers: IO[bytes]) -> None:
+    from anomaly.imaging.decoder_worker import Worker, receive, send
+
+    worker = Worker(None)
+    with suppress(OSError, EOFError), questions, answers:
+        while True:
+            task, name, arguments = receive(questions)
+            worker = worker if task is None else Worker(task)
+            try:
+                answer = True, getattr(worker, name)(*arguments)
+            except Exception as error:
+                answer = False, error
+            send(answers, answer)

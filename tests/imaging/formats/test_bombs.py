@@ -24,9 +24,12 @@ from anomaly.imaging.read import MAX_PIXELS
 from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOptions
 from anomaly.maps.anomaly_map import SourceMap
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="nothing says here what a process holds"
-)
+pytestmark = [
+    pytest.mark.usefixtures("decoding_processes"),
+    pytest.mark.skipif(
+        not Path("/proc/self/status").exists(), reason="nothing says here what a process holds"
+    ),
+]
 
 _LIBRARIES = 150_000_000  # files of libraries, which the limit doesn't count
 _TASK = Preprocessing(Sizing(None, None, 64, 8), None, MAX_PIXELS)
