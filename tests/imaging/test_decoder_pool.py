@@ -26,6 +26,8 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 
+pytestmark = pytest.mark.usefixtures("decoding_processes")
+
 # A file whose name says so ends its process, or makes a bug of it.
 _DEADLY = """
 import os, sys

@@ -25,6 +25,8 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.read import COMPUTING_SECONDS, MODEST_PIXELS, read_header, read_image
 
+pytestmark = pytest.mark.usefixtures("decoding_processes")
+
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
 import os, sys, time
