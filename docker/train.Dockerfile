@@ -27,7 +27,7 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY anomaly anomaly
 COPY configs configs
 RUN pip install --no-cache-dir --no-compile -c constraints.txt \
-    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} '.[export,onnx,parquet,serve,train]'
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} '.[export,onnx,serve,train]'
 
 FROM python:3.12-slim
 

@@ -206,10 +206,6 @@ def _check(options: argparse.Namespace) -> None:
         if not is_folder(folder):
             raise DataError(f"--watch follows folders; --input {folder} isn't a folder")
     options.input = _outermost(options.input)
-    if options.parquet:
-        raise OutputError(
-            "--parquet is written at the end of a run, but --watch has no end; leave --parquet out"
-        )
     if (options.output / JOURNAL).exists() and not options.overwrite:
         raise OutputError(
             f"{options.output} holds an interrupted run without --watch; give another "

@@ -420,9 +420,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "uint16"),
         help="maps/: anomaly maps, as float TIFF or as 16-bit PNG with a scale",
     )
-    more.add_argument(
-        "--parquet", action="store_true", help="results.parquet (needs the extra: parquet)"
-    )
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ _SUFFIXES = {
 FOLDERS = tuple(_SUFFIXES)
 # Settings of a run, one of which it has if it was asked to write the folder.
 _SETTINGS = {MASKS: {"masks"}, MAPS: {"float32", "uint16"}}
-_TABLES = ("results.csv", "results.jsonl", "results.parquet", "regions.csv", "parts.csv")
+_TABLES = ("results.csv", "results.jsonl", "regions.csv", "parts.csv")
 INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, *FOLDERS)
 TRAIN = ("model", "train.json", "suspects")
 # And what belongs to the model of a run: its golden parts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from anomaly.inference.rows import (
     Row,
     as_csv,
     as_jsonl,
-    as_parquet,
     judge_parts,
     region_rows,
 )
@@ -67,7 +65,6 @@ class OutputOptions:
         masks: whether to write marked areas as PNG.
         regions: whether to write regions.csv.
         maps: how to write anomaly maps, if at all.
-        parquet: whether to write results.parquet; needs pyarrow.
         page: whether to write results.html.
     """
 
@@ -77,7 +74,6 @@ class OutputOptions:
     masks: bool = False
     regions: bool = False
     maps: MapFiles | None = None
-    parquet: bool = False
     page: bool = True
 
 
@@ -107,11 +103,9 @@ class Outputs:
             Whether there is nothing left to resume.
 
         Raises:
-            OutputError: the folder holds another run, without `resume` or `overwrite`;
-                it can't be written to; or pyarrow is missing.
+            OutputError: the folder holds another run, without `resume` or `overwrite`, or it
+                can't be written to.
         """
-        if self.options.parquet and importlib.util.find_spec("pyarrow") is None:
-            raise OutputError("--parquet needs pyarrow: pip install 'anomaly[parquet]'")
         unfinished = (self.folder / JOURNAL).exists()
         if resume and (self.folder / WATCHED).exists():
             raise OutputError(f"{self.folder} holds a run with --watch; resume it with --watch")
@@ -138,7 +132,7 @@ class Outputs:
             images: names the list of images; None where there is none.
         """
         options = self.options
-        switches = ("side_by_side", "full_size", "masks", "regions", "parquet")
+        switches = ("side_by_side", "full_size", "masks", "regions")
         names = [name for name in switches if getattr(options, name)]
         listed = {} if images is None else {"list of images": images}
         outputs = [options.heatmaps, *names, *filter(None, [options.maps])]
@@ -194,8 +188,6 @@ class Outputs:
             return
         write(self.folder / "results.csv", as_csv(rows, Row))
         write(self.folder / "results.jsonl", as_jsonl(rows))
-        if self.options.parquet:
-            write(self.folder / "results.parquet", as_parquet(rows))
         if self.options.regions:
             regions = [
                 region

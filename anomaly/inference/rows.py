@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import time
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING
 
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
@@ -265,27 +264,6 @@ def as_jsonl(rows: Iterable[Row]) -> str:
     text = "".join(line + "\n" for line in lines)
     # A file name that isn't UTF-8 becomes JSON's own escapes.
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def as_parquet(rows: Iterable[Row]) -> bytes:
-    """Rows as a Parquet file; needs pyarrow."""
-    import pyarrow
-    import pyarrow.parquet
-
-    hints = get_type_hints(Row)
-    plain = {str: pyarrow.string(), float | None: pyarrow.float64()}
-    schema = pyarrow.schema([(field.name, plain[hints[field.name]]) for field in fields(Row)])
-    values = [{k: _text(v) for k, v in asdict(row).items()} for row in rows]
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values, schema), buffer)
-    return buffer.getvalue()
-
-
-def _text(value: object) -> object:
-    """File names are bytes; what isn't UTF-8 in them can't be in a Parquet string."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return value
 
 
 _UNUSABLE = ("unreadable", "unsupported", "failed")

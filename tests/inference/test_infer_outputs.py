@@ -1,14 +1,12 @@
-"""What `infer` writes on request: masks, regions, maps, Parquet."""
+"""What `infer` writes on request: masks, regions, maps."""
 
 import csv
-import importlib.util
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import cv2
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 from conftest import Command, result_files, train_arguments, write_part
@@ -100,29 +98,13 @@ def test_millimetres(product: Path, inputs: Path, tmp_path: Path, command: Comma
             assert float(region[f"{side}_uncertainty_mm"]) == patch * 0.5
 
 
-def test_parquet(run_folder: Path, inputs: Path, tmp_path: Path, command: Command) -> None:
-    output = tmp_path / "out"
-    base = ["--model", run_folder, "--input", inputs, "--output", output, "--parquet"]
-    assert command("infer", base)[0] == 3
-    table = pyarrow.parquet.read_table(output / "results.parquet")
-    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
-    assert table.to_pylist() == rows
-    assert table.column_names == list(rows[0])
-
-
 def test_what_cant_be_written_is_said_before_anything_else(
     product: Path,
     inputs: Path,
-    run_folder: Path,
     tmp_path: Path,
     command: Command,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base = ["--input", inputs, "--output", tmp_path / "out", "--model"]
-    with monkeypatch.context() as patched:
-        patched.setattr(importlib.util, "find_spec", lambda name: None)
-        code, _, err = command("infer", [*base, run_folder, "--parquet"])
-    assert (code, "pip install 'anomaly[parquet]'" in err) == (2, True)
     arguments = [*train_arguments(product, tmp_path / "run"), "--no-calibrate"]
     assert command("train", arguments)[0] == 0
     code, _, err = command("infer", [*base, tmp_path / "run", "--masks", "--regions"])
@@ -238,7 +220,7 @@ def test_names_that_are_no_text(run_folder: Path, tmp_path: Path, command: Comma
     (tmp_path / "inputs" / "\udcfe.png").write_bytes(b"broken")
     output = tmp_path / "out"
     base = ["--model", run_folder, "--input", tmp_path / "inputs", "--output", output]
-    more = ["--regions", "--masks", "--parquet"]
+    more = ["--regions", "--masks"]
     assert command("infer", [*base, *more])[0] == 3
     assert b"/\xff.png," in (output / "results.csv").read_bytes()
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]

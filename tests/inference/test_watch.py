@@ -305,7 +305,6 @@ def test_what_cant_be_watched(
         ([], "give them with --input"),
         (["--input", tmp_path, "--list", "x"], "leave out --list"),
         (["--input", __file__], "isn't a folder"),
-        (["--input", tmp_path, "--parquet"], "at the end of a run"),
     ):
         code, _, err = command("infer", [*base, *flags])
         assert (code, says in err) == (2, True)
