@@ -67,7 +67,7 @@ For anybody who writes a config or changes a setting. A config is a short YAML f
 
 - `folder.yaml` and (with timm's networks) `dinov2_448.yaml` and `dinov2_672.yaml`, for your own images;
 - one config for each MVTec AD category with PatchCore's published settings (for PaDiM's add `--set model.kind=padim --set model.image_score=map_max`);
-- two configs for the sample set.
+- `sample_brushed_plate.yaml`, for the sample set.
 
 ```yaml
 name: my_part

@@ -19,10 +19,8 @@ import anomaly
 from anomaly.imaging.pose import Motion, Pose
 
 DOCS = Path(__file__).resolve().parent
-SHOWN = {
-    ("plate", "brushed_plate"): ("scratch/000.png", "stain/000.png"),
-    ("fabric", "woven_fabric"): ("colour_thread/000.png", "slub/000.png"),
-}
+PLATES = Path("data/sample/brushed_plate")
+SHOWN = "scratch/000.png", "stain/000.png", "dent/000.png", "edge_nick/000.png"
 MOVED = ("good/000.png", "scratch/000.png", "stain/000.png")
 SIDE, GAP = 260, 6
 WHITE = cv2.BORDER_CONSTANT, None, (255, 255, 255)
@@ -31,13 +29,11 @@ WINDOW = 1366, 820
 
 def heatmaps(demo: Path) -> np.ndarray:
     """Defects above, their heatmaps below (H, W, 3)."""
+    folders = demo / PLATES / "test", demo / "runs" / "demo" / "plate" / "results" / "heatmaps"
     columns = []
-    for (run, product), names in SHOWN.items():
-        results = demo / "runs" / "demo" / run / "results" / "heatmaps"
-        for name in names:
-            files = demo / "data" / "sample" / product / "test" / name, results / name
-            pair = [_read(file) for file in files]
-            columns.append(cv2.copyMakeBorder(_stacked(pair), 0, 0, 0, GAP, *WHITE))
+    for name in SHOWN:
+        pair = [_read(folder / name) for folder in folders]
+        columns.append(cv2.copyMakeBorder(_stacked(pair), 0, 0, 0, GAP, *WHITE))
     return np.hstack(columns)[:, :-GAP]
 
 
@@ -54,7 +50,7 @@ def report(demo: Path, folder: Path) -> np.ndarray:
 
 def moving(demo: Path) -> np.ndarray:
     """Plates that lie anyhow, below them what the network sees and their heatmaps (H, W, 3)."""
-    plates, rng = demo / "data" / "sample" / "brushed_plate", np.random.default_rng(3)
+    plates, rng = demo / PLATES, np.random.default_rng(3)
 
     def moved(file: Path) -> np.ndarray:
         picture = cv2.imread(str(file))

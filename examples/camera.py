@@ -49,8 +49,8 @@ def inspect(detector: anomaly.AnomalyDetector, source: int | str, kept: Path) ->
 
 def trial(folder: Path) -> tuple[anomaly.AnomalyDetector, str]:
     """A model of generated plates, and a video of good ones and scratched ones."""
-    write_sample_data(folder, products=["brushed_plate"], n_train=12, n_good=4, n_defect=5)
-    plates = folder / "brushed_plate"
+    plates = folder / "plates"
+    write_sample_data(plates, n_train=12, n_good=4, n_defect=5)
     settings = {"backbone": {"name": "timm/tf_efficientnet_lite2"}, "image": {"area": 128}}
     detector = anomaly.fit(plates / "train" / "good", settings)
     video = folder / "line.avi"

@@ -122,9 +122,8 @@ def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
 
 def _own_files(folder: Path) -> Path:
     """The reader's own files, in `folder`/path/to."""
-    sample = folder / "sample" / "brushed_plate"
-    few = {"n_train": 10, "n_good": 5, "n_defect": 10}
-    write_sample_data(sample.parent, products=["brushed_plate"], **few)
+    sample = folder / "sample"
+    write_sample_data(sample, n_train=10, n_good=5, n_defect=10)
     for place, parts in PLACES.items():
         for name, source in parts.items():
             target = folder / place.lstrip("/") / name
@@ -231,7 +230,7 @@ def test_the_sdist_builds_the_same_wheel_as_the_checkout(tmp_path: Path) -> None
     through = build("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"))
     names = [sorted(zipfile.ZipFile(wheel).namelist()) for wheel in (direct, through)]
     assert names[0] == names[1]
-    for name in ("configs/base/sample.yaml", "report/assets/region.js", "py.typed"):
+    for name in ("configs/base/mvtec_ad.yaml", "report/assets/region.js", "py.typed"):
         assert f"anomaly/{name}" in names[0]
 
 

@@ -1,4 +1,4 @@
-"""`anomaly demo`: two generated products, and everything once on these."""
+"""`anomaly demo`: a generated product, and everything once on it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,27 @@ from anomaly.cli import execute
 from anomaly.cli.common_options import passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.files.outputs import locked
-from anomaly.sample_data import PRODUCTS, write_sample_data
+from anomaly.sample_data import write_sample_data
 
-_DATA = Path("data/sample")
-# What the demo calls its runs.
-_RUNS = {"plate": "brushed_plate", "fabric": "woven_fabric"}
+_DATA = Path("data/sample/brushed_plate")
 
 
 def _demo(options: argparse.Namespace) -> int:
     """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
-    output: Path = options.output
-    runs = {name: str(output / name) for name in _RUNS}
+    model, evaluation = options.output / "plate", options.output / "evaluation"
+    results = model / "results"
     settings, computes = passed_on(options)
-    steps: list[list[str]] = []
-    for name, product in _RUNS.items():
-        config = ["--config", f"sample_{product}.yaml", *settings]
-        steps.append(["train", *config, "--output", runs[name], *computes])
-    for name, product in _RUNS.items():
-        where = ["--input", str(_DATA / product / "test"), "--output", f"{runs[name]}/results"]
-        steps.append(["infer", "--model", runs[name], *where, *computes])
-    evaluation = output / "evaluation"
-    steps.append(["evaluate", "--model", *runs.values(), "--output", str(evaluation), *computes])
-    with locked(_DATA), ProgressLine() as progress:
+    with locked(_DATA.parent), ProgressLine() as progress:
         write_sample_data(_DATA, overwrite=True, progress=partial(progress, "images"))
-    print(f"{', '.join(PRODUCTS)} in {_DATA}")
+    print(f"sample images in {_DATA}")
+    steps: list[list[object]] = [
+        ["train", "--config", "sample_brushed_plate.yaml", *settings, "--output", model],
+        ["infer", "--model", model, "--input", _DATA / "test", "--output", results],
+        ["evaluate", "--model", model, "--output", evaluation],
+    ]
     for step in steps:
-        if code := execute([*step, "--overwrite"]):
+        if code := execute([*map(str, step), *computes, "--overwrite"]):
             return code
-    results = f"{output}/{{{','.join(_RUNS)}}}/results"
     print(f"\nLook at {(evaluation / 'index.html').absolute()},")
     print(f"the heatmaps in {results}/heatmaps, the verdicts in {results}/results.csv.")
     return 0

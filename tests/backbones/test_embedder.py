@@ -131,19 +131,17 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
 def test_precision_is_saved_and_a_change_is_pointed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_sample_data(
-        tmp_path / "data", products=["brushed_plate"], size=128, n_train=6, n_good=1, n_defect=1
-    )
+    write_sample_data(tmp_path / "data" / "plate", size=128, n_train=6, n_good=1, n_defect=1)
     config = parse_config(
         {
-            "data": {"root": str(tmp_path / "data"), "category": "brushed_plate"},
+            "data": {"root": str(tmp_path / "data"), "category": "plate"},
             "image": {"area": 64},
             "backbone": {"name": "resnet18", "weights": "random"},
             "precision": "bf16",
         },
         "test",
     )
-    samples = open_dataset("mvtec", tmp_path / "data", "brushed_plate").train
+    samples = open_dataset("mvtec", tmp_path / "data", "plate").train
     training = train(config, samples, device=CPU, scratch=tmp_path)
     save(training.detector, tmp_path / "model")
     caplog.clear()

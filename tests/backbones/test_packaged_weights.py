@@ -119,4 +119,5 @@ def test_the_network_that_is_installed_is_the_sample_sets() -> None:
     assert package.requirement in project["optional-dependencies"]["train"]
     assert package.requirement in (REPOSITORY / "constraints.txt").read_text().splitlines()
     assert package.requirement == f"{package.distribution}=={version(package.distribution)}"
-    assert load_config(REPOSITORY / "configs" / "base" / "sample.yaml").backbone.name == INSTALLED
+    config = load_config(REPOSITORY / "configs" / "sample_brushed_plate.yaml")
+    assert config.backbone.name == INSTALLED

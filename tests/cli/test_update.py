@@ -266,8 +266,8 @@ def test_golden_parts_of_the_run_that_is_replaced_go(
 @pytest.mark.slow
 def test_thirty_confirmed_parts_bring_false_rejects_below_the_promise(tmp_path: Path) -> None:
     """The sample set's plate under another lamp; no defect that was caught passes."""
-    write_sample_data(tmp_path, products=["brushed_plate"], n_train=80, n_good=80, n_defect=30)
-    plate = tmp_path / "brushed_plate"
+    plate = tmp_path / "plate"
+    write_sample_data(plate, n_train=80, n_good=80, n_defect=30)
     settings = {"backbone": {"name": "timm/tf_efficientnet_lite2"}}
     detector = anomaly.fit(plate / "train" / "good", settings)
     lit = [

@@ -421,7 +421,7 @@ def test_it_can_be_read_on_any_screen_and_on_paper(browser: Browser, tmp_path: P
     index = tmp_path / "index.html"
     categories = [
         replace(category, evaluation=replace(category.evaluation, name=name))
-        for name in ("sample_brushed_plate", "sample_woven_fabric", "bottle")
+        for name in ("sample_brushed_plate", "mvtec_transistor", "bottle")
     ]
     index.write_text(index_html(categories, [], {}), "utf-8")
     browser.open(index, width=1280)
