@@ -8,12 +8,9 @@ change of bytes is meant:
     python tests/test_golden.py
 """
 
-import csv
 import hashlib
 import json
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, SHARED, write_product
+from conftest import REPOSITORY, SHARED, run_command, write_product
+from kit import table
 
 RECORDED = Path(__file__).with_name("golden.json")
 SCORES = 0.02  # relative; which patches a bank holds may turn on the last digit of a distance
@@ -79,13 +77,10 @@ def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     common = ["--device", "cpu", "--threads", "2"]
     config = REPOSITORY / "configs" / "folder.yaml"
     run, results, figures = folder / "run", folder / "results", folder / "figures"
-    _anomaly(
-        ["train", "--config", config, *flags, "--output", run, *common],
-        ["infer", "--model", run, "--input", data / "test", "--output", results, *common],
-        ["evaluate", "--model", run, "--output", figures, *common],
-    )
-    with (results / "results.csv").open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file))
+    run_command("train", ["--config", config, *flags, "--output", run, *common])
+    run_command("infer", ["--model", run, "--input", data / "test", "--output", results, *common])
+    run_command("evaluate", ["--model", run, "--output", figures, *common])
+    rows = table(results)
     metrics = json.loads((figures / "metrics.json").read_text())["mean"]
     return {
         "model": {
@@ -101,18 +96,6 @@ def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
         },
         "figures": {key: metrics[key] for key in _FIGURES if metrics.get(key) is not None},
     }
-
-
-def _anomaly(*commands: list[object]) -> None:
-    """Run commands one after the other in one process of their own."""
-    code = "import json, sys; from anomaly.cli import main; "
-    code += "sys.exit(any(main(command) for command in json.loads(sys.argv[1])))"
-    arguments = json.dumps([list(map(str, command)) for command in commands])
-    done = subprocess.run(
-        [sys.executable, "-c", code, arguments],
-        capture_output=True, text=True, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def _data(name: str, scratch: Path) -> Path:

@@ -28,7 +28,7 @@ from anomaly.errors import ConfigError, DataError, ModelError, OutputError
 PAGE = REPOSITORY / "docs" / "python.md"
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TINY = {
-    "backbone": {"name": "mobilenet_v2", "weights": "random"},
+    "backbone": {"name": "tiny", "weights": "random"},
     "image": {"area": 64},
     "precision": "fp32",
 }
@@ -61,10 +61,10 @@ def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     write_product(tmp_path / "disc", n_train=1)
     snippets = SNIPPET.findall(PAGE.read_text())
     assert len(snippets) == 11
-    network = '"timm/tf_efficientnet_lite2"'
+    assert all(name in PAGE.read_text() for name in anomaly.__all__)
     names: dict[str, object] = {}
-    for snippet in snippets:  # no test waits for weights
-        code = snippet.replace(network, f'{network}, "weights": "random"')
+    for snippet in snippets:
+        code = snippet.replace('"timm/tf_efficientnet_lite2"', '"tiny", "weights": "random"')
         exec(compile(code, str(PAGE), "exec"), names)
     assert (tmp_path / "why" / "explanation.json").is_file()
     assert (tmp_path / "model_recalibrated" / "manifest.json").is_file()
@@ -88,26 +88,27 @@ def test_the_ten_lines_of_the_readme_run(
     assert "broken.png: it is empty" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suffix", [".png", ".tiff"])
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-@pytest.mark.parametrize("channels", ["grey", "colour"])
 def test_an_array_scores_as_the_lossless_file_of_its_pixels(
-    detector: anomaly.AnomalyDetector, tmp_path: Path, suffix: str, dtype: type, channels: str
+    detector: anomaly.AnomalyDetector, tmp_path: Path
 ) -> None:
-    pixels = part(40, mark=True).astype(dtype) * (257 if dtype == np.uint16 else 1)
-    pixels += np.random.default_rng(1).integers(0, 5, pixels.shape).astype(dtype)
-    if channels == "grey":
-        pixels = pixels[..., 1]
-    file = tmp_path / f"part{suffix}"
-    cv2.imwrite(str(file), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
-    one, other = detector.predict(file), detector.predict(pixels, channels="rgb")
-    assert one.score == other.score
-    np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
-    np.testing.assert_array_equal(one.heatmap(), other.heatmap())
+    colour = part(40, mark=True)
+    colour += np.random.default_rng(1).integers(0, 5, colour.shape).astype(np.uint8)
+    deep = colour.astype(np.uint16) * 257 + 3
+    for pixels, name in ((colour, "8.png"), (colour[..., 1], "grey.tiff"), (deep, "16.tiff"),
+                         (deep[..., 1], "16.png")):  # fmt: skip
+        file = tmp_path / name
+        cv2.imwrite(str(file), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
+        one, other = detector.predict(file), detector.predict(pixels, channels="rgb")
+        assert one.score == other.score, name
+        np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
+        np.testing.assert_array_equal(one.heatmap(), other.heatmap())
+        assert one.image is None  # a prediction of a file keeps no pixels
+        assert other.image is not None
     listed = detector.predict([file, pixels, str(file)], channels="rgb")
     assert len({p.score for p in listed}) == 1
     assert [p.path for p in listed] == [file, None, file]
     assert [p.index for p in listed] == [0, 1, 2]
+    assert [one.path for one in detector.stream(str(file))] == [file]
 
 
 def test_every_way_to_give_an_image(detector: anomaly.AnomalyDetector) -> None:
@@ -187,37 +188,17 @@ def test_what_cannot_be_used_says_why(
         detector.predict(image, **options)  # type: ignore[call-overload]
 
 
-def test_a_stream_of_one_path_is_a_stream_of_one_image(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
+def test_options_that_mean_nothing_are_errors(
+    detector: anomaly.AnomalyDetector, run_folder: Path
 ) -> None:
-    file = str(tmp_path / "part.png")
-    cv2.imwrite(file, part(3))
-    assert [one.path for one in detector.stream(file)] == [Path(file)]
-
-
-def test_a_precision_that_is_none(detector: anomaly.AnomalyDetector, tmp_path: Path) -> None:
-    detector.save(tmp_path / "model")
-    with pytest.raises(ModelError, match="precision 'fp16': give 'fp32' or 'bf16'"):
-        anomaly.load(tmp_path / "model", "cpu", precision="fp16")
-
-
-def test_a_prediction_of_a_file_keeps_no_pixels(tmp_path: Path) -> None:
-    for i in range(3):
-        write_part(tmp_path / f"{i}.png", seed=i)
-    tiles = {**TINY, "image": {"tile": 64, "area": 64}}
-    for settings in (TINY, tiles):
-        detector = anomaly.fit(
-            [part(seed) for seed in range(4)], settings, channels="rgb", device="cpu"
-        )
-        assert detector.predict(tmp_path / "0.png").image is None
-        assert detector.predict(part(0), channels="rgb").image is not None
-
-
-def test_options_that_mean_nothing_are_errors(detector: anomaly.AnomalyDetector) -> None:
     with pytest.raises(DataError, match="channels is 'gbr'"):
         detector.predict(part(0), channels="gbr")  # type: ignore[call-overload]
     with pytest.raises(DataError, match="full_scale is 0"):
         detector.predict(part(0), full_scale=0)
+    with pytest.raises(ModelError, match="precision 'fp16': give 'fp32' or 'bf16'"):
+        anomaly.load(run_folder, "cpu", precision="fp16")
+    with pytest.raises(anomaly.AnomalyError, match="'auto', 'cpu' or 'cuda'"):
+        anomaly.load(run_folder, device="gpu7")
 
 
 def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
@@ -248,7 +229,7 @@ def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
 def test_eight_threads_give_what_one_gives(
     detector: anomaly.AnomalyDetector, tmp_path: Path
 ) -> None:
-    pictures = [part(seed, mark=seed % 2 == 0) for seed in range(60, 76)]
+    pictures = [part(seed, mark=seed % 2 == 0) for seed in range(60, 68)]
     files = [tmp_path / f"{i}.png" for i in range(len(pictures))]
     for file, picture in zip(files, pictures, strict=True):
         cv2.imwrite(str(file), picture[..., ::-1])
@@ -326,8 +307,6 @@ def test_saved_and_loaded_it_is_the_same_model(
     assert other.save(tmp_path / "again", overwrite=True) != model_id
     again = anomaly.load(tmp_path / "again", device="cpu")
     assert (again.thresholds.image, again.thresholds.label) == (9.0, "by hand")
-    with pytest.raises(anomaly.AnomalyError, match="'auto', 'cpu' or 'cuda'"):
-        anomaly.load(tmp_path / "again", device="gpu7")
 
 
 def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -399,13 +378,10 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
 
 
 def test_a_first_calibration_names_what_raises_the_threshold(
-    caplog: pytest.LogCaptureFixture,
+    detector: anomaly.AnomalyDetector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learned = [part(seed) for seed in range(4)]
-    detector = anomaly.fit(learned, TINY, channels="rgb", device="cpu", calibrate=False)
-    detector.calibrate(
-        [*(part(seed) for seed in range(80, 90)), part(90, mark=True)], channels="rgb"
-    )
+    bare = anomaly.AnomalyDetector(replace(detector.model, thresholds=None))
+    bare.calibrate([*(part(seed) for seed in range(80, 90)), part(90, mark=True)], channels="rgb")
     (warning,) = [text for text in caplog.messages if text.startswith("image 10 scores")]
     assert "without it the reject threshold would be" in warning
 
@@ -451,14 +427,6 @@ def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, produc
         with pytest.raises(DataError, match="which are defective"):
             anomaly.evaluate(trained, unlabelled)  # type: ignore[arg-type]
     assert trained.explain(product / "test" / "spot" / "000.png").notes == []
-
-
-def test_help_and_types_are_there() -> None:
-    assert "good images only" in (anomaly.fit.__doc__ or "")
-    assert (Path(anomaly.__file__).parent / "py.typed").is_file()
-    text = PAGE.read_text()
-    for name in anomaly.__all__:
-        assert name in text, f"docs/python.md doesn't mention {name}"
 
 
 def test_a_program_that_predicts_files_ends_by_itself(
