@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.read import Image, has_16_bits, read_image
+from anomaly.imaging.read import Image, read_image
 
 _SIDE = 16
 _DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
@@ -38,7 +38,7 @@ def look_of(image: Image) -> Look:
     some = np.asarray(image.pixels[::step, ::step], np.float32)
     grey = cv2.resize(some, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)
     grey = (grey - grey.mean()) * np.float32(255 / image.full_scale)
-    deep = has_16_bits(image.mode)
+    deep = image.mode.endswith("16")
     brightest = float(image.pixels.max()) / image.full_scale if deep else None
     return Look(picture_of(image), grey.ravel().astype(np.float16), brightest)
 

@@ -3,9 +3,8 @@
 The only place where files are decoded, for training, scoring and evaluation alike. What a pixel
 value means is the same for every image of a kind:
 
-- Full scale is the full range of the file's declared depth: 255, 65535, 4095 for 12-bit TIFF, 1.0
-  for floats. Values are never clipped, and never stretched by what the single image happens to
-  hold.
+- Full scale is the full range of the file's declared depth: 255, 65535, 1.0 for floats.
+  Values are never clipped, and never stretched by what the single image happens to hold.
 - Cameras often put 10, 12 or 14 bits into a 16-bit file that can't say so. `bit_depth` says it:
   full scale becomes 2**bit_depth - 1. It can only narrow the range, so 8-bit files keep theirs.
 - A pixel above full scale, a negative one and one that isn't a number make the image
@@ -297,11 +296,6 @@ def out_of_memory() -> str:
                 "more megabytes"
             )
     return "there isn't enough memory to decode it"
-
-
-def has_16_bits(mode: str) -> bool:
-    """Whether samples stored in this mode are whole numbers of 16 bits; floats of 16 aren't."""
-    return mode.endswith("16") and "float" not in mode
 
 
 def bits_used(brightest: Iterable[float | None]) -> int | None:

@@ -9,7 +9,6 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-import tifffile
 from conftest import REPOSITORY, Command, write_part, write_product
 
 import anomaly
@@ -131,15 +130,6 @@ def test_twelve_bits_in_files_of_sixteen(tmp_path: Path, caplog: pytest.LogCaptu
         files = [sample.path for sample in dataset.train[:3]]
         anomaly.fit(files, settings, device="cpu", calibrate=False)
         assert (fault.detail in caplog.text) == (declared is None)
-
-
-def test_dark_floats_of_sixteen_bits_lack_none(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for i in range(20):
-        tifffile.imwrite(tmp_path / f"{i}.tif", (rng.random((40, 40)) / 5).astype(np.float16))
-    report = check(open_dataset("folder", tmp_path), Reading())
-    assert report.splits["train"].modes == {"greyfloat16": 20}
-    assert (report.bit_depth, report.faults) == (None, ())
 
 
 def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:

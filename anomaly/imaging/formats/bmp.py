@@ -11,11 +11,9 @@ import struct
 from anomaly.imaging.formats.base import (
     ImageHeader,
     Pixels,
-    bgr_to_rgb,
-    bgra_over_black,
     damaged,
     decode_by_opencv,
-    grey_to_rgb,
+    to_rgb,
     unsupported,
 )
 
@@ -59,11 +57,7 @@ def read_header(data: bytes) -> ImageHeader:
 def decode(data: bytes) -> Pixels:
     """Decode into RGB (H, W, 3)."""
     header = read_header(data)
-    pixels = decode_by_opencv(data)
-    if pixels is None or pixels.shape[:2] != header.size:
-        raise damaged("its pixels can't be decoded")
-    if pixels.ndim == 2:
-        return grey_to_rgb(pixels)
-    if header.mode == "rgba8":
-        return bgra_over_black(pixels)
-    return bgr_to_rgb(pixels[..., :3].copy())
+    pixels = decode_by_opencv(data, header.size)
+    if pixels.ndim == 3 and header.mode != "rgba8":
+        pixels = pixels[..., :3].copy()
+    return to_rgb(pixels)

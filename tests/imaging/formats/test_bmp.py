@@ -79,17 +79,12 @@ def test_the_fourth_byte_is_alpha_only_where_the_header_says_so():
     ("options", "status"),
     [
         ({"packing": 1, "bits": 8}, "unsupported"),
-        (
-            {"packing": 3, "bits": 32, "masks": struct.pack("<III", 0xFF, 0xFF00, 0xFF0000)},
-            "unsupported",
-        ),
+        ({"packing": 3, "bits": 32, "masks": struct.pack("<III", 1, 2, 4)}, "unsupported"),
         ({"bits": 3}, "unsupported"),
         ({"bits": 16}, "unsupported"),
         ({"bits": 24, "header": 43}, "unsupported"),
-        ({"bits": 24, "header": 66}, "unsupported"),
         ({"bits": 24, "header": 64, "packing": 3}, "unsupported"),
         ({"bits": 24, "width": 0}, "unreadable"),
-        ({"bits": 24, "width": -5}, "unreadable"),
         ({"bits": 24, "height": 0}, "unreadable"),
         ({"bits": 24, "height": 2**31 - 1}, "unreadable"),
     ],

@@ -9,6 +9,7 @@ from PIL import Image as Pil
 
 from anomaly.errors import ImageError
 from anomaly.imaging.formats import webp
+from anomaly.imaging.read import read_image
 
 
 def chunks_of(data):
@@ -37,24 +38,8 @@ def whole(request):
         pixels = np.dstack([pixels, alpha])
     exif = Pil.Exif()
     exif[0x0112] = 6
-    return encoded(
-        pixels,
-        "WEBP",
-        lossless="lossless" in request.param,
-        quality=90,
-        exif=exif,
-        icc_profile=bytes(range(200)),
-        xmp=b"<x/>" * 40,
-    )
-
-
-def test_metadata_doesnt_change_the_pixels(whole):
-    parts = {kind: whole[at : at + length] for kind, at, length in chunks_of(whole)}
-    wanted = [kind for kind in (b"VP8X", b"ALPH", b"VP8 ", b"VP8L") if kind in parts]
-    extended = bytearray(parts[b"VP8X"])
-    extended[0] &= 0x10
-    bare = file(*((kind, bytes(extended) if kind == b"VP8X" else parts[kind]) for kind in wanted))
-    np.testing.assert_array_equal(webp.decode(whole), webp.decode(bare))
+    notes = {"exif": exif, "icc_profile": bytes(range(200)), "xmp": b"<x/>" * 40}
+    return encoded(pixels, "WEBP", lossless="lossless" in request.param, quality=90, **notes)
 
 
 def test_a_flipped_bit_outside_the_picture_never_changes_the_pixels(whole):
@@ -79,38 +64,25 @@ def test_a_flipped_bit_outside_the_picture_never_changes_the_pixels(whole):
     assert refused > 100
 
 
-def test_a_picture_that_is_cut_isnt_read_on_into_what_follows():
-    for options in ({"lossless": True}, {"quality": 90}):
-        data = encoded(picture(), "WEBP", **options)
-        ((kind, at, length),) = chunks_of(data)
-        canvas = b"".join((side - 1).to_bytes(3, "little") for side in picture().shape[1::-1])
-        for cut in range(12, length - 1, 29):
-            rest = data[at + cut : at + length]
-            behind = file(
-                (b"VP8X", b"\x08\0\0\0" + canvas), (kind, data[at : at + cut]), (b"EXIF", rest)
-            )
-            webp.read_header(behind)
+def test_a_picture_that_is_cut_isnt_read_on_into_what_follows(whole):
+    parts = [(kind, whole[at : at + length]) for kind, at, length in chunks_of(whole)]
+    i = next(i for i, (kind, _) in enumerate(parts) if kind in (b"VP8 ", b"VP8L"))
+    kind, content = parts[i]
+    for cut in range(12, len(content) - 1, 29):
+        for behind in ([], parts[i + 1 :], [(b"EXIF", content[cut:])]):
+            damaged = file(*parts[:i], (kind, content[:cut]), *behind)
             with pytest.raises(ImageError) as caught:
-                webp.decode(behind)
+                webp.decode(damaged)
             assert caught.value.status == "unreadable"
 
 
 @pytest.mark.parametrize(
-    ("flags", "sides", "what"),
-    [(0x08, (53, 37), "EXIF"), (0x10, (53, 37), "alpha"), (0, (54, 37), "contradict")],
+    ("flags", "sides"), [(0x08, (53, 37)), (0x10, (53, 37)), (0, (54, 37)), (0, (2**24, 37))]
 )
-def test_headers_that_promise_what_isnt_there(flags, sides, what):
+def test_headers_that_promise_what_isnt_there(flags, sides):
     data = encoded(picture(), "WEBP", quality=90)
     ((kind, at, length),) = chunks_of(data)
     extended = bytes([flags, 0, 0, 0]) + b"".join((n - 1).to_bytes(3, "little") for n in sides)
-    with pytest.raises(ImageError, match=what) as caught:
-        webp.read_header(file((b"VP8X", extended), (kind, data[at : at + length])))
+    with pytest.raises(ImageError) as caught:
+        read_image(file((b"VP8X", extended), (kind, data[at : at + length])))
     assert caught.value.status == "unreadable"
-
-
-def test_a_picture_without_width_is_damage():
-    data = bytearray(encoded(picture(), "WEBP", quality=90))
-    ((_, at, _),) = chunks_of(data)
-    data[at + 6 : at + 8] = b"\0\0"
-    with pytest.raises(ImageError, match="no WebP picture"):
-        webp.read_header(bytes(data))

@@ -15,24 +15,20 @@ def file(pages, order="<"):
     out = bytearray(mark + struct.pack(order + "HI", 42, 0))
     link = 4
     for tags, blocks in pages:
-        tags = dict(tags)
         where, sizes = (324, 325) if 322 in tags else (273, 279)
-        tags[where], tags[sizes] = [], [len(block) for block in blocks]
-        for block in blocks:
-            tags[where].append(len(out))
-            out += block
+        lengths = [len(block) for block in blocks]
+        starts = list(itertools.accumulate(lengths, initial=len(out)))[: len(blocks)]
+        out += b"".join(blocks)
         entries = b""
-        for tag, values in sorted(tags.items()):
+        for tag, values in sorted({where: starts, sizes: lengths, **tags}.items()):
             values = values if isinstance(values, list) else [values]
             content = struct.pack(f"{order}{len(values)}I", *values)
-            if len(content) <= 4:
-                field = content.ljust(4, b"\0")
-            else:
-                field = struct.pack(order + "I", len(out))
-                out += content
-            entries += struct.pack(order + "HHI", tag, 4, len(values)) + field
+            if len(content) > 4:
+                content, at = struct.pack(order + "I", len(out)), content
+                out += at
+            entries += struct.pack(order + "HHI", tag, 4, len(values)) + content.ljust(4, b"\0")
         struct.pack_into(order + "I", out, link, len(out))
-        out += struct.pack(order + "H", len(tags)) + entries
+        out += struct.pack(order + "H", len(entries) // 12) + entries
         link = len(out)
         out += bytes(4)
     return bytes(out)
@@ -46,14 +42,6 @@ def blocks_of(values, block, tiled):
         if tiled:
             part = np.pad(part, ((0, rows - part.shape[0]), (0, columns - part.shape[1]), (0, 0)))
         yield part
-
-
-def packed(values, bits, order):
-    """Bytes of samples (rows, columns, C); those that aren't whole bytes, high bits first."""
-    if values.dtype.itemsize * 8 == bits:
-        return values.astype(values.dtype.newbyteorder(order)).tobytes()
-    digits = np.unpackbits(values.astype(">u2")[..., None].view(np.uint8), axis=-1)
-    return np.packbits(digits[..., 16 - bits :].reshape(len(values), -1), axis=1).tobytes()
 
 
 def pack_bits(content):
@@ -81,12 +69,11 @@ NONE, LZW, DEFLATE, PACK_BITS = 1, 5, 8, 32773
 ENCODERS = {NONE: bytes, LZW: lzw, DEFLATE: zlib.compress, PACK_BITS: pack_bits}
 
 
-def layout(values, *, tiled=False, order="<", compression=NONE, bits=0, **more):
+def layout(values, *, tiled=False, order="<", compression=NONE, **more):
     """A TIFF of (H, W, C) samples of any dtype; tags are given as t317=2, and win."""
     block = (16, 16) if tiled else (6, W)
     count, kind = values.shape[2], values.dtype
-    bits = bits or kind.itemsize * 8
-    tags = {256: W, 257: H, 258: [bits] * count, 259: compression}
+    tags = {256: W, 257: H, 258: [kind.itemsize * 8] * count, 259: compression}
     tags |= {262: 2 if count >= 3 else 1, 277: count}
     tags |= {322: 16, 323: 16} if tiled else {278: 6}
     tags |= {339: [3 if kind.kind == "f" else 1] * count} | {int(k[1:]): v for k, v in more.items()}
@@ -94,7 +81,7 @@ def layout(values, *, tiled=False, order="<", compression=NONE, bits=0, **more):
     for part in blocks_of(values, block, tiled):
         if tags.get(317) == 2 and compression not in (NONE, PACK_BITS):
             part = np.diff(part, axis=1, prepend=np.zeros_like(part[:, :1]))
-        blocks.append(ENCODERS[compression](packed(part, bits, order)))
+        blocks.append(ENCODERS[compression](part.astype(kind.newbyteorder(order)).tobytes()))
     return file([(tags, blocks)], order)
 
 
