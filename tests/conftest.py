@@ -284,12 +284,14 @@ def resnet_folder(product: Path, made_once: MadeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def served(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A service with the PatchCore run, as a process: see tests/service/running.py."""
+    """A service with the PatchCore run, in a thread: see tests/line/running.py."""
     from running import serving
+
+    from anomaly.line.guard import Limits
 
     models = tmp_path_factory.mktemp("line") / "models"
     shutil.copytree(run_folder, models / "disc")
-    with serving(models, "--max-body", "2") as running:
+    with serving(models, limits=Limits.of(2_000_000)) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""`anomaly serve` as a process of its own, and a client for it."""
+"""The service in a thread or as a process of its own, and a client for it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from conftest import PYTHONPATH
+from kit import until
+
+from anomaly.line.guard import Limits
+from anomaly.line.record import Keeping, Record
+from anomaly.line.serve import named
+from anomaly.line.server import listening, serve
+from anomaly.line.service import InspectionService
+from anomaly.line.sinks import Sink
+from anomaly.storage.folder import find_models
 
 
 @dataclass
 class Served:
     """A service that runs."""
 
-    process: subprocess.Popen[str]
     port: int
     folder: Path
     token: str = ""
@@ -35,17 +44,14 @@ class Served:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
         """One request on a connection of its own: status, headers, body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         sent = dict(headers or {})
         if self.token:
             sent.setdefault("Authorization", f"Bearer {self.token}")
-        try:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request(method, path, body, sent)
             answer = connection.getresponse()
             told = {name.lower(): value for name, value in answer.getheaders()}
             return answer.status, told, answer.read()
-        finally:
-            connection.close()
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
@@ -53,62 +59,86 @@ class Served:
         assert status == 200, (status, body)
         return json.loads(body)
 
+    def post(self, path: str, **body: str) -> tuple[int, Any]:
+        """Send a JSON object; status and JSON of the answer."""
+        kind = {"Content-Type": "application/json"}
+        status, _, said = self.ask("POST", path, json.dumps(body).encode(), kind)
+        return status, json.loads(said)
+
     def score(self, data: bytes, query: str = "", model: str = "disc") -> tuple[int, Any]:
-        """What is answered to an image file's bytes."""
+        """The answer to an image file's bytes."""
         path = f"/v1/models/{model}/score{query}"
         status, _, body = self.ask("POST", path, data)
         return status, json.loads(body)
 
-    def end(self) -> int:
-        """Ask it to stop; its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+    def settled(self) -> bool:
+        """Whether each model is ready or has failed."""
+        with suppress(OSError):  # it doesn't listen yet
+            return b"loading" not in self.ask("GET", "/v2/health/ready")[2]
+        return False
 
 
-def start(folder: Path, *options: str, token: str = "", path: str = PYTHONPATH) -> Served:
-    """Start a service for a folder of models, with a PYTHONPATH; it may not be ready yet."""
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
-    environment.pop("ANOMALY_TOKEN", None)
-    if token:
-        environment["ANOMALY_TOKEN"] = token
+@contextmanager
+def serving(
+    folder: Path,
+    *,
+    token: str = "",
+    record: Path | None = None,
+    keeping: Keeping | None = None,
+    limits: Limits | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Iterator[Served]:
+    """A service in a thread, once each of its models is ready or has failed."""
+    service = InspectionService(
+        named(find_models(folder)),
+        Record(record or folder / "line.sqlite", keeping or Keeping()),
+        device=torch.device("cpu"),
+        workers=1,
+        limits=limits,
+        sinks=sinks,
+    )
+    stop, listener = threading.Event(), listening("127.0.0.1", 0)
+    with service:
+        thread = threading.Thread(target=serve, args=(service, listener, token, stop.is_set))
+        thread.start()
+        try:
+            served = Served(listener.getsockname()[1], folder, token)
+            until(served.settled)
+            yield served
+        finally:
+            stop.set()
+            thread.join()
+
+
+@dataclass
+class Process(Served):
+    """A service that runs as `anomaly serve` in a process of its own."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal; the exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        with self.process:
+            return self.process.wait(30)
+
+
+def start(folder: Path, *options: str, path: str = PYTHONPATH) -> Process:
+    """Start a process for a folder of models, with a PYTHONPATH; its models may not be ready yet.
+
+    What it logs is in `serve.log` beside the folder.
+    """
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = ["serve", "--models", str(folder), "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "anomaly", *command],
         stdout=subprocess.PIPE,
-        stderr=(folder.parent / "serve.log").open("w"),
+        stderr=(folder.parent / "serve.log").open("a"),
         text=True,
         env=environment,
     )
     assert process.stdout is not None
     first = process.stdout.readline()
     assert " at http://" in first, (first, (folder.parent / "serve.log").read_text())
-    return Served(process, int(first.rpartition(";")[0].rpartition(":")[2]), folder, token)
-
-
-def until_ready(served: Served, seconds: float = 300.0) -> None:
-    """Wait until all models can be used."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with suppress(OSError):
-            if served.ask("GET", "/v2/health/ready")[0] == 200:
-                return
-        time.sleep(0.05)
-    raise AssertionError(served.ask("GET", "/v1/models")[2])
-
-
-@contextmanager
-def serving(
-    folder: Path, *options: str, token: str = "", path: str = PYTHONPATH
-) -> Iterator[Served]:
-    """A service that is ready; it has to end by itself when it is asked to."""
-    served = start(folder, *options, token=token, path=path)
-    try:
-        until_ready(served)
-        yield served
-        if served.process.poll() is None:
-            assert served.end() == 0
-    finally:
-        served.process.kill()
-        served.process.wait()
-        assert served.process.stdout is not None
-        served.process.stdout.close()
+    return Process(int(first.rpartition(";")[0].rpartition(":")[2]), folder, process=process)

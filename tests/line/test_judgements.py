@@ -16,7 +16,7 @@ from test_record import answer
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError
 from anomaly.line.feedback import confirmed_parts, judgements
-from anomaly.line.record import Record
+from anomaly.line.record import Keeping, Record
 from anomaly.line.report import Period, parts_of
 from anomaly.training.tuning import search
 
@@ -75,8 +75,8 @@ def test_judged_parts_are_a_data_set(
     for i in range(6):
         write_part(tmp_path / f"{i}.png", seed=600 + i, mark=(20 + 3 * i, 30))
         write_part(tmp_path / f"good_{i}.png", seed=700 + i)
-    options = ["--record", tmp_path / "line.sqlite", "--keep-good", 1]
-    with serving(models, *map(str, options)) as served:
+    record = tmp_path / "line.sqlite"
+    with serving(models, record=record, keeping=Keeping(goods=1)) as served:
         for i in range(6):
             number = served.score((tmp_path / f"{i}.png").read_bytes())[1]["id"]
             path = f"/v1/parts/{number}/feedback"
@@ -84,7 +84,7 @@ def test_judged_parts_are_a_data_set(
             good = served.score((tmp_path / f"good_{i}.png").read_bytes())[1]
             assert post(served, f"/v1/parts/{good['id']}/feedback", verdict="good")[0] == 200
     judged = tmp_path / "judged" / "disc"
-    arguments = ["--record", options[1], "--pictures", judged.parent]
+    arguments = ["--record", record, "--pictures", judged.parent]
     assert "6 good, 6 defective" in command("feedback", arguments)[1]
     defects = [sample for sample in open_dataset("good_defect", judged).test if sample.is_defect]
     assert [sample.defect_type for sample in defects] == ["spot"] * 6

@@ -1,4 +1,4 @@
-"""Defects that were called good: kept from the page, and in the way of versions that miss them."""
+"""Defects that were called good: kept, and in the way of versions that miss them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from browser import running_browser
-from conftest import Command, train_arguments, write_part
-from running import Served, serving
+from conftest import Command, run_command, train_arguments, write_part
+from kit import until
+from running import serving
 
 from anomaly.errors import OutputError
+from anomaly.line import registry
 from anomaly.line.registry import back, deploy
 from anomaly.storage.golden import keep_missed, write_record
 
@@ -25,47 +26,27 @@ def faint(tmp_path: Path) -> Path:
     return tmp_path / "faint.png"
 
 
-def _post(served: Served, path: str, **body: str) -> tuple[int, str]:
-    sent = json.dumps(body).encode()
-    status, _, said = served.ask("POST", path, sent, {"Content-Type": "application/json"})
-    return status, said.decode()
-
-
-def test_the_page_keeps_a_defect_that_was_called_good(
-    run_folder: Path, product: Path, tmp_path: Path, faint: Path
+def test_a_defect_that_was_called_good_is_kept(
+    run_folder: Path, product: Path, tmp_path: Path, faint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registry, "_LOOK_SECONDS", 0.05)
     run = Path(shutil.copytree(run_folder, tmp_path / "models" / "disc"))
-    with (
-        running_browser(tmp_path / "profile") as page,
-        serving(run.parent, "--record", str(tmp_path / "line.sqlite")) as served,
-    ):
+    with serving(run.parent) as served:
         rejected = served.score((product / "test" / "spot" / "000.png").read_bytes())[1]["id"]
-        assert _post(served, f"/v1/parts/{rejected}/feedback", verdict="defect")[0] == 200
-        assert _post(served, f"/v1/parts/{rejected}/missed")[0] == 409
-        number = served.score(faint.read_bytes())[1]["id"]
-        status, said = _post(served, f"/v1/parts/{number}/missed")
-        assert (status, "isn't a defect that was called good" in said) == (409, True)
-        page.open(f"http://127.0.0.1:{served.port}/")
-        page.until("document.getElementById('state').textContent", "live")
-        page.until("document.querySelector('#strip button')?.dataset.part", str(number))
-        hidden = "document.getElementById('missed').hidden"
-        assert page.evaluate(hidden) is True
-        page.until("performance.now() > 700", True)
-        page.press("d")
-        page.until(hidden, False, seconds=20)
-        page.press("m")
-        page.until(hidden, True, seconds=20)
-        assert "known missed defect: part-" in served.get(f"/v1/parts/{number}")["feedback"]["note"]
+        assert served.post(f"/v1/parts/{rejected}/feedback", verdict="defect")[0] == 200
+        assert served.post(f"/v1/parts/{rejected}/missed")[0] == 409
+        part = f"/v1/parts/{served.score(faint.read_bytes())[1]['id']}"
+        status, said = served.post(f"{part}/missed")
+        assert (status, "isn't a defect that was called good" in said["detail"]) == (409, True)
+        assert served.post(f"{part}/feedback", verdict="defect")[0] == 200
+        status, said = served.post(f"{part}/missed")
+        assert "known missed defect: part-" in said["feedback"]["note"]
         (kept,) = (run / "golden" / "missed").iterdir()
         assert kept.read_bytes() == faint.read_bytes()
         # The model goes on with it: checked anew, and ready.
-        page.until(
-            "fetch('/v1/models/disc').then(a => a.json()).then(m => m.checked.includes('known'))",
-            True,
-            seconds=60,
-        )
-        assert served.ask("GET", "/v2/health/ready")[0] == 200
+        until(lambda: "known" in served.get("/v1/models/disc")["checked"])
         assert "known defects caught: 0 of 1" in served.get("/v1/models/disc")["checked"]
+        assert served.ask("GET", "/v2/health/ready")[0] == 200
 
 
 def test_a_version_that_loses_a_known_defect_isnt_deployed(
@@ -102,35 +83,32 @@ def test_a_version_that_loses_a_known_defect_isnt_deployed(
     assert (code, "Still missed, as before: 2." in out) == (0, True), err
 
 
-@pytest.mark.parametrize("place", ["golden", "golden/missed/part.png", "train.json"])
-def test_links_in_a_run_are_not_followed(run_folder: Path, tmp_path: Path, place: str) -> None:
-    run = Path(shutil.copytree(run_folder, tmp_path / "run"))
-    (run / place).unlink(missing_ok=True)
-    (run / place).parent.mkdir(parents=True, exist_ok=True)
-    (run / place).symlink_to(tmp_path)
-    with pytest.raises(OutputError, match="is a link"):
-        deploy(run / "model", tmp_path / "line")
+def test_links_in_a_run_are_not_followed(run_folder: Path, tmp_path: Path) -> None:
+    for i, place in enumerate(("golden", "golden/missed/part.png", "train.json")):
+        run = Path(shutil.copytree(run_folder, tmp_path / f"run{i}"))
+        (run / place).unlink(missing_ok=True)
+        (run / place).parent.mkdir(parents=True, exist_ok=True)
+        (run / place).symlink_to(tmp_path)
+        with pytest.raises(OutputError, match="is a link"):
+            deploy(run / "model", tmp_path / "line")
     assert not (tmp_path / "line").exists()
 
 
 def test_another_products_model_isnt_deployed(
-    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+    run_folder: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether the line's good parts are known, or only what its model has learned."""
-    for i in range(26):
-        write_part(tmp_path / "discs" / f"{i}.png", seed=i)
+    (tmp_path / "stripes").mkdir()
+    for i in range(12):
         stripes = np.full((96, 120), 40 + 120 * (np.arange(120) // 6 % 2), np.uint8)
         noise = np.random.default_rng(i).normal(0, 6, (96, 120, 3))
-        (tmp_path / "stripes").mkdir(exist_ok=True)
         picture = np.clip(stripes[..., None] + noise, 0, 255).astype(np.uint8)
         cv2.imwrite(str(tmp_path / "stripes" / f"{i}.png"), picture)
-    settings = ["data.format=folder", "data.category=null"]
-    for name in ("discs", "stripes"):
-        root = f"data.root={tmp_path / name}"
-        arguments = train_arguments(tmp_path, tmp_path / "runs" / name, *settings, root)
-        assert command("train", arguments)[0] == 0
-    line = tmp_path / "runs" / "discs"
-    arguments = ["--model", tmp_path / "runs" / "stripes", "--to", line]
+    settings = ["data.format=folder", "data.category=null", f"data.root={tmp_path / 'stripes'}"]
+    run_command("train", train_arguments(tmp_path, tmp_path / "other", *settings))
+    line = tmp_path / "line"
+    shutil.copytree(run_folder / "model", line / "model")
+    arguments = ["--model", tmp_path / "other", "--to", line]
     code, _, err = command("deploy", arguments)
     assert (code, "add --yes" in err) == (1, True)
     assert "has learned other parts than the present model: another product?" in caplog.text
@@ -139,4 +117,3 @@ def test_another_products_model_isnt_deployed(
     write_record(line / "golden", "", {})
     assert command("deploy", arguments)[0] == 1
     assert "flags 3 of 3 parts that the present model calls good: another" in caplog.text
-    assert command("deploy", [*arguments, "--yes"])[0] == 0

@@ -1,423 +1,411 @@
-"""The server's own limits, with no model behind it."""
+"""Promises of the HTTP server: who may ask, limits of size, time and number, and odd names."""
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import os
+import shutil
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import pytest
-import torch
-from attacks import ATTACKS, Client, health, press, routes_of
+from conftest import Command
+from kit import until
+from prometheus_client.parser import text_string_to_metric_families
+from receivers import Receiver
+from running import Served, serving
 
+from anomaly.errors import visible
+from anomaly.imaging.decoder_pool import Decoders
 from anomaly.line import server, service
-from anomaly.line.app import InTurn, make_app
-from anomaly.line.engine import BusyError
-from anomaly.line.guard import Limits
-from anomaly.line.record import Record
-from anomaly.line.service import InspectionService
-from anomaly.line.slot import ModelSlot, Version
+from anomaly.line.guard import Limits, is_loopback
+from anomaly.line.serve import named
+from anomaly.line.sinks import Webhook
 
 TOKEN = "0123456789abcdef"
-ASKED = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SHOWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
+SCORE, FEEDBACK = "/v1/models/disc/score", "/v1/parts/1/feedback"
+HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n"
+NAMES = {
+    b'--caf\xe9\\ \x1b[31m\xc2\x9b\n\xe2\x80\xae<img src=x onerror=x> "a", {b="c"} 1%41?#': (
+        '--caf\\udce9\\\\ \\u001b[31m\\u009b\\n\\u202e<img src=x onerror=x> "a", {b="c"} 1%41?#'
+    ),
+    b"disc": "disc",
+    b"bad\xe9\x1b": "bad\\udce9\\u001b",
+}
+USABLE = list(NAMES.values())[:2]
 
 
-@pytest.fixture
-def line(tmp_path: Path) -> Iterator[InspectionService]:
-    limits = Limits(1_000_000, receive_seconds=3, begin_seconds=0.5, bytes_a_second=1000)
-    with InspectionService(
-        {}, Record(tmp_path / "l.sqlite"), device=torch.device("cpu"), limits=limits
-    ) as service:
-        engine = cast(Any, SimpleNamespace(__exit__=lambda: None, waiting=0, submit=busy))
-        service.registry.models["disc"] = ModelSlot("disc", tmp_path, engine=engine)
-        yield service
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
 
 
-def busy(*_: object) -> Any:
-    raise BusyError("it takes nothing")
+@pytest.fixture(scope="module")
+def guarded(
+    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, receiver: Receiver
+) -> Iterator[Served]:
+    """A service with a token, short patience, models with odd names, and one that is damaged."""
+    folder = tmp_path_factory.mktemp("line") / os.fsdecode(b"runs\xff\x1b")
+    for raw in NAMES:
+        shutil.copytree(run_folder / "model", folder / os.fsdecode(raw) / "model")
+    (folder / os.fsdecode(b"bad\xe9\x1b") / "model" / "thresholds.json").write_text("{}")
+    limits = Limits(1_000_000, 64_000, 1_500_000, 3, begin_seconds=0.5, bytes_a_second=1000)
+    sink = Webhook(f"http://127.0.0.1:{receiver.port}/parts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "_IDLE_SECONDS", 2)
+        patch.setattr(server, "_TAKE_SECONDS", 1)
+        with serving(folder, token=TOKEN, limits=limits, sinks=[sink]) as served:
+            yield served
 
 
-class WatchedPlaces(server.Places):
-    """Places that say which connections are open, by the client's port."""
+@dataclass
+class Attack:
+    """A client that means harm.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ports: set[int] = set()
+    Attributes:
+        status: the answer before the connection is closed; 0 for none.
+        head: of the request, after its line and `Host`.
+        body: sent behind it.
+        drip: sent again and again.
+    """
 
-    def come(self, connection: Any) -> None:
-        self.ports.add(connection.client[1])
-        super().come(connection)
-
-    def leave(self, connection: Any) -> None:
-        self.ports.discard(connection.client[1])
-        super().leave(connection)
-
-
-@pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> WatchedPlaces:
-    watched = WatchedPlaces()
-    monkeypatch.setattr(server, "Places", lambda: watched)
-    return watched
+    status: int
+    head: bytes
+    body: bytes = b""
+    drip: bytes = b""
 
 
-@pytest.fixture
-def address(
-    line: InspectionService, places: WatchedPlaces, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, int]]:
-    monkeypatch.setattr(server, "_IDLE_SECONDS", 2)
-    monkeypatch.setattr(server, "_TAKE_SECONDS", 1)
-    stop = threading.Event()
-    listener = server.listening("127.0.0.1", 0)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # slow readers are seen soon
-    running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
-    running.start()
-    end = time.monotonic() + 60
-    while True:
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNK = b"8000\r\n" + bytes(0x8000) + b"\r\n"
+ATTACKS = [
+    Attack(413, b"Content-Length: 5000000000\r\n\r\n", drip=bytes(1000)),
+    Attack(413, CHUNKED + b"\r\n", CHUNK * 40, CHUNK),
+    Attack(400, CHUNKED + b"\r\n", b"1\r\nx\r\n" * 1000),
+    Attack(400, CHUNKED + b"\r\n", b"0\r\n" + b"X:y\r\n" * 1000 + b"\r\n"),
+    Attack(400, b"Content-Length: 18\r\n" + CHUNKED + b"\r\n", CHUNK),
+    Attack(400, b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", b"{"),
+    Attack(400, b"Content-Type: a/b; charset=none-such\r\nContent-Length: 1\r\n\r\n", b"x"),
+    Attack(400, b"a:b\r\n" * 1500 + b"\r\n"),
+    Attack(400, b"X: " + b"x" * 9000 + b"\r\n\r\n"),
+    Attack(408, b"Content-Length: 18\r\n\r\n", b"{"),
+    Attack(408, b"Content-Length: 60000\r\n\r\n", b"{", b" "),
+    Attack(408, b"Content-Length: 60000\r\n\r\n", bytes(1000), bytes(150)),  # fast, yet too late
+    Attack(0, b"X:"),
+    Attack(0, b"X: ", drip=b"x"),
+]
+ROUTES = [("POST", SCORE), ("POST", FEEDBACK), ("GET", "/v1/events"), ("GET", "/nowhere")]
+
+
+def told(port: int, sent: bytes, drip: bytes = b"") -> bytes:
+    """All that is answered until the server closes the connection."""
+    answer, end = b"", time.monotonic() + 60
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
         with suppress(ConnectionError):
-            if status(listener.getsockname()) == 200:
-                break
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    yield listener.getsockname()
-    stop.set()
-    running.join()
+            line.sendall(sent)
+        line.settimeout(0.1)
+        while time.monotonic() < end:
+            with suppress(TimeoutError, ConnectionError):
+                line.sendall(drip)
+            try:
+                piece = line.recv(65536)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return answer
+            if not piece:
+                return answer
+            answer += piece
+    raise AssertionError(("it stays open", sent[:300], answer[:300]))
 
 
-def test_it_ends_when_all_parts_are_answered(
-    line: InspectionService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_LAST_SECONDS", 1)
-    engine, stop = cast(Any, line.registry.models["disc"].engine), threading.Event()
-    refused: list[str] = []
-    engine.waiting, engine.refuse_waiting = 1, lambda reason: refused.append(reason) or 1
-    listener = server.listening("127.0.0.1", 0)
-    running = threading.Thread(target=server.serve, args=(line, listener, TOKEN, stop.is_set))
-    running.start()
-    end = time.monotonic() + 20
-    while not refused:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-        with suppress(ConnectionRefusedError):  # it isn't listening yet
-            connection = HTTPConnection(*listener.getsockname(), timeout=60)
-            shown = {"Authorization": f"Bearer {TOKEN}"}
-            connection.request("POST", "/v1/models/disc/score", b"image", shown)
-            answer = connection.getresponse()
-            assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
-            connection.close()
-            stop.set()
-    assert running.is_alive()
-    engine.waiting = 0
-    running.join(20)
-    assert not running.is_alive()
+def slow_reader(port: int) -> bytes:
+    """All that a client can read that asks for much, and doesn't read for seconds."""
+    answer = b""
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", port))
+        line.sendall((b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n" + SHOWN + b"\r\n") * 300)
+        time.sleep(4)
+        line.settimeout(20)
+        with suppress(ConnectionError):
+            while piece := line.recv(65536):
+                answer += piece
+    return answer
 
 
-def test_those_that_read_leave_time_between() -> None:
-    times: list[tuple[float, float]] = []
-
-    def read() -> None:
-        begun = time.monotonic()
-        time.sleep(0.05)
-        times.append((begun, time.monotonic()))
-
-    async def several() -> None:
-        in_turn = InTurn()
-        await asyncio.gather(*(in_turn(read) for _ in range(4)))
-
-    asyncio.run(several())
-    assert all(later[0] - earlier[1] > 0.03 for earlier, later in pairwise(times))
-
-
-def test_a_version_is_no_longer_refused_once_the_next_is_in_use(tmp_path: Path) -> None:
-    """Even while the one before still answers what it took."""
-    said: list[dict[str, Any]] = []
-    leaving = cast(Any, SimpleNamespace(__exit__=lambda: said.append(served.short())))
-    served = ModelSlot("disc", tmp_path, engine=leaving, trouble="it was bad")
-    assert served.short()["refused"]
-    facts = {"model_id": "2", "method": "PaDiM", "unit": "", "config": SimpleNamespace(name="disc")}
-    version = Version(cast(Any, SimpleNamespace(**facts)), "", None, "")
-    served.use(version, cast(Any, SimpleNamespace()))
-    assert [(one["refused"], one["reason"]) for one in said] == [(False, "")]
-
-
-def test_health_and_figures_say_what_became_of_the_record(line: InspectionService) -> None:
-    def figures() -> dict[str, float]:
-        lines = [one.split() for one in line.metrics.text().decode().splitlines()]
-        return {name[15:]: float(v) for name, v, *_ in lines if name.startswith("anomaly_record_")}
-
-    file = line.record.file
-    fine = {"ready": True, "reason": "", "models": {"disc": "ready"}, "record": ""}
-    assert line.health() == fine
-    file.unlink()
-    told = line.health()
-    assert told.pop("record").startswith(
-        "l.sqlite was removed; a new record was created"
-    )  # no folder
-    assert told | {"record": ""} == fine
-    assert figures() == {"trouble": 0, "changes": 1}
-    file.write_bytes(b"words, and enough of them to be more than nothing")
-    told = line.health()
-    assert (told["ready"], str(file.parent) in told["reason"]) == (False, False)
-    assert told["reason"].startswith("parts can't be recorded: l.sqlite was overwritten")
-    assert figures() == {"trouble": 1, "changes": 1}
-    file.unlink()
-    assert line.health()["ready"]
-    line.registry.models["disc"] = ModelSlot("disc", file, trouble=f"{file} is damaged")
-    told = line.health()
-    assert (told["ready"], told["reason"]) == (False, "disc has failed")
+def test_no_attack_on_any_route_lasts_or_keeps_others_out(guarded: Served) -> None:
+    kept, own, slowest = HTTPConnection("127.0.0.1", guarded.port, timeout=20), set(), 0.0
+    with ThreadPoolExecutor(len(ATTACKS) * len(ROUTES) + 2) as pool:
+        answers: list[tuple[Attack, tuple[str, str], Future[bytes]]] = []
+        for method, path in ROUTES:
+            start = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + SHOWN
+            for attack in ATTACKS:
+                sent = start + attack.head + attack.body
+                found = pool.submit(told, guarded.port, sent, attack.drip)
+                answers.append((attack, (method, path), found))
+        silent, slow = pool.submit(told, guarded.port, b""), pool.submit(slow_reader, guarded.port)
+        while not all(future.done() for *_, future in answers):
+            begun = time.monotonic()
+            kept.request("GET", "/v2/health/live", headers={"Authorization": f"Bearer {TOKEN}"})
+            assert kept.getresponse().read() == b'{"live":true}'
+            slowest = max(slowest, time.monotonic() - begun)
+            own.add(kept.sock.getsockname())
+            time.sleep(0.1)
+    kept.close()
+    assert slowest < 5
+    assert len(own) == 1  # who asks now and then stays connected
+    wrong = [
+        (attack, route, future.result()[:200])
+        for attack, route, future in answers
+        if future.result()[9:12] != (str(attack.status).encode() if attack.status else b"")
+    ]
+    assert not wrong
+    assert silent.result() == b""
+    assert slow.result().count(b"HTTP/1.1 200") < 300
 
 
-def status(address: tuple[str, int]) -> int:
-    with socket.create_connection(address, timeout=20) as line:
-        line.sendall(ASKED)
-        return int(line.recv(2000).split()[1])
+def test_a_stranger_is_refused_before_the_body_is_read(guarded: Served, served: Served) -> None:
+    endless = b"Content-Length: 999999\r\n\r\n"
+    for method, path in ROUTES:
+        start = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+        assert told(guarded.port, start + endless).startswith(b"HTTP/1.1 401 ")
+    for framing in (f"Content-Length: {5 * 10**9}\r\n\r\n".encode(), CHUNKED + b"\r\n"):
+        head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode() + framing
+        assert b"2 MB" in told(served.port, head + CHUNK * 70 * (b"chunked" in framing))
 
 
-def test_no_attack_on_any_route_lasts_or_delays_health(
-    line: InspectionService, address: tuple[str, int], places: WatchedPlaces
-) -> None:
-    routes = routes_of(make_app(line))
-    attacks = list(ATTACKS.values())
-    at_once = server.MOST_OF_ADDRESS // (len(routes) + 10)
-    with health(address, TOKEN) as seconds:
-        for start in range(0, len(attacks), at_once):
-            clients = [
-                Client.of(attack, route, address, TOKEN)
-                for attack in attacks[start : start + at_once]
-                for route in routes
-            ]
-            until = time.monotonic() + 60  # seconds, on a machine that does much else
-            for client in press(clients, until):
-                case = (client.attack, client.route, client.answer[:200])
-                if client.attack.status:
-                    allowed = (client.attack.status, client.attack.slow_status or None)
-                    assert client.status in allowed, case
-                if client.attack.reads:
-                    assert client.follows or client.seconds is not None, case
-                while not client.attack.reads and client.line.getsockname()[1] in places.ports:
-                    assert time.monotonic() < until, case
-                    line._send_event({"kind": "part", "part": "x" * 100_000})  # to followers
-                    time.sleep(0.1)
-    assert len(seconds) > 20
-    assert np.quantile(seconds, 0.99) <= 1
+def test_a_body_of_just_the_limit_is_read(guarded: Served) -> None:
+    for path, most, status in ((SCORE, 1_000_000, 422), (FEEDBACK, 64_000, 400)):
+        assert guarded.ask("POST", path, bytes(most))[0] == status
+        assert guarded.ask("POST", path, bytes(most + 1))[0] == 413
+
+
+def test_images_that_wait_are_limited_in_memory(guarded: Served) -> None:
+    head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode() + SHOWN
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=20) as line:
+        line.sendall(head + b"Content-Length: 900000\r\n\r\n" + bytes(899_999))
+        until(lambda: figures(guarded)["anomaly_held_bytes"] == 899_999)
+        assert guarded.ask("POST", SCORE, bytes(700_000))[0] == 503
+        line.sendall(b"\0")
+        assert line.recv(2000).startswith(b"HTTP/1.1 422 ")
+    assert figures(guarded)["anomaly_held_bytes"] == 0
+
+
+def figures(served: Served) -> dict[str, float]:
+    lines = served.ask("GET", "/metrics")[2].decode().splitlines()
+    said = (line.rpartition(" ") for line in lines if line[0] != "#")
+    return {name: float(value) for name, _, value in said}
+
+
+def test_who_may_ask(guarded: Served, served: Served) -> None:
+    def basic(text: bytes) -> str:
+        return "Basic " + base64.b64encode(text).decode()
+
+    shown = {"Authorization": f"Bearer {TOKEN}"}
+    own, proxy = f"http://127.0.0.1:{guarded.port}", "https://plant.example"
+    page = {**shown, "Origin": proxy}  # a proxy has put its own host in
+    link = {**shown, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    wrong = ["", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Digest {TOKEN}"]
+    wrong += ["x" * 5000, "Basic %%%", "Bearer é", "Basic é", basic(b"ada")]
+    parts, local, others = "/v1/parts", ("localhost:8", "127.0.0.1", "[::1]:8"), ("line", "", "[")
+    cases = [
+        *((guarded, path, {"Authorization": one}, 401) for one in wrong for path in ("/", parts)),
+        (guarded, parts, shown, 200),
+        (guarded, parts, {"Authorization": basic(f"ada:{TOKEN}".encode())}, 200),
+        (guarded, "/v2/health/live", {"Authorization": ""}, 200),
+        (guarded, parts, {**shown, "Origin": own}, 200),
+        (guarded, parts, {**shown, "Origin": "http://["}, 403),
+        (guarded, parts, page, 403),
+        (guarded, "/line.js", page, 200),
+        (guarded, parts, {**page, "Sec-Fetch-Site": "same-origin"}, 200),
+        (guarded, parts, {**page, "X-Requested-With": "line"}, 200),  # as over plain HTTP
+        (guarded, "/", link, 200),
+        (guarded, "/report", link, 403),
+        (guarded, parts, {**page, "Sec-Fetch-Site": "same-site", "X-Requested-With": "line"}, 403),
+        *((served, parts, {"Host": host}, 200) for host in local),
+        *((served, parts, {"Host": host}, 403) for host in (*others, "127.0.0.1.evil.example")),
+        (served, parts, {"Origin": "https://evil.example"}, 403),
+    ]
+    answers = [one.ask("GET", path, headers=headers) for one, path, headers, _ in cases]
+    assert [(*case[1:3], answer[0]) for case, answer in zip(cases, answers, strict=True)] == [
+        case[1:] for case in cases
+    ]
+    assert {answer[1]["x-content-type-options"] for answer in answers} == {"nosniff"}
+    assert "default-src 'none'" in guarded.ask("GET", "/")[1]["content-security-policy"]
+    assert guarded.ask("POST", "/", headers=link)[0] == 403
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "127.1.2.3")] == [False, False, True]
 
 
 def test_who_only_connects_keeps_nobody_out(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    guarded: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MOST_OF_ADDRESS", 20)
-    kept = HTTPConnection(*address, timeout=20)
-    kept.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
-    assert kept.getresponse().read()
-    own = kept.sock.getsockname()
-    silent = [socket.create_connection(address, timeout=20) for _ in range(200)]
-    for client in silent[100:]:
-        with suppress(ConnectionError):
-            client.sendall(ASKED[:-10])
-    assert status(address) == 200
-    kept.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
-    assert kept.getresponse().read()
-    assert kept.sock.getsockname() == own
-    open_ones = 0
-    for client in silent:
-        client.settimeout(0.01)
-        try:
-            open_ones += bool(client.recv(10))
-        except TimeoutError:
-            open_ones += 1
-        except ConnectionError:
-            pass
-        client.close()
-    assert open_ones <= 20
-    kept.close()
+    with (
+        closing(HTTPConnection("127.0.0.1", guarded.port, timeout=20)) as kept,
+        ExitStack() as ends,
+    ):
+        own = []
+        silent = []
+        for i in range(100):
+            if i % 99 == 0:  # before and after the others
+                kept.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+                assert kept.getresponse().read()
+                own.append(kept.sock.getsockname())
+            silent.append(socket.create_connection(("127.0.0.1", guarded.port), timeout=20))
+            ends.enter_context(silent[-1])
+            if i % 2:
+                silent[-1].sendall(HEALTH[:-10])
+        assert guarded.ask("GET", "/v2/health/live")[0] == 200
+        assert own[0] == own[1]
+        open_ones = 0
+        for client in silent:
+            client.settimeout(0.01)
+            try:
+                open_ones += bool(client.recv(10))
+            except (TimeoutError, ConnectionError) as error:
+                open_ones += isinstance(error, TimeoutError)
+        assert open_ones <= 20
 
 
-class Fake:
-    """A connection that notes when it is ended."""
-
-    def __init__(self, ended: list[Fake], address: str = "10.0.0.1", *, idle: bool = True) -> None:
-        self.address, self.idle = address, idle
-        self.transport: Any = SimpleNamespace(abort=lambda: ended.append(self))
-
-
-def test_strangers_of_one_address_leave_those_of_others() -> None:
-    ended: list[Fake] = []
-    kept, few = server.Places(), Fake(ended)
-    kept.come(few)
-    crowd = [Fake(ended, "10.0.0.2") for _ in range(1000)]
-    for one in crowd:
-        kept.come(one)
-    assert ended == crowd[: -server.MOST_OF_ADDRESS]
-    assert kept.let_in(few)
-    ended.clear()
-    for i in range(1000):
-        kept.come(Fake(ended, f"10.0.1.{i}"))
-    assert few not in ended
-    assert len(ended) == 1000 + server.MOST_OF_ADDRESS - server.MOST_STRANGERS
-
-
-def test_requests_have_places_that_idle_connections_leave() -> None:
-    ended: list[Fake] = []
-    kept = server.Places()
-    some = [Fake(ended, idle=i < 2) for i in range(server.MOST_KNOWN + 2)]
-    for one in some:
-        kept.come(one)
-        assert kept.let_in(one)
-    assert kept.let_in(Fake(ended)) is False
-    assert ended == some[:2]
-    kept.leave(some[5])
-    assert kept.let_in(Fake(ended))
-
-
-def test_four_go_on_in_each_iteration_of_the_loop() -> None:
-    async def iterations() -> list[int]:
-        turns, went_on = server.Turns(), list[int]()
-        for _ in range(10):
-            turns.ask(lambda: went_on.append(1))
-        counts = []
-        while len(went_on) < 10:
-            await asyncio.sleep(0)
-            counts.append(len(went_on))
-        return counts
-
-    counts = asyncio.run(iterations())
-    assert max(b - a for a, b in pairwise([0, *counts])) == 4
-
-
-def test_few_may_follow_at_a_time(
-    line: InspectionService, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("followers", "known"), [(5, 512), (8, 5)])
+def test_few_may_follow_and_few_may_ask_at_a_time(
+    guarded: Served, monkeypatch: pytest.MonkeyPatch, followers: int, known: int
 ) -> None:
-    monkeypatch.setattr(service, "MOST_FOLLOWERS", 5)
-    head = f"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
-    readers = [socket.create_connection(address, timeout=20) for _ in range(12)]
-    for reader in readers:
-        reader.sendall(head.encode())
-    told = Counter(reader.recv(12)[9:] for reader in readers)
-    assert told == {b"200": 5, b"503": 7}
-    for reader in readers:
-        reader.close()
-    end = time.monotonic() + 10
-    while line._followers and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not line._followers
+    monkeypatch.setattr(service, "MOST_FOLLOWERS", followers)
+    monkeypatch.setattr(server, "MOST_KNOWN", known)
+    head = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n" + SHOWN + b"\r\n"
+    with ExitStack() as readers:
+        lines = [socket.create_connection(("127.0.0.1", guarded.port), 20) for _ in range(12)]
+        for line in lines:
+            readers.enter_context(line).sendall(head)
+        assert Counter(line.recv(12)[9:] for line in lines) == {b"200": 5, b"503": 7}
+        assert guarded.ask("GET", "/v2/health/live")[0] == 200
+        assert guarded.ask("GET", "/v1/models")[0] == (503 if known == 5 else 200)
+    with socket.create_connection(("127.0.0.1", guarded.port), 20) as line:
+        until(lambda: guarded.ask("GET", "/v1/models")[0] == 200)
+        line.sendall(head)
+        assert line.recv(12)[9:] == b"200"
 
 
-def test_a_client_that_asks_now_and_then_stays_connected(address: tuple[str, int]) -> None:
-    connection = HTTPConnection(*address, timeout=20)
-    own = set()
-    asked = time.monotonic()
-    for _ in range(8):
-        try:
-            connection.request(
-                "GET", "/v2/health/live", headers={"Authorization": f"Bearer {TOKEN}"}
-            )
-            connection.getresponse().read()
-        except ConnectionError:
-            assert time.monotonic() - asked > 1.5  # a busy machine has let the client wait
-            return
-        asked = time.monotonic()
-        own.add(connection.sock.getsockname())
-        time.sleep(0.5)
-    assert len(own) == 1
-    connection.close()
-
-
-def ask(
-    address: tuple[str, int], method: str, path: str, body: bytes | None, token: str
-) -> tuple[int, str]:
-    connection = HTTPConnection(*address, timeout=60)
-    connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
-    answer = connection.getresponse()
-    said = answer.read().decode()
-    connection.close()
-    return answer.status, said
-
-
-@pytest.mark.parametrize("head", [b"a:b\r\n" * 101, b"X: " + b"x" * 9000 + b"\r\n"])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_each_head_of_a_connection_has_a_limit(
-    address: tuple[str, int], head: bytes, at_once: bool
-) -> None:
+def test_each_head_of_a_connection_has_a_limit(guarded: Served) -> None:
     """The second is no longer than the first, whether it comes behind it or after its answer."""
-    first = ASKED[:-2] + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
-    second = first[:-2] + head + b"\r\n"
-    with socket.create_connection(address, timeout=20) as line:
-        line.sendall(first + second if at_once else first)
-        told = b""
-        while b"true}" not in told:
-            told += line.recv(2000)
-        if not at_once:
-            line.sendall(second)
-        with suppress(ConnectionResetError):
-            while piece := line.recv(2000):
-                told += piece
-    assert told.count(b"HTTP/1.1 200") == 1
-    assert b"HTTP/1.1 400" in told
-    assert b"8192 bytes and 100 lines at most" in told
+    first = HEALTH + SHOWN + b"\r\n"
+    for head in (b"a:b\r\n" * 101, b"X: " + b"x" * 9000 + b"\r\n"):
+        second = first[:-2] + head + b"\r\n"
+        for sent, later in ((first + second, b""), (first, second)):
+            answer = told(guarded.port, sent, later)
+            assert answer.count(b"HTTP/1.1 200") == 1
+            assert b"HTTP/1.1 400" in answer
+            assert b"8192 bytes and 100 lines at most" in answer
 
 
-def test_bodies_behind_each_other_are_all_read(address: tuple[str, int]) -> None:
+def test_bodies_behind_each_other_are_all_read(guarded: Served) -> None:
     """However they are framed: each by its head, and none by what has come with it."""
-    shown = f" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-    head = f"POST /v1/models/disc/score{shown}".encode()
+    head = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\n".encode() + SHOWN
     body = b"x" * 60_000
     sized = head + b"Content-Length: 60000\r\n\r\n" + body
-    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
     for size in (256, 1000, 30_000):
         pieces = [body[at : at + size] for at in range(0, len(body), size)]
         chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-        sent = sized + chunked + chunks + b"0\r\nA: b\r\n\r\n" + sized + ASKED
-        with socket.create_connection(address, timeout=20) as line:
-            line.sendall(sent)
-            told = b""
-            while piece := line.recv(65536):  # health without the token ends it
-                told += piece
-        assert told.count(b"HTTP/1.1 503") == 3  # the model is busy
-        assert told.count(b"HTTP/1.1 200") == 1
+        chunked = head + CHUNKED + b"\r\n" + chunks + b"0\r\nA: b\r\n\r\n"
+        answer = told(guarded.port, sized + chunked + sized + HEALTH + b"\r\n")
+        assert answer.count(b"HTTP/1.1 422") == 3  # no images
+        assert answer.count(b"HTTP/1.1 200") == 1  # health without the token ends it
 
 
-def test_wrong_tokens_and_names_that_mean_harm(address: tuple[str, int], tmp_path: Path) -> None:
-    before = sorted(tmp_path.rglob("*"))
-    for token in ("", "0" * 16, TOKEN[:-1], TOKEN + "x", "x" * 5000):
-        for path, body in (("/v1/models/disc/score", b"image"), ("/v1/parts", None), ("/", None)):
-            assert ask(address, "POST" if body else "GET", path, body, token)[0] == 401
-    for name in ("../../etc/passwd", "disc\0", "disc\n\x1b[2J", "<b>disc</b>", ".."):
-        model = f"/v1/models/{quote(name, safe='')}"
-        for path, body in ((model, None), (f"{model}/score", b"image")):
-            status, said = ask(address, "POST" if body else "GET", path, body, TOKEN)
-            assert status in (404, 405)
-            assert said.isprintable()
-            assert said.startswith('{"detail":')
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_five_gigabytes_are_refused_and_leave_nothing(
-    address: tuple[str, int], tmp_path: Path
+def test_it_ends_when_all_parts_are_answered(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def resident() -> int:
-        return int(Path(f"/proc/{os.getpid()}/statm").read_text().split()[1]) * 4096
+    """Parts that nothing has begun with are refused."""
+    shutil.copytree(run_folder, tmp_path / "line" / "disc")
+    monkeypatch.setattr(server, "_LAST_SECONDS", 0.5)
+    begun: list[Future[Any]] = []
 
-    assert ask(address, "POST", "/v1/models/disc/score", bytes(1_000_001), TOKEN)[0] == 413
-    before, files, sent = resident(), sorted(tmp_path.rglob("*")), 0
-    with suppress(OSError), socket.create_connection(address, timeout=60) as line:
-        line.sendall(b"POST /v1/models/disc/score HTTP/1.1\r\nHost: localhost\r\n"
-                     b"Authorization: Bearer " + TOKEN.encode() + b"\r\n"
-                     b"Transfer-Encoding: chunked\r\n\r\n")  # fmt: skip
-        piece = b"f4240\r\n" + bytes(1_000_000) + b"\r\n"
-        while sent < 5_000_000_000:
-            line.sendall(piece)
-            sent += 1_000_000
-    assert 1_000_000 < sent < 5_000_000_000
-    assert resident() - before < 50_000_000
-    assert sorted(tmp_path.rglob("*")) == files
+    def never(*_: object) -> Future[Any]:
+        begun.append(Future())
+        return begun[-1]
+
+    with ThreadPoolExecutor() as pool:
+        with serving(tmp_path / "line") as served:
+            monkeypatch.setattr(Decoders, "submit", never)
+            waits = pool.submit(served.ask, "POST", SCORE, b"image")
+            until(lambda: begun)
+        status, headers, body = waits.result()
+    assert (status, headers["retry-after"], b"is stopping" in body) == (503, "5", True)
+
+
+def plain(value: Any) -> bool:
+    """Whether no text in a JSON value, or in lines of text, holds what controls anything."""
+    if isinstance(value, dict):
+        return all(plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, list):
+        return all(map(plain, value))
+    return not isinstance(value, str) or all(visible(one) == one for one in value.split("\n"))
+
+
+def test_every_model_is_listed_and_scores(
+    guarded: Served, product: Path, receiver: Receiver
+) -> None:
+    data = (product / "test" / "spot" / "000.png").read_bytes()
+    models = guarded.get("/v1/models")["models"]
+    states = {one["name"]: one["state"] for one in models}
+    assert states == dict.fromkeys(USABLE, "ready") | {"bad\\udce9\\u001b": "failed"}
+    for name in USABLE:
+        status, row = guarded.score(data, model=quote(name, safe=""))
+        assert (status, row["verdict"]) == (200, "reject")
+        assert guarded.get(f"/v1/models/{quote(name, safe='')}")["name"] == name
+    assert {part["model"] for part in guarded.get("/v1/parts")["parts"]} == {*USABLE}
+    families = text_string_to_metric_families(guarded.ask("GET", "/metrics")[2].decode())
+    parts = (family.samples for family in families if family.name == "anomaly_parts")
+    assert {one.labels["model"] for samples in parts for one in samples} == {*USABLE}
+    until(lambda: {row["model"] for row in receiver.rows} == {*USABLE})
+
+
+def test_every_route_answers_in_plain_text(
+    guarded: Served, tmp_path: Path, command: Command
+) -> None:
+    status, _, body = guarded.ask("GET", "/v2/health/ready")
+    assert (status, b'"reason":"bad\\\\udce9\\\\u001b has failed"' in body) == (503, True)
+    (reason,) = [one["reason"] for one in guarded.get("/v1/models")["models"] if one["reason"]]
+    assert "thresholds.json" in reason
+    names = ["disk", "caf\udce9", "\x1b[2J\n", "../../etc/passwd", "disc\0", "<b>disc</b>", ".."]
+    models = [f"/v1/models/{quote(os.fsencode(n), safe='')}" for n in (*NAMES.values(), *names)]
+    pages = ["/v1/models", "/v1/drift", "/v1/parts", "/v1/alarms", "/metrics", "/", "/openapi.json"]
+    for path in (*pages, *models):
+        status, _, body = guarded.ask("GET", path)
+        assert (status < 500, plain(body.decode())) == (True, True), path
+    for model in models[len(NAMES) :]:
+        status, _, body = guarded.ask("POST", f"{model}/score", b"x")
+        assert (status in (404, 405), plain(body.decode())) == (True, True), model
+    assert b"did you mean 'disc'" in guarded.ask("GET", "/v1/models/disk")[2]
+    record = ["--record", guarded.folder / "line.sqlite"]
+    number = guarded.get("/v1/parts?verdict=reject&limit=1")["parts"][0]["id"]
+    assert command("feedback", [*record, "--verdict", "good", "--parts", number])[0] == 0
+    code, out, err = command("feedback", [*record, "--pictures", tmp_path / "judged"])
+    assert (code, plain(out + err)) == (0, True)
+    folders = [one.name for one in (tmp_path / "judged").iterdir()]
+    assert all(len(os.fsencode(name)) < 255 and plain(name) for name in folders)
+
+
+def test_names_that_are_one_once_escaped_stay_two() -> None:
+    names = NAMES | {
+        b"caf\xe9": "caf\\udce9",  # Latin-1
+        b"caf\\udce9": "caf\\\\udce9",
+        "良品 ä".encode(): "良品 ä",
+        b"x" * 255: "x" * 255,
+        b"\xff" * 255: "\\udcff" * 255,
+    }
+    folders = {os.fsdecode(raw): Path(name) for raw, name in names.items()}
+    assert named(folders) == {name: Path(name) for name in names.values()}
+    assert all(map(plain, names.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import shutil
 import socket
 import threading
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 from conftest import Command
 from receivers import Broker, Receiver
-from running import start, until_ready
 
 from anomaly.errors import AnomalyError
 from anomaly.inference.rows import Row
@@ -219,50 +217,3 @@ def test_addresses_that_make_no_sense(command: Command, tmp_path: Path) -> None:
     models = tmp_path / "models"
     code, _, err = command("serve", ["--models", models, "--mqtt", "mqtt://user:secret@host"])
     assert (code, "topic" in err, "secret" in err) == (2, True, False)
-
-
-@pytest.mark.slow
-def test_every_answer_is_delivered_though_service_and_receivers_die(
-    run_folder: Path, product: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(run_folder, tmp_path / "line" / "models" / "disc")
-    models, data = (
-        tmp_path / "line" / "models",
-        (product / "test" / "good" / "000.png").read_bytes(),
-    )
-    numbers: list[int] = []
-
-    def score(count: int) -> None:
-        for _ in range(count):
-            status, row = served.score(data)
-            assert status == 200
-            numbers.append(row["id"])
-
-    with Receiver() as receiver, Broker() as broker:
-        options = ["--webhook", f"http://ada:secret-word@127.0.0.1:{receiver.port}/secret-path",
-                   "--mqtt", f"mqtt://127.0.0.1:{broker.port}/line"]  # fmt: skip
-        served = start(models, *options)
-        try:
-            until_ready(served)
-            score(3)
-            until(lambda: receiver.ids == broker.ids == numbers)
-            receiver.__exit__()
-            broker.__exit__()
-            begun = time.monotonic()
-            score(5)  # answered all the same
-            assert time.monotonic() - begun < 60
-            metrics = served.ask("GET", "/metrics")[2].decode()
-        finally:
-            served.process.kill()
-            served.process.wait()
-    assert f'anomaly_unsent_parts{{receiver="http://127.0.0.1:{receiver.port}"}} 5.0' in metrics
-    with Receiver(receiver.port) as again, Broker(broker.port) as back:
-        served = start(models, *options)
-        try:
-            until(lambda: receiver.ids + again.ids == broker.ids + back.ids == numbers, 120)
-            until_ready(served)
-            assert served.end() == 0
-        finally:
-            served.process.kill()
-    assert again.rows[-1]["image_sha256"]
-    assert "secret" not in (tmp_path / "line" / "serve.log").read_text()
