@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from html import escape, unescape
 from pathlib import Path
@@ -16,24 +15,22 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from browser import Browser, running_browser
-from conftest import Command, train_arguments
+from browser import Browser
+from conftest import Command
+from kit import table
 
 from anomaly.explain.page import next_steps, verdict_lines
 from anomaly.explain.score import Explanation, explained
 from anomaly.storage.load import load_model
 
+CPU = torch.device("cpu")
 NAME = "部品 <b onclick=x>&\"' Прокат é.png"
 
 
 @pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with running_browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
-def explanation(run: Path, image: Path) -> Explanation:
-    return explained(load_model(run, torch.device("cpu")), image)
+def why(run_folder: Path, product: Path) -> Explanation:
+    """The explanation of a part with a red square."""
+    return explained(load_model(run_folder, CPU), product / "test" / "spot" / "000.png")
 
 
 def text_of(page: str) -> str:
@@ -42,66 +39,50 @@ def text_of(page: str) -> str:
 
 
 def test_the_verdict_is_said_with_the_thresholds_and_the_good_images(
-    run_folder: Path, product: Path
+    run_folder: Path, why: Explanation
 ) -> None:
     """Recounted from the scores in the model's folder."""
-    model = load_model(run_folder, torch.device("cpu"))
     scores = sorted(json.loads((run_folder / "model" / "calibration.json").read_text())["image"])
-    assert model.thresholds is not None
-    why = explanation(run_folder, product / "test" / "spot" / "000.png")
-    review, reject = model.thresholds.review, model.thresholds.image
-    for score, count in [
-        (scores[-1] + 1, "None of {} good images scores"),
-        (scores[-1], "1 of {} good images scores"),
-        (scores[-3], "3 of {} good images score"),
-    ]:
+    limits = why.prediction.thresholds
+    assert limits is not None
+    for score in (scores[-1] + 1, scores[-1], scores[-3], limits.image * (1 + 1e-6)):
         (line,) = verdict_lines(replace(why.prediction, score=score))
-        assert line.endswith(f"{count.format(len(scores))} as high.")
-        assert float(line.split()[1].strip(";")) == pytest.approx(score, rel=1e-3)
-        assert float(line.split("parts above ")[-1].split()[0]) == pytest.approx(reject, rel=1e-3)
-        assert float(line.split("parts above ")[1].split()[0]) == pytest.approx(review, rel=1e-3)
-
-
-def test_a_score_just_above_the_threshold_looks_higher(run_folder: Path, product: Path) -> None:
-    why = explanation(run_folder, product / "test" / "spot" / "000.png")
-    assert why.prediction.thresholds is not None
-    limit = why.prediction.thresholds.image
-    (line,) = verdict_lines(replace(why.prediction, score=limit * (1 + 1e-6)))
-    score, reject = line.split()[1].strip(";"), line.split("parts above ")[-1].split()[0]
-    assert float(score) > float(reject)
+        count = sum(good >= score for good in scores)
+        verb = "scores" if count < 2 else "score"
+        assert line.endswith(f"{count or 'None'} of {len(scores)} good images {verb} as high.")
+        shown = float(line.split()[1].strip(";"))
+        borders = [float(text.split()[0]) for text in line.split("parts above ")[1:]]
+        assert shown == pytest.approx(score, rel=1e-3)
+        assert borders[0] == pytest.approx(limits.review, rel=1e-3)
+        assert borders[-1] == pytest.approx(limits.image, rel=1e-3)
+        assert (shown > borders[-1]) == (score > limits.image)  # also where it is just above
 
 
 def test_regions_have_their_sizes_in_pixels_and_millimetres(
-    product: Path, tmp_path: Path, command: Command
+    run_folder: Path, product: Path, inferred: Path
 ) -> None:
-    scaled = train_arguments(product, tmp_path / "run", "image.mm_per_pixel=0.05")
-    assert command("train", scaled)[0] == 0
-    image = product / "test" / "spot" / "000.png"
-    arguments = [image, "--model", tmp_path / "run", "--output", tmp_path / "why"]
-    assert command("explain", arguments)[0] == 0
-    page = (tmp_path / "why" / "explanation.html").read_text()
+    """Those of `infer`."""
+    model, image = load_model(run_folder, CPU), product / "test" / "spot" / "000.png"
+    scaled = model.config.image.model_copy(update={"mm_per_pixel": 0.05})
+    model = replace(model, config=model.config.model_copy(update={"image": scaled}))
+    why = explained(model, image)
+    page = why.html()
     text = text_of(page)
-    infer = ["--model", tmp_path / "run", "--input", image, "--output", tmp_path / "out"]
-    assert command("infer", [*infer, "--regions"])[0] in (0, 3)
-    header, *lines = (tmp_path / "out" / "regions.csv").read_text().splitlines()
-    assert lines
-    for line in lines:
-        row = dict(zip(header.split(","), line.split(","), strict=True))
+    rows = [row for row in table(inferred, "regions.csv") if row["path"] == str(image)]
+    assert rows
+    for row in rows:
         width, height = int(row["width"]), int(row["height"])
         patch = float(row["width_uncertainty"])
         assert f"{row['region']} {width * 0.05:.3g} × {height * 0.05:.3g} mm" in text
         assert f"{width} × {height} px ± {patch * 0.05:.2g} × " in text
         assert f"± {patch:.3g} × " in text
-    facts = json.loads((tmp_path / "why" / "explanation.json").read_text())
-    assert len(facts["regions"]) == len(lines)
+    facts = why.facts()
+    assert len(facts["regions"]) == len(rows) == page.count('class="frame"')
     assert facts["patches"][0]["region"] == 1
-    assert page.count('class="frame"') == len(lines)
 
 
-def test_each_flagged_patch_stands_beside_the_good_ones(run_folder: Path, product: Path) -> None:
-    why = explanation(run_folder, product / "test" / "spot" / "000.png")
-    page = why.html()
-    rows = re.findall(r'<div class="crops">(.*?)</div>', page, re.DOTALL)
+def test_each_flagged_patch_stands_beside_the_good_ones(why: Explanation) -> None:
+    rows = re.findall(r'<div class="crops">(.*?)</div>', why.html(), re.DOTALL)
     assert len(rows) == len(why.patches)
     for row, patch, crops in zip(rows, why.patches, why.crops, strict=True):
         near = patch["compared_with"]
@@ -117,12 +98,11 @@ def test_each_flagged_patch_stands_beside_the_good_ones(run_folder: Path, produc
 
 
 def test_names_of_any_script_stay_text_and_commands_can_be_pasted(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path, product: Path, tmp_path: Path
 ) -> None:
     image = tmp_path / NAME
     shutil.copy(product / "test" / "good" / "000.png", image)
-    assert command("explain", [image, "--model", run_folder, "--output", tmp_path / "why"])[0] == 0
-    page = (tmp_path / "why" / "explanation.html").read_text("utf-8")
+    page = explained(load_model(run_folder, CPU), image).html()
     assert escape(NAME) in page
     assert "<b onclick" not in page
     assert not re.search(r"""(href|src)=["'](?!data:|#)""", page)
@@ -133,13 +113,10 @@ def test_names_of_any_script_stay_text_and_commands_can_be_pasted(
     assert words == ["anomaly", "missed", str(image), "--model", str(run_folder), "--keep"]
 
 
-def test_what_to_do_next_follows_from_the_verdict(run_folder: Path, product: Path) -> None:
-    flagged = explanation(run_folder, product / "test" / "spot" / "000.png")
-    commands = [[step[1] for step in next_steps(flagged)]]
-    blind = replace(flagged, prediction=replace(flagged.prediction, thresholds=None))
-    commands.append([step[1] for step in next_steps(blind)])
-    odd = replace(flagged, prediction=replace(flagged.prediction, reason="a blank image"))
-    commands.append([step[1] for step in next_steps(odd)])
+def test_what_to_do_next_follows_from_the_verdict(why: Explanation) -> None:
+    blind = replace(why, prediction=replace(why.prediction, thresholds=None))
+    odd = replace(why, prediction=replace(why.prediction, reason="a blank image"))
+    commands = [[step[1] for step in next_steps(one)] for one in (why, blind, odd)]
     words = [[line.split()[1] for line in lines if line] for lines in commands]
     assert words == [["tune", "update"], ["calibrate"], []]
     assert "Reason for a person to look: a blank image." in text_of(odd.html())
@@ -154,37 +131,25 @@ def test_the_page_needs_no_output_folder_and_refuses_an_earlier_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    image = product / "test" / "spot" / "000.png"
-    code, out, _ = command("explain", [image, "--model", run_folder])
-    assert code == 0
+    arguments = [product / "test" / "spot" / "000.png", "--model", run_folder]
+    code, out, _ = command("explain", arguments)
     page = Path("explained/000/explanation.html")
-    assert page.is_file()
-    assert f"Look at {page}" in out
-    code, _, err = command("explain", [image, "--model", run_folder])
+    assert (code, page.is_file(), f"Look at {page}" in out) == (0, True, True)
+    code, _, err = command("explain", arguments)
     assert (code, "--overwrite" in err) == (2, True)
 
 
 def test_it_opens_silently_fits_narrow_windows_and_one_sheet(
-    window: Browser, run_folder: Path, product: Path, tmp_path: Path
+    browser: Browser, why: Explanation, tmp_path: Path
 ) -> None:
-    window.events.clear()
-    why = explanation(run_folder, product / "test" / "spot" / "000.png")
-    region = replace(
-        why.regions[0],
-        **dict.fromkeys(("width_mm", "height_mm", "area_mm2"), 1.0),
-        **dict.fromkeys(("width_uncertainty_mm", "height_uncertainty_mm"), 0.5),
-    )
-    fullest = {"patches": why.patches, "crops": why.crops, "regions": [region] * 2}
-    why = replace(
-        why, **{name: (values * 4)[: 4 + (name == "regions")] for name, values in fullest.items()}
-    )
+    sizes = dict.fromkeys(("width_mm", "height_mm", "area_mm2"), 1.0)
+    sizes |= dict.fromkeys(("width_uncertainty_mm", "height_uncertainty_mm"), 0.5)
+    regions = [replace(why.regions[0], **sizes)] * 5
+    fullest = replace(why, regions=regions, patches=why.patches[:1] * 4, crops=why.crops[:1] * 4)
     file = tmp_path / "explanation.html"
-    file.write_text(why.html(), "utf-8")
-    for width in (360, 820, 1366):
-        window.open(file, width=width)
-        assert window.evaluate("document.documentElement.scrollWidth") <= width
-    assert window.complaints() == []
-    assert set(window.requests()) == {file.as_uri()}
-    window.print_to(tmp_path / "page.pdf")
+    file.write_text(fullest.html(), "utf-8")
+    browser.open(file)
+    browser.fits(360, 820, 1366)
+    browser.print_to(tmp_path / "page.pdf")
     printed = (tmp_path / "page.pdf").read_bytes()
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1

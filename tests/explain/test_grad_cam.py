@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.networks import INSTALLED
 from anomaly.backbones.registry import full_network
-from anomaly.errors import AnomalyError, LayerError
+from anomaly.errors import AnomalyError
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.saliency import (
     grad_cam,
@@ -37,7 +37,7 @@ def build(seed: int, inplace: bool = False) -> tuple[nn.Sequential, nn.Sequentia
     return nn.Sequential(body, head).eval(), body, head
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1000),
     inplace=st.booleans(),
@@ -78,7 +78,7 @@ def test_guided_grad_cam_is_the_product_of_its_two_parts() -> None:
     assert live_hooks(network) == 0
 
 
-def test_frozen_networks_and_no_grad_make_no_difference() -> None:
+def test_frozen_networks_no_grad_and_half_the_digits_make_no_difference() -> None:
     network, _, _ = build(3)
     image = torch.randn(3, 12, 12)
     expected = grad_cam(network, image, "0", 1)
@@ -86,28 +86,27 @@ def test_frozen_networks_and_no_grad_make_no_difference() -> None:
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             np.testing.assert_array_equal(grad_cam(network, image.clone(), "0", 1), expected)
-
-
-def test_networks_in_half_the_digits_are_explained() -> None:
-    network, _, _ = build(3)
-    image = torch.randn(3, 12, 12)
-    expected = grad_cam(network, image, "0", 1)
     found = grad_cam(network.bfloat16(), image, "0", 1)
     np.testing.assert_allclose(found, expected, atol=0.05)
     assert guided_grad_cam(network, image, "0", 1).shape == (12, 12, 3)
     assert feature_map_pictures(network, image, ["0"]).keys() == {"0"}
 
 
-class ChannelsLast(nn.Module):
-    """Puts its maps out as Swin does."""
+class Permuted(nn.Module):
+    """Orders the axes of its input anew."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 2, 3, 1)
+        return x.permute(self.order)
 
 
 def test_maps_in_swins_order_are_taken_as_they_lie() -> None:
     network, body, head = build(3)
-    swapped = nn.Sequential(body, ChannelsLast(), nn.Sequential(*[Back(), *head])).eval()
+    swapped = nn.Sequential(body, Permuted(0, 2, 3, 1), nn.Sequential(Permuted(0, 3, 1, 2), *head))
+    swapped.eval()
     for size in ((64, 64), (64, 96)):
         image = torch.randn(3, *size)
         expected = grad_cam(network, image, "[0]", 1)
@@ -116,28 +115,23 @@ def test_maps_in_swins_order_are_taken_as_they_lie() -> None:
         np.testing.assert_array_equal(drawn["0"][30:], drawn["1"][30:])  # below their names
 
 
-class Back(nn.Module):
-    """Undoes `ChannelsLast`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.permute(0, 3, 1, 2)
-
-
-def test_what_grad_cam_cannot_explain_is_said() -> None:
+@pytest.mark.parametrize(
+    ("layer", "target", "says"),
+    [
+        ("1[2]", 0, r"'1.2' puts out shape .* not a feature map"),
+        ("1.*", 0, r"looks at one map, and '1\.\*' names 4: 1\.0, 1\.1"),
+        ("head", 0, "no layer 'head'"),
+        *(("0", target, "the network has 0 to 4") for target in (-1, 5, 1.5, "cat")),
+    ],
+)
+def test_what_grad_cam_cannot_explain_is_said(layer: str, target: Any, says: str) -> None:
     network, body, _ = build(0)
     image = torch.randn(3, 12, 12)
-    with pytest.raises(LayerError, match=r"'1.2' puts out shape .* not a feature map"):
-        grad_cam(network, image, "1[2]")
-    with pytest.raises(LayerError, match=r"looks at one map, and '1\.\*' names 4: 1\.0, 1\.1"):
-        grad_cam(network, image, "1.*")
-    with pytest.raises(LayerError, match="no layer 'head'"):
-        grad_cam(network, image, "head")
+    with pytest.raises(AnomalyError, match=says):
+        grad_cam(network, image, layer, target)
     with pytest.raises(AnomalyError, match=r"puts out \(1, classes\), not \(1, 6,"):
         grad_cam(body, image, "0")
-    for target in (-1, 5):
-        with pytest.raises(AnomalyError, match="the network has 0 to 4"):
-            grad_cam(network, image, "0", target)
-    assert live_hooks(network) == 0
+    assert live_hooks(network) == live_hooks(body) == 0
 
 
 @pytest.fixture(scope="module")
@@ -163,55 +157,45 @@ def normalised(image: Array) -> Tensor:
     return torch.from_numpy((image / 127.5 - 1).astype(np.float32)).permute(2, 0, 1)
 
 
-# Boxes drawn by hand around the object: top, bottom, left, right as shares of the picture.
 @pytest.mark.parametrize(
     ("name", "target", "box", "least"),
     [
+        # Boxes drawn by hand around the object: top, bottom, left, right as shares of the picture.
         ("flower.jpg", None, (0.18, 0.84, 0.25, 0.71), 0.55),
-        ("coffee.png", None, (0.02, 0.78, 0.28, 0.73), 0.55),
         ("astronaut.png", CRASH_HELMET, (0.60, 1.0, 0.56, 1.0), 0.38),
     ],
 )
 def test_the_energy_lies_in_the_box_of_the_object(
-    trained: nn.Module,
-    name: str,
-    target: int | None,
-    box: tuple[float, float, float, float],
-    least: float,
+    trained: nn.Module, name: str, target: int | None, box: tuple[float, ...], least: float
 ) -> None:
     image = picture(name)
     height, width = image.shape[:2]
     inside = np.zeros((height, width), bool)
-    top, bottom, left, right = box
-    rows = slice(round(top * height), round(bottom * height))
-    inside[rows, round(left * width) : round(right * width)] = True
+    rows, columns = (
+        slice(*(round(share * side) for share in edges))
+        for edges, side in ((box[:2], height), (box[2:], width))
+    )
+    inside[rows, columns] = True
     cam = grad_cam(trained, normalised(image), "bn2", target)
     energy = cam[inside].sum() / cam.sum()
     assert energy >= least
     assert energy >= 1.8 * inside.mean()  # what a map without any idea would have
     assert inside[np.unravel_index(cam.argmax(), cam.shape)]
-    assert live_hooks(trained) == 0
 
 
-@pytest.mark.parametrize("explain", [grad_cam, guided_grad_cam])
-@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
-    "pair",
+    ("explain", "left", "right"),
     [
-        (("flower.jpg", DAISY), ("china.jpg", PALACE)),
-        (("chelsea.png", EGYPTIAN_CAT), ("coffee.png", ESPRESSO)),
+        (grad_cam, ("flower.jpg", DAISY), ("china.jpg", PALACE)),
+        (grad_cam, ("coffee.png", ESPRESSO), ("chelsea.png", EGYPTIAN_CAT)),
+        (guided_grad_cam, ("china.jpg", PALACE), ("flower.jpg", DAISY)),
     ],
-    ids=["flower and palace", "cat and espresso"],
 )
 def test_of_two_objects_it_finds_the_one_asked_for(
-    trained: nn.Module,
-    pair: tuple[tuple[str, int], tuple[str, int]],
-    swapped: bool,
-    explain: Callable[..., Array],
+    trained: nn.Module, explain: Callable[..., Array], left: tuple[str, int], right: tuple[str, int]
 ) -> None:
-    order = pair[::-1] if swapped else pair
-    image = np.hstack([cv2.resize(picture(name), (224, 224)) for name, _ in order])
-    for half, (_, target) in enumerate(order):
+    image = np.hstack([cv2.resize(picture(name), (224, 224)) for name, _ in (left, right)])
+    for half, (_, target) in enumerate((left, right)):
         values = np.abs(explain(trained, normalised(image), "bn2", target))
         columns = slice(half * 224, (half + 1) * 224)
         assert values[:, columns].sum() / values.sum() > 0.85
@@ -250,10 +234,3 @@ def test_a_network_in_train_mode_is_refused_and_stays_as_it_is() -> None:
         with pytest.raises(AnomalyError, match=r"in train mode.* call model.eval\(\)"):
             explain()
     assert all(map(torch.equal, before, body.buffers()))
-
-
-@pytest.mark.parametrize("target", [5, -1, 1.5, "cat"])
-def test_a_class_that_there_is_not_is_told(target: Any) -> None:
-    model, _, _ = build(0)
-    with pytest.raises(AnomalyError, match="the network has 0 to 4"):
-        grad_cam(model, torch.rand(3, 16, 16), "[0]", target_class=target)

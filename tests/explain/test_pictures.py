@@ -1,20 +1,31 @@
+"""Pictures of explanations: colours, titles, and crops of patches."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anomaly.explain.evidence import patch_box
 from anomaly.explain.pictures import (
+    MARK,
+    Box,
+    absent,
     beside,
     colored,
+    fitted,
     glowing,
+    patch_crop,
     resized,
     shortened,
     signed,
     stacked,
     text_line,
 )
+from anomaly.imaging.geometry import AxisView, View
+
+VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
 
 
 def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
@@ -27,26 +38,28 @@ def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
     blue, yellow = picture[0, 0], picture[0, 2]
     assert blue[2] > blue[0]  # RGB, not BGR
     assert yellow[0] > yellow[2]
+    for value in (0.0, 3.0, np.nan):
+        with np.errstate(all="raise"):
+            constant = colored(np.full((2, 2), value))
+        assert len(np.unique(constant.reshape(-1, 3), axis=0)) == 1
 
 
-@pytest.mark.parametrize("value", [0.0, 3.0, np.nan])
-def test_a_constant_array_is_drawn_without_warnings(value: float) -> None:
-    with np.errstate(all="raise"):
-        assert len(np.unique(colored(np.full((2, 2), value)).reshape(-1, 3), axis=0)) == 1
+def test_what_is_high_glows_and_signed_values_lie_around_mid_grey() -> None:
+    values = np.zeros((4, 6))
+    values[2, 3] = 1
+    shown = glowing(np.full((40, 60, 3), (200, 100, 0), np.uint8), values)
+    assert shown.shape == (40, 60, 3)
+    spread = np.ptp(shown.astype(int), axis=2)
+    assert spread[5, 5] == 0  # grey
+    assert spread[25, 35] > 50
+    assert shown[25, 35].sum() > shown[5, 5].sum()
+    shown = signed(np.array([[[-1.0, 0.0, 1.0], [-0.5, 0.5, 2.0]]]))
+    assert shown[0, 0, 0] < shown[0, 0, 1] == 128 < shown[0, 0, 2]
+    assert (signed(np.zeros((2, 2, 3))) == 128).all()
 
 
-def test_titles_and_stacks_keep_the_pictures() -> None:
-    picture = np.zeros((5, 130, 3), np.uint8)
-    titled = beside([("layer1", picture)], gap=2, narrowest=20)
-    assert titled.shape == (18 + 5 + 2, 130 + 4, 3)
-    np.testing.assert_array_equal(titled[18:23, 2:132], picture)
-    assert (titled[:18] < 128).any()
-    both = stacked([titled, picture[:, :10]])
-    assert both.shape == (titled.shape[0] + 5, 134, 3)
-    assert (both[-5:, 10:] == 255).all()
-
-
-def _ink(picture: np.ndarray) -> np.ndarray:
+def ink(picture: np.ndarray) -> np.ndarray:
+    """The columns that text is in."""
     return np.flatnonzero((picture < 128).all(axis=2).any(axis=0))
 
 
@@ -56,30 +69,24 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
     titles = ["what the network sees of its worst tile", "pixels that move the score: |gradient|"]
     blank = np.full((*size, 3), 200, np.uint8)
     both = beside([(title, blank) for title in titles], gap=8)
-    words = [
-        sum((text_line(word, 4000) < 128).all(axis=2).sum() for word in title.split())
-        for title in titles
-    ]
     column = (both.shape[1] - 8) // 2
-    for i, ink in enumerate(words):
+    for i, title in enumerate(titles):
+        words = [(text_line(word, 4000) < 128).all(axis=2).sum() for word in title.split()]
         panel = both[: -size[0] - 8, 8 + i * column : 8 + (i + 1) * column]
-        assert (panel < 128).all(axis=2).sum() == pytest.approx(ink, rel=0.1)
-        assert _ink(panel).max() < column - 8  # the gap stays free
+        assert (panel < 128).all(axis=2).sum() == pytest.approx(sum(words), rel=0.1)
+        assert ink(panel).max() < column - 8  # the gap stays free
     assert (both[-size[0] - 8 : -8] == 200).all(axis=2).sum() == 2 * size[0] * size[1]
+    under = stacked([both, blank[:, :2]])
+    assert under.shape == (both.shape[0] + size[0], both.shape[1], 3)
+    assert (under[-size[0] :, 2:] == 255).all()
 
 
-def test_narrow_pictures_are_widened_for_their_title() -> None:
-    narrow = beside([("channel 1234", np.full((120, 48, 3), 200, np.uint8))], narrowest=96)
-    wide = beside([("channel 1234", np.full((120, 400, 3), 200, np.uint8))])
-    assert narrow.shape[0] == wide.shape[0]
-    assert (narrow[:18] < 128).sum() == (wide[:18] < 128).sum()
-
-
+@settings(max_examples=30)
 @given(st.text("abc 0123_-", min_size=1, max_size=120), st.integers(60, 400))
 def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
     short = shortened(text, width)
-    ink = _ink(text_line(short, 4000))
-    assert ink.size == 0 or ink.max() < width
+    columns = ink(text_line(short, 4000))
+    assert columns.size == 0 or columns.max() < width
     if short != text:
         beginning, _, end = short.partition("...")
         assert text.startswith(beginning)
@@ -87,26 +94,39 @@ def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
         assert end
 
 
-def test_enlarged_pixels_keep_their_edges() -> None:
-    picture = np.array([[[0] * 3, [255] * 3]], np.uint8)
-    np.testing.assert_array_equal(resized(picture, 2, 6), np.repeat(np.repeat(picture, 2, 0), 3, 1))
+def test_a_patch_box_is_in_the_images_own_pixels() -> None:
+    # 80 network pixels are 10 patches of 8; the crop starts at 10; 3 (2) pixels each.
+    assert patch_box(VIEW, (10, 10), 0, 0) == Box(30, 20, 54, 36)
+    box = patch_box(VIEW, (10, 10), 9, 2)
+    assert (box.top, box.left, box.bottom, box.right) == pytest.approx((246, 52, 270, 68))
 
 
-def test_what_is_high_glows_and_what_is_low_stays_grey() -> None:
-    picture = np.full((40, 60, 3), (200, 100, 0), np.uint8)
-    values = np.zeros((4, 6))
-    values[2, 3] = 1
-    shown = glowing(picture, values)
-    assert shown.shape == picture.shape
-    spread = np.ptp(shown.astype(int), axis=2)
-    assert spread[5, 5] == 0  # grey
-    assert spread[25, 35] > 50
-    assert shown[25, 35].sum() > shown[5, 5].sum()
+@settings(max_examples=30)
+@given(st.integers(0, 90), st.integers(0, 110))
+def test_a_crop_shows_the_patch_in_its_middle_with_a_frame(top: int, left: int) -> None:
+    picture = np.full((100, 120, 3), 90, np.uint8)
+    picture[top : top + 10, left : left + 10] = (0, 200, 0)
+    before = picture.copy()
+    box = Box(top, left, top + 10, left + 10)
+    crop = patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
+    assert crop.shape == (140, 140, 3)
+    assert (crop[64:76, 64:76] == (0, 200, 0)).all()
+    frame = (crop == MARK).all(axis=2)
+    rows, columns = np.flatnonzero(frame.any(axis=1)), np.flatnonzero(frame.any(axis=0))
+    assert (rows[0], columns[0], rows[-1], columns[-1]) == (59, 59, 80, 80)
+    if top < 20:
+        assert (crop[:10] == 255).all()  # beyond the border
+    assert patch_crop(picture, box, 50).shape == (50, 50, 3)  # shrunk
+    np.testing.assert_array_equal(picture, before)
 
 
-def test_signed_values_lie_around_mid_grey() -> None:
-    values = np.array([[[-1.0, 0.0, 1.0], [-0.5, 0.5, 2.0]]])
-    shown = signed(values)
-    assert shown[0, 0, 1] == 128
-    assert shown[0, 0, 0] < 128 < shown[0, 0, 2]
-    assert (signed(np.zeros((2, 2, 3))) == 128).all()
+def test_pictures_fit_the_page_and_keep_their_edges() -> None:
+    for shape, expected in (((40, 80), (60, 120)), ((800, 400), (120, 60))):
+        picture = np.full((*shape, 3), 90, np.uint8)
+        assert fitted(picture, 120).shape == (*expected, 3)
+        assert (fitted(picture, 120) == 90).all()
+    pixels = np.array([[[0] * 3, [255] * 3]], np.uint8)
+    np.testing.assert_array_equal(resized(pixels, 2, 6), np.repeat(np.repeat(pixels, 2, 0), 3, 1))
+    tile = absent("changed since training")
+    assert tile.shape == (150, 150, 3)
+    assert (tile < 150).any()
