@@ -1,16 +1,18 @@
 """`image.align` through the commands: maps, regions, verdicts and reasons of moved parts."""
 
-import csv
 import json
 import math
+import shutil
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, train_arguments
+from conftest import Command, run_command, train_arguments
+from kit import table
 from moving_parts import LABEL, SIZE, draw, place, poses, write
 
+import anomaly
 from anomaly.errors import ModelError
 from anomaly.explain.evidence import in_part, patch_box
 from anomaly.explain.pictures import read_image
@@ -21,8 +23,11 @@ from anomaly.storage.load import load_model
 _ALIGN = ("image.align=rigid", "image.area=128", "name=plates")
 
 
-def trained(command: Command, root: Path, output: Path, *settings: str) -> tuple[Path, str]:
-    code, out, err = command("train", train_arguments(root, output, *_ALIGN, *settings))
+def trained(
+    command: Command, root: Path, output: Path, *settings: str, flags: tuple[str, ...] = ()
+) -> tuple[Path, str]:
+    arguments = train_arguments(root, output, *_ALIGN, *settings)
+    code, out, err = command("train", [*arguments, *flags])
     assert code == 0, err
     return output, out
 
@@ -33,27 +38,18 @@ def plates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("data") / "plates", turn=180)
 
 
-def rows(folder: Path, name: str = "results.csv") -> list[dict[str, str]]:
-    with (folder / name).open(encoding="utf-8-sig", newline="") as file:
-        return list(csv.DictReader(file))
+@pytest.fixture(scope="module")
+def run(plates: Path) -> Path:
+    """A model of them; read only."""
+    output = plates.parent / "run"
+    run_command("train", train_arguments(plates, output, *_ALIGN))
+    return output
 
 
-def inferred(command: Command, run: Path, inputs: Path, output: Path) -> list[dict[str, str]]:
-    infer = ["--model", run, "--input", inputs, "--output", output, "--regions"]
+def assert_marked_where_it_lies(command: Command, run: Path, plates: Path, output: Path) -> None:
+    infer = ["--model", run, "--input", plates / "test" / "spot", "--output", output, "--regions"]
     assert command("infer", infer)[0] == 0
-    return rows(output)
-
-
-@pytest.mark.parametrize(
-    "settings", [("model.kind=padim",), (), ("image.tile=128", "image.align=rigid")]
-)
-def test_a_planted_defect_is_marked_where_it_lies(
-    settings: tuple[str, ...], plates: Path, tmp_path: Path, command: Command
-) -> None:
-    run, said = trained(command, plates, tmp_path / "run", *settings)
-    assert "all parts are brought into the pose of" in said
-    inferred(command, run, plates / "test" / "spot", tmp_path / "out")
-    found = rows(tmp_path / "out", "regions.csv")
+    found = table(output, "regions.csv")
     for i, pose in enumerate(poses(4, 3, 180)):
         x, y = place([(-20, -10)], pose)[0]
         own = [row for row in found if row["path"].endswith(f"{i:03}.png")]
@@ -62,19 +58,29 @@ def test_a_planted_defect_is_marked_where_it_lies(
         assert 0 <= y - int(best["y"]) < int(best["height"])
         # Within a patch: of the tests' network, whose weights are random, the peak is at an edge.
         assert math.dist((x, y), (float(best["peak_x"]), float(best["peak_y"]))) < 12
+
+
+def test_a_planted_defect_is_marked_where_it_lies(
+    run: Path, plates: Path, tmp_path: Path, command: Command
+) -> None:
+    assert_marked_where_it_lies(command, run, plates, tmp_path / "out")
     code, _, err = command("evaluate", ["--model", run, "--output", tmp_path / "evaluation"])
     assert code == 0, err
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
     assert metrics["mean"]["image_auroc"] == 1
+    tiled, said = trained(command, plates, tmp_path / "tiled", "image.tile=128")
+    assert "all parts are brought into the pose of" in said
+    assert_marked_where_it_lies(command, tiled, plates, tmp_path / "of tiles")
 
 
 def test_where_to_look_follows_the_part(tmp_path: Path, command: Command) -> None:
     root = write(tmp_path / "plates", turn=180, serial=True)
-    _, said = trained(command, root, tmp_path / "plain")
+    quick = ("--no-calibrate",)
+    _, said = trained(command, root, tmp_path / "plain", flags=quick)
     middle = int(said.partition("into the pose of train/good/")[2][:3])
     label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle]).round(2).tolist()
     ignore = f"image.ignore={{unit: pixels, polygons: [{label}]}}"
-    run, _ = trained(command, root, tmp_path / "run", ignore)
+    run, _ = trained(command, root, tmp_path / "run", ignore, flags=quick)
     for i, pose in enumerate(poses(3, 9, 180)):
         cv2.imwrite(str(tmp_path / f"{i}.png"), draw(pose, 900 + i, serial=True))
         prediction = load_model(run, "cpu").predict(tmp_path / f"{i}.png")
@@ -99,7 +105,7 @@ def test_a_pose_beyond_training_is_never_good(tmp_path: Path, command: Command) 
     cv2.imwrite(str(new / "other.png"), draw((0, 0, 0), 3)[:, :150])
     infer = ["--model", run, "--input", new, "--output", tmp_path / "out"]
     assert command("infer", infer)[0] == 3  # of another shape
-    found = {Path(row["path"]).stem: row for row in rows(tmp_path / "out")}
+    found = {Path(row["path"]).stem: row for row in table(tmp_path / "out")}
     assert found["turned"]["verdict"] != "good" != found["empty"]["verdict"]
     assert "the part is turned by" in found["turned"]["reason"]
     assert "pose can't be found" in found["empty"]["reason"]
@@ -136,42 +142,35 @@ def test_check_says_which_setting_fits(plates: Path, product: Path, command: Com
         assert code == 0
         return out
 
-    assert "moving_parts: parts lie any way" in said(plates)
-    assert "image.align=rigid" in said(plates)
+    assert "moving_parts: parts lie any way" in (found := said(plates))
+    assert "image.align=rigid" in found
     assert "moving_parts" not in said(plates, "image.align=rigid")
     assert "moving_parts" not in said(product)  # discs that lie alike
 
 
-def test_the_reference_is_part_of_the_model(plates: Path, tmp_path: Path, command: Command) -> None:
-    run, _ = trained(command, plates, tmp_path / "run")
-    manifest = json.loads((run / "model" / "manifest.json").read_text())
+def test_the_reference_is_part_of_the_model(run: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(run, tmp_path / "run"))
+    manifest = json.loads((damaged / "model" / "manifest.json").read_text())
     assert "reference.safetensors" in manifest["files"]
-    explain = ["--model", run, "--input", plates / "test" / "spot" / "000.png"]
-    assert command("explain", [*explain, "--output", tmp_path / "why"])[0] == 0
-    file = run / "model" / "reference.safetensors"
+    file = damaged / "model" / "reference.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
     with pytest.raises(ModelError, match=r"reference\.safetensors"):
-        load_model(run, "cpu")
+        load_model(damaged, "cpu")
 
 
-def test_an_export_says_the_same(plates: Path, tmp_path: Path, command: Command) -> None:
-    run, _ = trained(command, plates, tmp_path / "run")
+def test_an_export_says_the_same(run: Path, plates: Path, tmp_path: Path, command: Command) -> None:
     export = ["--model", run, "--to", "onnx", "--output", tmp_path / "export"]
     assert command("export", export)[0] == 0
-    one, two = (
-        inferred(command, model, plates / "test", tmp_path / name)
-        for model, name in ((run, "a"), (tmp_path / "export", "b"))
-    )
+    files = sorted((plates / "test").rglob("*.png"))
+    one = anomaly.load(run, device="cpu").predict(files)
+    two = anomaly.load(tmp_path / "export").predict(files)
     for row, other in zip(one, two, strict=True):
-        assert (row["verdict"], row["reason"]) == (other["verdict"], other["reason"])
-        assert float(row["image_score"]) == pytest.approx(float(other["image_score"]), rel=1e-3)
-    assert {row["verdict"] for row in one} > {"reject"}
+        assert (row.verdict, row.reason) == (other.verdict, other.reason)
+        assert row.score == pytest.approx(other.score, rel=1e-3)
+    assert {row.verdict for row in one} > {"reject"}
 
 
-def test_an_explanation_compares_equal_places(
-    plates: Path, tmp_path: Path, command: Command
-) -> None:
-    run, _ = trained(command, plates, tmp_path / "run")
+def test_an_explanation_compares_equal_places(run: Path, plates: Path) -> None:
     detector = load_model(run, "cpu")
     for i, pose in enumerate(poses(2, 3, 180)):
         item = read_image(plates / "test" / "spot" / f"{i:03}.png", detector.loading)

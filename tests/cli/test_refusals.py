@@ -1,0 +1,175 @@
+"""What is wrong with a command line is told before torch is imported, which takes seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import PYTHONPATH, write_part
+
+from anomaly.storage.folder import EXPORT, MANIFEST
+
+# Runs commands one after the other; of each, its exit code, what it said, and what is imported.
+_RUN = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from anomaly.cli import main
+told = []
+slow = {"torch", "cv2", "numpy"}
+slow = {"torch", "cv2", "numpy"}
+slow = {"torch", "cv2", "numpy"}
+for line in json.loads(sys.argv[1]):
+    said = StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            code = main(line.split())
+        except SystemExit as stop:
+            code = stop.code or 0
+    told.append([code, said.getvalue(), sorted(slow & set(sys.modules))])
+print(json.dumps(told))
+"""
+
+REFUSALS = """
+trian -> there is no command 'trian'; did you mean 'train'
+infer --model model --input good --ouput x -> no option --ouput; did you mean '--output'
+infer --model model --input good --ouput=x -> no option --ouput; did you mean '--output'
+infer --model nowhere --input . --output o -> no model at nowhere
+infer --watch --model nowhere --input . --output o -> no model at nowhere
+calibrate --model nowhere -> no model at nowhere
+evaluate --model nowhere --output o -> no model at nowhere
+evaluate --model modle --output o -> did you mean 'model'
+evaluate --config nowhere --output o -> no config nowhere
+explain --model nowhere --input . --output o -> no model at nowhere
+features --model nowhere --input . --output o.npz -> no model at nowhere
+layers --model nowhere -> no model at nowhere
+selfcheck --model nowhere --golden . -> no model at nowhere
+serve --models nowhere -> no model at nowhere
+infer --model runs --input good --output o -> runs holds several models (e, link, run, two); give
+calibrate --model runs --threshold 1 -> runs holds several models
+selfcheck --model runs --golden good -> runs holds several models
+evaluate --model runs --good good --output o -> runs holds several models
+infer --model halves --input good --output o -> half holds parts of a model, but no manifest.json
+evaluate --model halves --output o -> half holds parts of a model, but no manifest.json
+calibrate --model halves --threshold 1 -> half holds parts of a model, but no manifest.json
+serve --models halves -> half holds parts of a model, but no manifest.json
+train --config folder --set mode.kind=padim -> unknown key 'mode'
+train --config nowhere.yaml -> no config nowhere.yaml
+check --config nowhere -> no config nowhere
+check --config good -> `anomaly start` writes one
+check --config folder --log-file . -> --log-file . can't be written
+check --config folder -q -v -> not allowed with
+start good --name .. -> --name: name is '..': must be a name
+start good --output runs -> holds the runs e, link, run
+features --backbone resnet18 --input nowhere --output o.npz -> nowhere doesn't exist
+features --backbone resnet18 --weights n.pth --input . --output o.npz -> n.pth
+features --model model --input nowhere --output o.npz -> nowhere doesn't exist
+features --model export --input good --output o.npz -> and no layers
+features --model model --input good --output features -> must end in .npz
+features --model model --input good --output o.npz --layers l -> --layers needs --backbone; a model
+features --model model --input good --output o.npz --weights random -> --weights needs --backbone
+features --model model --input good --output o.npz --input-size 64 -> --input-size needs --backbone
+features --model model --input good --output o.npz --square -> --square needs --backbone
+features --backbone resnet18 --batch-size 0 --input good --output o.npz -> must be 1 or more
+explain --backbone resnet18 --weights n.pth --input good/part.png --output o -> n.pth does
+explain --model export --input good/part.png --output o -> and no layers
+explain --model model --input good/part.png --output o --class 3 -> --class needs a
+explain --backbone resnet18 --input good/part.png --output o --good . -> give --model too
+explain --input good/part.png --output o -> give --model, --backbone, or both
+train --config folder --set data.root=good --set backbone.weights=n.pth -> n.pth doesn't exist
+evaluate --model model --good nowhere --output o -> nowhere doesn't exist
+evaluate --model model --defects nowhere --output o -> nowhere doesn't exist
+evaluate --model model --defects godo --output o -> did you mean 'good'
+evaluate --model model --good empty --output o -> no images in
+evaluate --model model --good NG --output o -> NG would be taken as good
+evaluate --model model --good good --masks good --output o -> --masks needs --defects
+evaluate --model model --defects NG --masks good --output o -> none of 1 defects has a
+evaluate --model model --good good --data-root . --output o -> --data-root can't be given
+evaluate --model model --set seed=3 --output o -> --set needs --config
+evaluate --config folder --good good --output o -> need --model
+update --model model --output o -> --good, --feedback, or both
+update --model model --good nowhere --output o -> --good nowhere doesn't exist
+update --model model --good good --defects nowhere --output o -> --defects nowhere doesn't exist
+infer --model model/manifest.json --input good --output o -> is a file; give the
+infer --model model --input good --output o --workers 2 -> --workers needs a Ray
+infer --model model --input good --output o --threads 0 -> --threads is 0
+infer --model model --input none --output o -> none doesn't exist (looked in /
+infer --model model --input good/x.png --output o -> good did you mean 'part.png'
+infer --model model --input empty --output o -> no images in
+infer --model model --output o -> give --input, --list, or both
+infer --model model --list none.txt --output o -> none.txt can't be read
+calibrate --model model --good nowhere -> --good nowhere doesn't exist
+calibrate --model model --review-rate 2% -> '2%' is no number; write 0.02
+calibrate --model model --threshold 3,6 -> '3,6' is no number; write 3.6
+calibrate --model model --threshold high -> 'high' is no number
+calibrate --model model --undo --threshold 1 -> leave other options out
+calibrate --model model --false-reject-rate 1.5 -> between 0 and 1
+calibrate --model model --false-reject-rate 0 -> between 0 and 1
+calibrate --model model --review-rate nan -> between 0 and 1
+calibrate --model model --threshold -1 -> 0 or more
+calibrate --model model --threshold inf -> 0 or more
+calibrate --model model --review-threshold 4 -> needs --threshold
+calibrate --model model --threshold 3 --review-rate 0.1 -> set by hand or found by rates
+calibrate --model model --production good -> give the largest share of them that may be defective
+calibrate --model model --at-most-defective 5% -> need each other
+calibrate --model model --production good --at-most-defective 5 -> it must be from 0 % to 20 %
+calibrate --model model --production good --at-most-defective 5% --good good -> give one of these
+calibrate --model model --production good --at-most-defective 5% --threshold 9 -> known to be
+export --to onnx --model runs/run --output runs/e -> e/model exists already
+export --to onnx --model runs/run --output o --precision bf16 -> ONNX Runtime doesn't compute
+export --to onnx --model runs/run --output o --precision bf16 --whole -> fp32 only
+export --to onnx --model runs/e --output o -> e/model is an exported model
+export --to onnx --model runs/run --output o --golden nowhere -> --golden nowhere doesn't exist
+export --to onnx --model runs/run --output runs/run --overwrite -> holds the model to export
+export --to onnx --model runs/run --output runs/link --overwrite -> holds the model to export
+export --to onnx --model runs/run --output runs -> holds the runs e, link, run, two, which a model
+export --to onnx --model runs/run --output runs/two --overwrite -> two/model holds a trained model
+export --to onnx --model runs/run --output runs/run/model -> holds the model to export
+export --to onnx --model runs/run --output runs/run/model/scores -> holds the model to export
+"""
+
+
+def _places(root: Path) -> None:
+    """Images, and what are models, runs and exports at first sight."""
+    write_part(root / "good" / "part.png", seed=0)
+    write_part(root / "NG" / "part 2.png", seed=1)
+    (root / "empty").mkdir()
+    models = ["model", "export", "runs/run/model", "runs/two/model", "runs/e/model"]
+    for name in models:
+        (root / name).mkdir(parents=True)
+        (root / name / MANIFEST).write_text("{}")
+    for name in ("export", "runs/e/model"):
+        (root / name / EXPORT).write_text("{}")
+    (root / "runs" / "link").symlink_to(root / "runs" / "run")
+    (root / "halves" / "half" / "model").mkdir(parents=True)
+    (root / "halves" / "half" / "model" / "scorer.safetensors").write_bytes(b"half of it")
+
+
+def _files(folder: Path) -> dict[Path, bytes]:
+    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def test_refusals_come_without_torch_and_change_nothing(tmp_path: Path) -> None:
+    _places(tmp_path)
+    before = _files(tmp_path)
+    refusals = [line.split(" -> ") for line in REFUSALS.strip().splitlines()]
+    commands = ["--help", "train --help"] + [command for command, _ in refusals]
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, json.dumps(commands)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    overview, helped, *told = json.loads(done.stdout)
+    wrong = [
+        (command, says, code, said, imported)
+        for (command, says), (code, said, imported) in zip(refusals, told, strict=True)
+        if code != 2 or says not in said or "torch" in imported or "Traceback" in said
+    ]
+    assert wrong == []
+    for code, said, imported in (overview, helped):
+        assert (code, "usage:" in said, imported) == (0, True, [])
+    assert _files(tmp_path) == before
+    assert not (tmp_path / "o").exists()
