@@ -135,9 +135,9 @@ def decode(data: bytes) -> Pixels:
             raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
         values = np.frombuffer(content[:expected], layout.number)
         values = values.reshape(-1, columns, layout.count)
-        if layout.differences:  # modulo the range of their type
-            values = np.cumsum(values, axis=1, dtype=pixels.dtype)
         block[...] = values[: len(block), : block.shape[1]]
+        if layout.differences:  # modulo the range of their type
+            np.cumsum(block, axis=1, dtype=block.dtype, out=block)
     return grey_to_rgb(pixels) if layout.count == 1 else pixels
 
 
