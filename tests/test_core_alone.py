@@ -67,9 +67,9 @@ def test_the_core_works_without_its_annexes(tmp_path: Path, product: Path) -> No
     )
 
 
-@pytest.mark.parametrize("room", cli._ANNEXES)
-def test_an_annex_has_the_commands_that_the_core_lists(room: str) -> None:
-    assert set(annex(f"{room}.commands").COMMANDS) == set(cli._ANNEXES[room])
+def test_an_annex_has_the_commands_that_the_core_lists() -> None:
+    for room, listed in cli._ANNEXES.items():
+        assert set(annex(f"{room}.commands").COMMANDS) == set(listed)
 
 
 def test_what_the_core_asks_of_an_annex_is_there() -> None:

@@ -22,22 +22,13 @@ def test_levels_of_all_thresholds_at_once_are_the_exact_ones():
     assert between == pytest.approx([exact_level(n, 0.95) for n in (15, 60)], rel=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-@pytest.mark.parametrize("images", SPLITS, ids=str)
-def test_intervals_of_figures_hold(images, law):
-    repeats = 300 if sum(images) < 1000 else 60
-    # Two points below 95 %, and as much as the simulation itself is uncertain by.
-    least = 0.93 - 2 * np.sqrt(0.95 * 0.05 / repeats)
-    for name, held in figure_coverage(law, images, repeats).items():
-        assert held >= least, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
-@pytest.mark.parametrize("images", CALIBRATIONS, ids=str)
-def test_what_is_told_of_thresholds_holds(images, law):
-    repeats = 300
-    got = threshold_coverage(law, images, repeats)
-    for name, held in got.items():
-        assert held >= 0.93 - 2 * np.sqrt(0.95 * 0.05 / repeats), name
+def test_intervals_of_figures_and_what_is_told_of_thresholds_hold():
+    """For the fewest images; benchmarks/coverage.py measures it for more."""
+    for law in (LAWS[0], LAWS[-1]):
+        for repeats, held in (
+            (100, figure_coverage(law, SPLITS[0], 100)),
+            (300, threshold_coverage(law, CALIBRATIONS[0], 300)),
+        ):
+            # Two points below 95 %, and as much as the simulation itself is uncertain by.
+            least = 0.93 - 2 * np.sqrt(0.95 * 0.05 / repeats)
+            assert min(held.values()) >= least, (law.name, held)

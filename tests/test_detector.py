@@ -19,9 +19,8 @@ def _detector(thresholds: Thresholds | None = None) -> Model:
     return Model(config, nothing, nothing, nothing, thresholds, nothing)
 
 
-@pytest.mark.parametrize(
-    ("review", "reject", "expected"),
-    [
+def test_a_rate_that_was_not_given_gives_way() -> None:
+    for review, reject, expected in (
         (None, None, (0.05, 0.01)),
         (None, 0.03, (0.05, 0.03)),
         (0.2, None, (0.2, 0.01)),
@@ -29,12 +28,8 @@ def _detector(thresholds: Thresholds | None = None) -> Model:
         (0.2, 0.2, (0.2, 0.2)),
         (None, 0.2, (0.2, 0.2)),
         (0.002, None, (0.002, 0.002)),
-    ],
-)
-def test_a_rate_that_was_not_given_gives_way(
-    review: float | None, reject: float | None, expected: tuple[float, float]
-) -> None:
-    assert _detector().rates(review, reject) == expected
+    ):
+        assert _detector().rates(review, reject) == expected
 
 
 def test_a_rate_that_was_not_given_is_that_of_the_thresholds() -> None:

@@ -6,13 +6,13 @@ Scores differ by up to 0.2 %: a GPU rounds what a convolution in fp32 multiplies
 
 from __future__ import annotations
 
-import csv
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Command, train_arguments, write_part
+from conftest import RUNS, Command, train_arguments, write_part
+from kit import table
 
 import anomaly
 
@@ -33,11 +33,6 @@ SETTINGS = {
 }
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "results.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def on_gpu(command: Command, name: str, *arguments: object) -> str:
     code, out, err = command(name, [*arguments, "--device", DEVICE])
     assert code == 0, err
@@ -54,7 +49,7 @@ def agree_on_both(command: Command, model: Path, images: Path, folder: Path) -> 
     """See that both devices give the same verdicts, and scores that differ by rounding."""
     scored(command, model, images, folder / "on-gpu", DEVICE)
     scored(command, model, images, folder / "on-cpu", "cpu")
-    for a, b in zip(rows(folder / "on-gpu"), rows(folder / "on-cpu"), strict=True):
+    for a, b in zip(table(folder / "on-gpu"), table(folder / "on-cpu"), strict=True):
         assert a["path"] == b["path"]
         assert float(a["image_score"]) == pytest.approx(float(b["image_score"]), rel=3e-3)
         assert a["verdict"] == b["verdict"]
@@ -82,9 +77,7 @@ def test_settings_on_a_gpu(name: str, product: Path, tmp_path: Path, command: Co
 def test_models_of_the_processor_go_on_on_a_gpu(
     method: str, product: Path, tmp_path: Path, command: Command, request: pytest.FixtureRequest
 ) -> None:
-    name = {"patchcore": "run_folder", "padim": "padim_folder"}
-    run = tmp_path / "run"
-    shutil.copytree(request.getfixturevalue(name[method]), run)
+    run = shutil.copytree(request.getfixturevalue(RUNS[method]), tmp_path / "run")
     agree_on_both(command, run, product / "test", tmp_path)
     good = tmp_path / "good"
     for i in range(6):

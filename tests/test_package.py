@@ -10,12 +10,10 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 
-import pytest
 import yaml
 from conftest import REPOSITORY
 
 from anomaly import __version__
-from benchmarks.structure import Imports
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -28,48 +26,34 @@ def test_the_version_stands_in_one_place() -> None:
     assert citation["license"] == PROJECT["license"]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_the_command_line_sets_how_threads_wait_unless_the_user_has() -> None:
+    plain = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    program = (
+        "import os; before = dict(os.environ); import anomaly; assert os.environ == before;"
+        " from anomaly.cli import main; main(['no-command']);"
+        " print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    for given, expected in (
         ({}, "10000"),
         ({"GOMP_SPINCOUNT": "77"}, "77"),
         ({"OMP_WAIT_POLICY": "active"}, "None"),
-    ],
-)
-def test_the_command_line_sets_how_threads_wait_unless_the_user_has(
-    given: dict[str, str], expected: str
-) -> None:
-    ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    plain = {name: value for name, value in os.environ.items() if name not in ours}
-    program = (
-        "import os; from anomaly.cli import main; main(['no-command']);"
-        " print(os.environ.get('GOMP_SPINCOUNT'))"
-    )
-    command = [sys.executable, "-c", program]
-    said = subprocess.run(
-        command, env=plain | given, cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert said.stdout.strip() == expected
+    ):
+        said = subprocess.run(
+            [sys.executable, "-c", program], env=plain | given, cwd=REPOSITORY,
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert said.stdout.strip() == expected
 
 
-def test_an_import_leaves_the_environment_alone() -> None:
-    program = "import os; before = dict(os.environ); import anomaly; assert os.environ == before"
-    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
-
-
-@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "scripts"])
-def test_what_other_code_imports_is_there(folder: str) -> None:
-    for file in (REPOSITORY / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anomaly"):
-                module = import_module(str(node.module))
-                for name in {alias.name for alias in node.names} - set(dir(module)):
-                    inside = hasattr(module, "__path__") and find_spec(f"{node.module}.{name}")
-                    assert inside, f"{file}: {node.module} has no {name}"
-
-
-def test_no_module_imports_the_package_root() -> None:
-    assert Imports(REPOSITORY / "anomaly").edges["anomaly"] == set()
+def test_what_other_code_imports_is_there() -> None:
+    for folder in ("benchmarks", "docs", "examples", "scripts"):
+        for file in (REPOSITORY / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anomaly"):
+                    module = import_module(str(node.module))
+                    for name in {alias.name for alias in node.names} - set(dir(module)):
+                        inside = hasattr(module, "__path__") and find_spec(f"{node.module}.{name}")
+                        assert inside, f"{file}: {node.module} has no {name}"
 
 
 def test_the_licence_is_there() -> None:

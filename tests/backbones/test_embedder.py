@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from conftest import run_command, train_arguments
 
 from anomaly.backbones import extractor as features
 from anomaly.backbones.extractor import FeatureExtractor, network_input
 from anomaly.backbones.registry import Normalisation, build, load_state, read_weights
 from anomaly.backbones.truncation import truncate
-from anomaly.config.load import parse_config
-from anomaly.datasets import open_dataset
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput
-from anomaly.sample_data import write_sample_data
 from anomaly.storage import load as checkpoint
 from anomaly.storage.load import load_model
-from anomaly.storage.save import save
-from anomaly.training.fit import train
 
+CPU = torch.device("cpu")
 NORMALISE = Normalisation((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
 
 
@@ -39,49 +34,13 @@ def images(count: int) -> list[NetworkInput]:
     ]
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of tensors, in order; what is pinned, or goes to a GPU, stays where it is."""
-    noted: list[Any] = []
-    to = Tensor.to
-
-    def pin_memory(self: Tensor) -> Tensor:
-        noted.append("pinned")
-        return self
-
-    def moved(self: Tensor, *args: Any, **options: Any) -> Tensor:
-        if args and isinstance(args[0], torch.device):
-            noted.append((args[0].type, options))
-            return self
-        return to(self, *args, **options)
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(Tensor, "to", moved)
-    return noted
-
-
-def expected(batch: list[NetworkInput]) -> Tensor:
+def test_images_are_normalised_and_laid_out_for_the_network() -> None:
+    batch = images(3)
+    found = network_input(batch, NORMALISE, CPU)
     pixels = np.stack([item.pixels for item in batch]).astype(np.float64)
     normal = (pixels - NORMALISE.mean) / NORMALISE.std
-    return torch.from_numpy(normal.transpose(0, 3, 1, 2)).float()
-
-
-def test_to_a_gpu_images_are_copied_from_pinned_memory_without_waiting(asked: list[Any]) -> None:
-    batch = images(3)
-    found = network_input(batch, NORMALISE, torch.device("cuda"))
-    assert asked == ["pinned", ("cuda", {"non_blocking": True})]
-    torch.testing.assert_close(found, expected(batch))
-
-
-def test_on_the_cpu_nothing_is_pinned_or_copied(asked: list[Any]) -> None:
-    batch = images(3)
-    found = network_input(batch, NORMALISE, torch.device("cpu"))
-    assert asked == []
-    torch.testing.assert_close(found, expected(batch))
+    torch.testing.assert_close(found, torch.from_numpy(normal.transpose(0, 3, 1, 2)).float())
     assert found.is_contiguous(memory_format=torch.channels_last)
-
-
-CPU = torch.device("cpu")
 
 
 def extractor(scale: float = 1.0) -> FeatureExtractor:
@@ -129,30 +88,18 @@ def test_auto_takes_bf16_only_where_it_is_fast_and_safe(
 
 
 def test_precision_is_saved_and_a_change_is_pointed_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_sample_data(tmp_path / "data" / "plate", size=128, n_train=6, n_good=1, n_defect=1)
-    config = parse_config(
-        {
-            "data": {"root": str(tmp_path / "data"), "category": "plate"},
-            "image": {"area": 64},
-            "backbone": {"name": "resnet18", "weights": "random"},
-            "precision": "bf16",
-        },
-        "test",
-    )
-    samples = open_dataset("mvtec", tmp_path / "data", "plate").train
-    training = train(config, samples, device=CPU, scratch=tmp_path)
-    save(training.detector, tmp_path / "model")
+    run_command("train", train_arguments(product, tmp_path / "run", "precision=bf16"))
     caplog.clear()
+    caplog.set_level(logging.WARNING)
     monkeypatch.setattr(checkpoint, "has_bf16", lambda device: True)
-    model = load_model(tmp_path / "model", CPU)
+    model = load_model(tmp_path / "run", CPU)
     assert model.config.precision == model.extractor.precision == "bf16"
     assert model.manifest["made_with"]["precision"] == "bf16"
     assert not caplog.records
-    caplog.set_level(logging.WARNING)
-    assert load_model(tmp_path / "model", CPU, "fp32").extractor.precision == "fp32"
+    assert load_model(tmp_path / "run", CPU, "fp32").extractor.precision == "fp32"
     assert "trained in bf16 and runs in fp32 (as asked)" in caplog.text
     monkeypatch.setattr(checkpoint, "has_bf16", lambda device: False)
-    assert load_model(tmp_path / "model", CPU).extractor.precision == "fp32"
+    assert load_model(tmp_path / "run", CPU).extractor.precision == "fp32"
     assert "this machine doesn't have bf16" in caplog.text

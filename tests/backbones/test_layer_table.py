@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES
 from torch import Tensor, nn
 
 from anomaly.backbones.layer_table import Layer, last_map, layer_table, side_multiple, stages
-from anomaly.backbones.networks import torchvision_names
 from anomaly.backbones.registry import build, default_layers
 from anomaly.errors import LayerError
 from anomaly.hooks import live_hooks
@@ -60,14 +58,31 @@ def test_wide_resnet_costs_what_its_paper_says() -> None:
     assert (layers["layer2"].stride, layers["layer3"].stride) == (8, 16)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet50_v1",
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "efficientnet_b0",
+        "efficientnet_v2_s",
+        "convnext_tiny",
+        "densenet121",
+        "googlenet",
+        "mnasnet1_0",
+        "regnet_y_400mf",
+        "vgg16_bn",
+        "timm/tf_efficientnet_lite2",
+    ],
+)
 def test_stages_are_the_layers_that_each_family_hooks(name: str) -> None:
     network = build(name)
     table = layer_table(network, 224)
-    assert tuple(stages(table)[:3]) == default_layers(name, network, 3)
+    layers, known = default_layers(name, network, 3), by_path(table)
+    assert tuple(stages(table)[:3]) == layers
     last = last_map(table)
     assert last is not None
-    assert by_path(table)[last].stride == 32
+    assert [known[path].stride for path in (*layers, last)] == [4, 8, 16, 32]
     assert side_multiple(network) == 32
 
 
@@ -81,16 +96,6 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
     with pytest.raises(LayerError, match=r"doesn't take images of 200×200; give another size"):
         layer_table(network, 200)
     assert last_map(layer_table(build("swin_t"), 224)) == "permute"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", torchvision_names())
-def test_every_network_is_described(name: str) -> None:
-    table = layer_table(build(name), 224)
-    assert table[0].shape == (1, 1000)
-    assert table[0].share == 1
-    shares = [x.share for x in sorted(table, key=lambda x: x.finished or 0) if x.share is not None]
-    assert shares == sorted(shares)
 
 
 def test_a_network_on_a_real_device_is_described_too() -> None:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from families import quick_and_slow
 from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor
@@ -12,18 +11,6 @@ from anomaly.backbones.optimise import foldable, folded, fused
 from anomaly.backbones.registry import build, default_layers, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.hooks import capture
-
-# How many of each network's batch norms come right behind a convolution, up to the third stage.
-FOLDED = {
-    "resnet18": (15, 15),
-    "wide_resnet50_2": (43, 43),
-    "mobilenet_v2": (39, 39),
-    "efficientnet_b0": (33, 33),
-    "timm/tf_efficientnet_lite2": (45, 45),  # which apply their activations themselves
-    "densenet121": (87, 43),  # the others come before a convolution
-    "vgg16_bn": (13, 13),
-    "convnext_tiny": (0, 0),
-}
 
 
 def unsettle(network: nn.Module) -> None:
@@ -41,14 +28,22 @@ def unsettle(network: nn.Module) -> None:
                 tensor.data.uniform_(low, high, generator=generator)
 
 
-@pytest.mark.parametrize("name", quick_and_slow(FOLDED, "resnet18", "mobilenet_v2"))
-def test_maps_stay_the_same_with_norms_folded(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "folding"),
+    [
+        ("resnet18", 15, 15),
+        ("mobilenet_v2", 39, 39),
+        ("timm/tf_efficientnet_lite2", 45, 45),  # which apply their activations themselves
+    ],
+)
+def test_maps_stay_the_same_with_norms_folded(name: str, count: int, folding: int) -> None:
+    """Those right behind a convolution, up to the third stage."""
     full = build(name)
     truncated = truncate(build(name), default_layers(name, full, 3))
     load_state(truncated.network, read_weights(name, "random", 0)[0], full, name)
     unsettle(truncated.network)
     norms = [m for m in truncated.network.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert (len(norms), len(truncated.pairs)) == FOLDED[name]
+    assert (len(norms), len(truncated.pairs)) == (count, folding)
     extractor = truncated
     plain = FeatureExtractor(truncated.network, extractor.layers, extractor.layouts, True, ())
     images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(1))
@@ -96,18 +91,6 @@ def test_only_what_nobody_else_reads_is_folded() -> None:
     assert isinstance(network.norm3, nn.BatchNorm2d)
 
 
-# By network: layers of which some lie inside what could be fused, and how many activations are
-# computed by themselves afterwards.
-NETWORKS = {
-    "resnet18": (["layer1", "layer3"], 0),
-    "resnet50": (["relu", "layer1", "layer2.1.bn2", "layer3"], 3),
-    "resnext50_32x4d": (["conv1", "layer2"], 1),
-    "mobilenet_v2": (["features.3.conv.0.0", "features.4", "features.7.conv.1"], 1),
-    "timm/tf_efficientnet_lite2": (["blocks.0.0.bn1", "blocks.1.0.bn1.drop", "blocks.2"], 4),
-    "vgg16_bn": (["features.5", "features.23"], 0),
-}
-
-
 def _prepared(name: str, layers: list[str]) -> tuple[FeatureExtractor, nn.Module]:
     """An extractor with random weights, and its network as it was built."""
     truncated = truncate(build(name), layers)
@@ -120,9 +103,18 @@ def _prepared(name: str, layers: list[str]) -> tuple[FeatureExtractor, nn.Module
     return truncated, copy.deepcopy(network).eval()
 
 
-@pytest.mark.parametrize("name", quick_and_slow(NETWORKS, "resnet18", "mobilenet_v2"))
-def test_maps_stay_the_same_with_activations_fused(name: str) -> None:
-    layers, alone = NETWORKS[name]
+@pytest.mark.parametrize(
+    ("name", "layers", "alone"),
+    [
+        ("resnet50", ["relu", "layer1", "layer2.1.bn2", "layer3"], 3),
+        ("mobilenet_v2", ["features.3.conv.0.0", "features.4", "features.7.conv.1"], 1),
+        ("timm/tf_efficientnet_lite2", ["blocks.0.0.bn1", "blocks.1.0.bn1.drop", "blocks.2"], 4),
+    ],
+)
+def test_maps_stay_the_same_with_activations_fused(
+    name: str, layers: list[str], alone: int
+) -> None:
+    """Layers of which some lie inside what could be fused: their activations stay `alone`."""
     extractor, plain = _prepared(name, layers)
     images = torch.randn(3, 3, 64, 96, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode(), capture(plain, layers, stop=True) as captured:

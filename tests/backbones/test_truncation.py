@@ -67,30 +67,18 @@ def test_parameters_used_without_a_module_call_stay() -> None:
     assert (truncated.channels, truncated.strides) == ((5,), (2,))
 
 
-def test_layers_that_are_no_maps_are_refused() -> None:
-    with pytest.raises(LayerError, match=r"\(1, 512, 1, 1\)|not a feature map|gives"):
-        truncate(build("resnet18"), ["fc"])
-    with pytest.raises(LayerError, match="takes images of 224×224 only"):
-        truncate(build("vit_b_16"), ["encoder.layers.encoder_layer_0"])
-    with pytest.raises(LayerError, match="did you mean 'layer3'"):
-        truncate(build("resnet18"), ["layer33"])
-
-
-@pytest.mark.parametrize("layer", ["layer1.0.bn1", "layer1.0.conv1", "layer1.0"])
-def test_a_layer_that_is_overwritten_in_place_is_captured_before(layer: str) -> None:
-    name = "resnet18"
-    state, _ = read_weights(name, "random", 0)
-    # relu(inplace=True) runs over bn1's output.
-    truncated = truncate(build(name), [layer, "layer2"])
+def test_a_layer_that_is_overwritten_in_place_is_captured_before() -> None:
+    """relu(inplace=True) runs over the batch norm's output."""
+    name, state = "resnet18", read_weights("resnet18", "random", 0)[0]
+    truncated = truncate(build(name), ["layer1.0.bn1", "layer2"])
     load_state(truncated.network, state, build(name), "random")
-    alone = truncate(build(name), [layer])
+    alone = truncate(build(name), ["layer1.0.bn1"])
     load_state(alone.network, state, build(name), "random")
     images = torch.rand(1, 3, 64, 64)
     together = truncated(images)[0]
     torch.testing.assert_close(together, alone(images)[0])
-    if layer.endswith("bn1"):
-        assert truncated.copies
-        assert (together < 0).any()
+    assert truncated.copies
+    assert (together < 0).any()
 
 
 def test_layers_may_be_named_by_patterns() -> None:
@@ -123,15 +111,11 @@ def test_what_follows_the_last_layer_may_want_another_size() -> None:
     assert not [key for key in network.state_dict() if key.startswith("head")]
 
 
-@pytest.mark.parametrize("layers", [["layer2.3.relu"], ["layer1", "layer2.3.relu", "layer3"]])
-def test_a_layer_that_runs_several_times_is_refused(layers: list[str]) -> None:
+def test_a_layer_that_runs_several_times_or_never_is_refused() -> None:
     said = r"'layer2\.3\.relu' of ResNet runs 3 times in one pass.*; choose another layer"
     with pytest.raises(LayerError, match=said):
-        truncate(build("resnet50"), layers)
+        truncate(build("resnet50"), ["layer1", "layer2.3.relu", "layer3"])
     assert truncate(build("resnet50"), ["relu"]).layers == ("relu",)  # once, at the stem
-
-
-def test_a_layer_that_never_runs_is_refused() -> None:
     with pytest.raises(LayerError, match=r"'AuxLogits\.conv0\.conv' of Inception3 never runs"):
         truncate(build("inception_v3"), ["Mixed_5d", "AuxLogits.conv0.conv"])
 
@@ -153,26 +137,24 @@ class Lists(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("layer", ["acts.1", "convs.1", "convs.2"])
-def test_layers_in_lists_of_modules(layer: str) -> None:
-    with torch.device("meta"):
-        network = Lists()
-    truncated = truncate(network, [layer])
-    assert truncated.layers == (layer,)
-    network.to_empty(device="cpu")(torch.rand(1, 3, 32, 32))  # still goes through its lists
-    kept = {name for name, _ in network.named_parameters()}
-    assert not any(name.startswith("heads") for name in kept)
-    assert ("convs.2.weight" in kept) == (layer == "convs.2")
+def test_layers_in_lists_of_modules() -> None:
+    for layer in ("acts.1", "convs.1", "convs.2"):
+        with torch.device("meta"):
+            network = Lists()
+        truncated = truncate(network, [layer])
+        assert truncated.layers == (layer,)
+        network.to_empty(device="cpu")(torch.rand(1, 3, 32, 32))  # still goes through its lists
+        kept = {name for name, _ in network.named_parameters()}
+        assert not any(name.startswith("heads") for name in kept)
+        assert ("convs.2.weight" in kept) == (layer == "convs.2")
 
 
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
         ("resnet18", ["layer1", "layer2.0.conv1"]),
-        ("densenet121", ["features.denseblock1"]),
         ("swin_t", ["features.1"]),
         ("timm/test_vit", ["blocks.0"]),
-        ("timm/tf_efficientnet_lite2", ["blocks.2"]),
     ],
 )
 def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: list[str]) -> None:
@@ -211,9 +193,6 @@ assert torchvision.ops.roi_align(torch.ones(1, 1, 9, 9), boxes, 2).mean() == 1
 assert torchvision.ops.roi_align.__globals__["is_compile_supported"]("cpu") in (True, False)
 assert sys.modules["torch._dynamo"].__file__
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
-import timm
-small = {"depth": 1, "embed_dim": 12, "num_heads": 1, "pos_embed": "factorized"}
-timm.create_model("naflexvit_base_patch16_gap", **small)(torch.ones(1, 3, 32, 48))
 assert torch.compiler.disable.__module__ == "torch.compiler"
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -79,15 +79,13 @@ def test_each_unit_is_handled_once_and_in_order_by_no_more_workers_than_there_is
     assert machines.hired == machines.stopped == 3
 
 
-@pytest.mark.parametrize(
-    "poison", [{51}, {67}, {56, 57, 62, 76}, set(range(51, 68)), {0, 1, 16, 17, 101}]
-)
-def test_images_that_kill_workers_are_found_and_the_others_handled(poison: set[int]) -> None:
-    machines, units = _Machines(lambda images: bool(poison & images)), _units(6)
-    for unit, (result, lost) in zip(units, _shared_out(machines, units), strict=True):
-        assert {unit[place] for place in lost} == poison & {*unit}
-        assert result == [image for image in unit if image not in poison]
-    assert machines.stopped == machines.hired
+def test_images_that_kill_workers_are_found_and_the_others_handled() -> None:
+    for poison in ({51}, {56, 57, 62, 76}, set(range(51, 68)), {0, 1, 16, 17, 101}):
+        machines, units = _Machines(lambda images, of=poison: bool(of & images)), _units(6)
+        for unit, (result, lost) in zip(units, _shared_out(machines, units), strict=True):
+            assert {unit[place] for place in lost} == poison & {*unit}
+            assert result == [image for image in unit if image not in poison]
+        assert machines.stopped == machines.hired
 
 
 def test_workers_that_die_of_nothing_they_were_given_cost_no_image() -> None:
@@ -165,9 +163,10 @@ def test_workers_that_wait_for_a_place_get_it_once_others_have_nothing_to_do() -
     assert [result for result, _ in _shared_out(cluster, _units(6))] == [*map(list, _units(6))]
 
 
-@pytest.mark.parametrize(
-    ("there", "device", "most", "room"),
-    [
+def test_there_is_room_for_as_many_as_have_processors_and_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for there, device, most, room in (
         ([{"CPU": 16.0, "GPU": 1.0}], "cuda", None, 1),
         ([{"CPU": 16.0, "GPU": 1.0}], "cpu", None, 8),
         ([{"CPU": 4.0, "GPU": 8.0}], "cuda", None, 2),
@@ -176,17 +175,9 @@ def test_workers_that_wait_for_a_place_get_it_once_others_have_nothing_to_do() -
         ([{"CPU": 3.0}, {"CPU": 3.0}], "cpu", None, 2),  # not 3: none is spread over two
         ([{"CPU": 1.0}, {"CPU": 1.0}], "cpu", None, 0),
         ([{"CPU": 16.0}, {"CPU": 1.0, "GPU": 4.0}], "cuda", None, 0),
-    ],
-)
-def test_there_is_room_for_as_many_as_have_processors_and_gpus(
-    there: list[dict[str, float]],
-    device: str,
-    most: int | None,
-    room: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(actors, "_ray", lambda: _ray_of(*there))
-    assert actors.Cluster(2, most, device).room() == room
+    ):
+        monkeypatch.setitem(sys.modules, "ray", _ray_of(*there))
+        assert actors.Cluster(2, most, device).room() == room, there
 
 
 def _ray_of(*there: dict[str, float]) -> SimpleNamespace:

@@ -371,17 +371,6 @@ def test_a_compiled_network_does_not_run_past_hooks() -> None:
     torch.compiler.reset()
 
 
-def test_data_parallel_on_one_device_works() -> None:
-    network = build(["conv", "relu"])
-    parallel = nn.DataParallel(network, device_ids=[0] if torch.cuda.is_available() else None)
-    parallel.device_ids = parallel.device_ids[:1]
-    x = torch.randn(1, 3, 4, 4)
-    x = x.to(next(network.parameters()).device)
-    with capture(parallel, "module.0", device="cpu") as captured:
-        captured.run(x)
-        torch.testing.assert_close(captured.pop()["module.0"], by_hand(network, x)[0].cpu())
-
-
 def test_the_last_layer_is_copied_too() -> None:
     """Its output may be the caller's own buffer."""
     buffer, network = torch.zeros(2), nn.Sequential(nn.Identity())

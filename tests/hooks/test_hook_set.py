@@ -119,15 +119,6 @@ def test_backward_hooks_on_every_layer_of_a_network_change_nothing(name: str) ->
     assert live_hooks(network) == 0
 
 
-def test_pytorchs_own_backward_hook_fails_where_ours_works() -> None:
-    """The reason for `backward.py`: when this stops raising, PyTorch's own is enough."""
-    network = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU6(inplace=True)).eval()
-    handle = network[0].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="being modified inplace"):
-        network(torch.zeros(1, 2, 3, 3, requires_grad=True))
-    handle.remove()
-
-
 def test_forward_hooks_get_extra_arguments_and_replace_outputs() -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     x = torch.randn(4, 3)
@@ -341,23 +332,17 @@ def test_an_event_that_there_is_none_of() -> None:
         hooks.everywhere(event, print)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", ["hook", "unhook"])
-def test_hooks_that_come_and_go_while_a_layer_runs(what: str) -> None:
+def test_a_hook_that_comes_while_its_layer_runs() -> None:
     called: list[nn.Module] = []
 
     class Running(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            if what == "hook":
-                hooks.backward("", lambda module, *_: called.append(module))
-            else:
-                handles[0].remove()
+            hooks.backward("", lambda module, *_: called.append(module))
             return x * 2
 
     network = Running()
-    x = torch.zeros(1, 2, requires_grad=True)
     with HookSet(network) as hooks:
-        handles = hooks.backward("", lambda *_: None) if what == "unhook" else []
-        network(x).sum().backward()
+        network(torch.zeros(1, 2, requires_grad=True)).sum().backward()
         assert called == []
     assert live_hooks(network) == 0
 
