@@ -80,10 +80,8 @@ def test_the_fourth_byte_is_alpha_only_where_the_header_says_so():
     [
         ({"packing": 1, "bits": 8}, "unsupported"),
         ({"packing": 3, "bits": 32, "masks": struct.pack("<III", 1, 2, 4)}, "unsupported"),
-        ({"bits": 3}, "unsupported"),
         ({"bits": 16}, "unsupported"),
         ({"bits": 24, "header": 43}, "unsupported"),
-        ({"bits": 24, "header": 64, "packing": 3}, "unsupported"),
         ({"bits": 24, "width": 0}, "unreadable"),
         ({"bits": 24, "height": 0}, "unreadable"),
         ({"bits": 24, "height": 2**31 - 1}, "unreadable"),
