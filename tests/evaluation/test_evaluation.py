@@ -52,66 +52,57 @@ def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> Non
     )
 
 
-def test_a_mask_of_another_size_is_an_error(run_folder: Path, tmp_path: Path) -> None:
-    product = write_product(tmp_path / "disc", n_train=1)
-    mask = product / "ground_truth" / "spot" / "001_mask.png"
+@pytest.fixture
+def disc(tmp_path: Path) -> Path:
+    return write_product(tmp_path / "disc", n_train=1)
+
+
+def test_a_mask_of_another_size_is_an_error(run_folder: Path, disc: Path) -> None:
+    mask = disc / "ground_truth" / "spot" / "001_mask.png"
     cv2.imwrite(str(mask), np.zeros((50, 60), np.uint8))
     detector = load_model(run_folder, torch.device("cpu"))
     with pytest.raises(DataError, match=r"001_mask\.png is 60×50 pixels, but its image"):
-        score_test_split(detector, open_dataset("mvtec", product, None).test)
+        score_test_split(detector, open_dataset("mvtec", disc, None).test)
 
 
-def test_an_image_whose_mask_is_damaged_is_left_out(run_folder: Path, tmp_path: Path) -> None:
-    product = write_product(tmp_path / "disc", n_train=1)
-    mask = product / "ground_truth" / "spot" / "001_mask.png"
+def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_listed(
+    run_folder: Path, disc: Path
+) -> None:
+    mask = disc / "ground_truth" / "spot" / "001_mask.png"
     mask.write_bytes(mask.read_bytes()[:-30])
-    detector = load_model(run_folder, torch.device("cpu"))
+    (disc / "test" / "good" / "001.png").write_text("no image")
     seen: list[str] = []
     evaluation = score_test_split(
-        detector,
-        open_dataset("mvtec", product, None).test,
+        load_model(run_folder, torch.device("cpu")),
+        open_dataset("mvtec", disc, None).test,
         visit=lambda prediction, sample, anomaly_map, mask: seen.append(sample.name),
     )
-    (left_out,) = [row for row in evaluation.scored if row.image_score is None]
-    assert left_out.sample.name == "test/spot/001.png"
-    assert "001.png is left out, because its mask can't be used: " in left_out.reason
-    assert "001_mask.png: " in left_out.reason
-    assert (evaluation.n_good, evaluation.n_defect, len(seen)) == (3, 2, 5)
+    no_image, no_mask = (row for row in evaluation.scored if row.image_score is None)
+    assert (no_image.sample.name, no_mask.sample.name) == ("test/good/001.png", "test/spot/001.png")
+    assert "001.png" in no_image.reason
+    assert "001.png is left out, because its mask can't be used: " in no_mask.reason
+    assert "001_mask.png: " in no_mask.reason
+    assert (evaluation.n_good, evaluation.n_defect, len(seen)) == (2, 2, 4)
     assert evaluation.metrics.values["pixel_auroc"] is not None
 
 
-def test_defects_without_masks_count_for_the_image_only(run_folder: Path, tmp_path: Path) -> None:
-    product = write_product(tmp_path / "disc", n_train=1)
-    shutil.rmtree(product / "ground_truth")
-    detector = load_model(run_folder, torch.device("cpu"))
-    metrics = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
-    assert metrics.values["image_auroc"] == 1.0
-    assert metrics.values["pixel_auroc"] is None
-    assert metrics.reasons["pixel_auroc"]
-
-
-def test_a_mask_that_marks_nothing_makes_no_good_image(
-    run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_defects_without_masks_count_for_the_image_only(
+    run_folder: Path, disc: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    product = write_product(tmp_path / "disc", n_train=1)
     detector = load_model(run_folder, torch.device("cpu"))
-    masks = product / "ground_truth" / "spot"
+    masks = disc / "ground_truth" / "spot"
     (masks / "000_mask.png").unlink()
-    expected = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
+    expected = score_test_split(detector, open_dataset("mvtec", disc, None).test).metrics
+    # A mask that marks nothing makes no good image either.
     cv2.imwrite(str(masks / "000_mask.png"), np.zeros((96, 120), np.uint8))
-    found = score_test_split(detector, open_dataset("mvtec", product, None).test).metrics
+    found = score_test_split(detector, open_dataset("mvtec", disc, None).test).metrics
     assert found == expected
     assert f"1 masks of defects mark nothing ({masks / '000_mask.png'})" in caplog.text
-
-
-def test_an_unreadable_test_image_is_left_out_and_listed(run_folder: Path, tmp_path: Path) -> None:
-    product = write_product(tmp_path / "disc", n_train=1)
-    (product / "test" / "good" / "001.png").write_text("no image")
-    detector = load_model(run_folder, torch.device("cpu"))
-    evaluation = score_test_split(detector, open_dataset("mvtec", product, None).test)
-    assert (evaluation.n_good, evaluation.n_defect) == (2, 3)
-    assert evaluation.scored[1].image_score is None
-    assert "001.png" in evaluation.scored[1].reason
+    shutil.rmtree(disc / "ground_truth")
+    without = score_test_split(detector, open_dataset("mvtec", disc, None).test).metrics
+    assert without.values["image_auroc"] == 1.0
+    assert without.values["pixel_auroc"] is None
+    assert without.reasons["pixel_auroc"]
 
 
 def _evaluation(name: str, auroc: float | None) -> Evaluation:
