@@ -38,7 +38,7 @@ def test_what_somebody_sets_by_hand_is_said_and_not_doubted() -> None:
     assert "No good image scored above the earlier threshold" in moved.caution
 
 
-@pytest.mark.parametrize("images", [12, 40, 200, 1000])
+@pytest.mark.parametrize("images", [12, 200])
 def test_other_images_of_the_same_law_are_seldom_doubted(images: int) -> None:
     rng = np.random.default_rng(images)
     scores = rng.gamma(60, 0.1, (400, 2, images)).tolist()

@@ -7,15 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from anomaly.calibration import (
-    GoodScores,
-    thresholds_by_hand,
-    thresholds_from,
-)
+from anomaly.calibration import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.errors import DataError
 from anomaly.storage.thresholds import read_thresholds, write_thresholds
 
@@ -27,6 +23,7 @@ def _good(image: list[float], peak: list[float] | None = None, groups: int | Non
     return GoodScores(names, tuple(image), tuple(peak or image), "some images", groups)
 
 
+@settings(max_examples=40)
 @given(
     image=st.lists(finite, min_size=1, max_size=80),
     rates=st.tuples(st.floats(0.01, 0.9), st.floats(0.01, 0.9)).map(sorted),
@@ -57,6 +54,7 @@ def test_verdicts_follow_the_thresholds_and_survive_json(
     assert thresholds.verdict(float("nan")) == "reject"
 
 
+@settings(max_examples=30)
 @given(image=st.lists(finite, min_size=1, max_size=80), factor=st.floats(0.1, 10))
 def test_the_pixel_threshold_is_as_rare_among_good_images(
     image: list[float], factor: float

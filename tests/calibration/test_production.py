@@ -29,25 +29,13 @@ def test_a_difference_is_told_with_its_number_and_what_to_do() -> None:
     assert flagged_line(3, 50, PROMISED) == flagged_line(19, 19, PROMISED) == ""
 
 
-@pytest.mark.parametrize("images", [20, 50, 200, 2000])
+@pytest.mark.parametrize("images", [20, 50, 2000])
 def test_the_comparison_is_a_binomial_test_against_the_bounds(images: int) -> None:
     most = PROMISED.at_most + DEFECT_SHARE * (1 - PROMISED.at_most)
     for flagged in range(images + 1):
         comparison = compare_flagged(flagged, images, PROMISED)
         assert (comparison == "more") == (binom.sf(flagged - 1, images, most) < 0.01)
         assert (comparison == "fewer") == (binom.cdf(flagged, images, PROMISED.low) < 0.01)
-
-
-def test_of_many_images_the_comparison_is_hardly_less_sharp() -> None:
-    images, most = 100_000, PROMISED.at_most + DEFECT_SHARE * (1 - PROMISED.at_most)
-    for share, comparison in ((most, "more"), (PROMISED.low, "fewer")):
-        outcomes = {
-            step: compare_flagged(round(images * share * (1 + step / 100)), images, PROMISED)
-            for step in (-10, 10)
-        }
-        other = "as promised"
-        wanted = {-10: other, 10: comparison} if share == most else {-10: comparison, 10: other}
-        assert outcomes == wanted
 
 
 def test_images_like_the_training_images_seldom_seem_to_differ_however_often_one_looks() -> None:
@@ -59,12 +47,6 @@ def test_images_like_the_training_images_seldom_seem_to_differ_however_often_one
         outcomes = [compare_flagged(f, images, PROMISED) for f in range(images + 1)]
         seemed |= np.array(outcomes)[flagged[:, images - 1]] != "as promised"
     assert seemed.mean() < 0.05
-
-
-@pytest.mark.parametrize(("share", "comparison"), [(0.3, "more"), (0.0, "as promised")])
-def test_fifty_images_tell_a_lot_of_which_a_third_is_flagged(share: float, comparison: str) -> None:
-    flagged = round(50 * share)
-    assert compare_flagged(flagged, 50, PROMISED) == comparison
 
 
 def _scores(values: np.ndarray, prefix: str = "") -> GoodScores:

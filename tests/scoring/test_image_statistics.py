@@ -1,8 +1,5 @@
 """An image that isn't our part goes to a person; a good or a defective part doesn't."""
 
-import csv
-import shutil
-import tracemalloc
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -11,8 +8,10 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, train_arguments, write_part, write_product
+from conftest import Command, write_part
+from kit import table
 
+import anomaly
 from anomaly.scoring.image_statistics import (
     LEAST_IMAGES,
     ImageStatistics,
@@ -68,22 +67,15 @@ def test_one_value_is_a_blank_image() -> None:
     assert (nothing + _look(rng)).blank == ""
 
 
-def test_blank_images_are_never_good(
-    tmp_path: Path, product: Path, run_folder: Path, command: Command
-) -> None:
-    write_part(tmp_path / "line" / "a.png", seed=900)
-    cv2.imwrite(str(tmp_path / "line" / "blank.bmp"), np.zeros((96, 120), np.uint8))
-    few = tmp_path / "few"
-    shutil.copytree(product, few / "disc")
-    for file in sorted((few / "disc" / "train" / "good").iterdir())[4:]:
-        file.unlink()
-    assert command("train", train_arguments(few / "disc", tmp_path / "run"))[0] == 0
-    for run in (run_folder, tmp_path / "run"):  # with few images there is no other oddness
-        base = ["--model", run, "--input", tmp_path / "line", "--output", tmp_path / run.name]
-        assert command("infer", base)[0] == 0
-        with (tmp_path / run.name / "results.csv").open(newline="") as stream:
-            blank = list(csv.DictReader(stream))[1]
-        assert (blank["verdict"] != "good", "a blank image" in blank["reason"]) == (True, True)
+def test_of_a_handful_of_images_only_blank_ones_are_known_to_be_odd() -> None:
+    rng = np.random.default_rng(0)
+    dark, blank = rng.integers(0, 3, (96, 120, 3), np.uint8), np.zeros((96, 120, 3), np.uint8)
+    good = [rng.integers(90, 110, (96, 120, 3), np.uint8) for _ in range(4)]
+    settings = {"backbone": {"name": "tiny", "weights": "random"}, "image": {"area": 64}}
+    detector = anomaly.fit(good, settings, device="cpu", channels="rgb")
+    first, second = detector.predict([dark, blank], channels="rgb")
+    assert first.reason == ""
+    assert (second.verdict != "good", "a blank image" in second.reason) == (True, True)
 
 
 def test_tiles_add_up() -> None:
@@ -130,16 +122,16 @@ def _product(rng: np.random.Generator, count: int, dim: int = 64) -> np.ndarray:
     return rng.normal(0, 1, dim) + rng.normal(0, 1, (count, dim)) * np.geomspace(0.01, 0.3, dim)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])  # networks have their own
 @pytest.mark.parametrize("images", [LEAST_IMAGES, 50, 300])
-def test_another_product_is_told_and_a_good_image_is_not(images: int, scale: float) -> None:
-    rng = np.random.default_rng(images)
-    every = _product(rng, images + 200)
-    usual = TrainingStatistics.of([_whole(mean * scale, scale) for mean in every[:images]])
-    odd = [usual.deviation(_whole(mean * scale, scale)) for mean in every[images:]]
-    assert sum(map(bool, odd)) <= 2
-    others = [usual.deviation(_whole(mean * scale, scale)) for mean in _product(rng, 50)]
-    assert all("another product" in said for said in others)
+def test_another_product_is_told_and_a_good_image_is_not(images: int) -> None:
+    for scale in (1e-3, 1.0, 1e3):  # networks have their own
+        rng = np.random.default_rng(images)
+        every = _product(rng, images + 200)
+        usual = TrainingStatistics.of([_whole(mean * scale, scale) for mean in every[:images]])
+        odd = [usual.deviation(_whole(mean * scale, scale)) for mean in every[images:]]
+        assert sum(map(bool, odd)) <= 2
+        others = [usual.deviation(_whole(mean * scale, scale)) for mean in _product(rng, 50)]
+        assert all("another product" in said for said in others)
 
 
 def test_what_differs_little_is_no_other_product_however_alike_training_images_are() -> None:
@@ -182,7 +174,7 @@ def test_distances_are_those_to_the_others() -> None:
     np.testing.assert_allclose(usual.farthest, means[np.argsort(-np.array(away))[:16]])
 
 
-@pytest.mark.parametrize("few", [1, 3, 6, 7, 20, 39])
+@pytest.mark.parametrize("few", [1, 6, 20, 39])
 def test_a_merged_model_is_that_of_all_images(few: int) -> None:
     rng = np.random.default_rng(few)
     looks = [
@@ -217,25 +209,8 @@ def test_odd_ones_out_are_those_that_the_others_would_not_accept() -> None:
     assert outliers_among(looks[:LEAST_IMAGES]) == []
 
 
-def test_mean_embeddings_of_many_images_are_not_held_twice() -> None:
-    rng = np.random.default_rng(0)
-    sums = rng.normal(64, 1, (1000, 2048)).astype(np.float32)
-    looks = [ImageStatistics(1024, 500, 250, 9, 64, row, 64 * 3000, 0.1, 0.9) for row in sums]
-    tracemalloc.start()
-    try:
-        usual = TrainingStatistics.of(looks)
-        outliers_among(looks)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 14e6  # all of them take 16 MB in float64
-    means = sums.astype(np.float64) / 64
-    np.testing.assert_allclose(usual.mean, means.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(usual.variance, means.var(0, ddof=1), rtol=1e-9)
-
-
 def test_odd_images_are_flagged_with_a_reason_and_rejected_by_their_scores(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
     inputs = tmp_path / "inputs"
     write_part(inputs / "good.png", seed=500)
@@ -247,34 +222,14 @@ def test_odd_images_are_flagged_with_a_reason_and_rejected_by_their_scores(
     checks = np.kron(np.indices((12, 15)).sum(0) % 2, np.ones((8, 8)))
     other = cv2.merge([(60 + 60 * checks).astype(np.uint8)] * 3)
     cv2.imwrite(str(inputs / "other.png"), other)
-    code, out, _ = command(
-        "infer", ["--model", run_folder, "--input", inputs, "--output", tmp_path / "out"]
-    )
-    assert code == 0
-    assert "5 rejected" in out
-    with (tmp_path / "out" / "results.csv").open(newline="") as stream:
-        rows = {Path(r["path"]).stem: r for r in csv.DictReader(stream)}
-    assert {n: r["verdict"] for n, r in rows.items()} == {
-        "good": "good",
-        "spot": "reject",
-        "black": "reject",
-        "white": "reject",
-        "blurred": "reject",
-        "other": "reject",
-    }
-    assert all(rows[name]["reason"] for name in ("black", "white", "blurred", "other"))
+    results = tmp_path / "out"
+    code, out, _ = command("infer", ["--model", run_folder, "--input", inputs, "--output", results])
+    assert (code, "5 rejected" in out) == (0, True)
+    rows = {Path(row["path"]).stem: row for row in table(results)}
+    assert {name for name, row in rows.items() if row["verdict"] == "good"} == {"good"}
+    assert {row["verdict"] for name, row in rows.items() if name != "good"} == {"reject"}
+    odd = {"black", "white", "blurred", "other"}
+    assert {name for name, row in rows.items() if row["reason"]} == odd
     assert f"reject: {inputs / 'other.png'}: " in out
     assert "a blank image" in rows["black"]["reason"]
-    assert rows["good"]["reason"] == rows["spot"]["reason"] == ""
-    assert all(r["status"] == "ok" and r["image_score"] for r in rows.values())
-
-
-def test_a_handful_of_images_says_nothing(tmp_path: Path, command: Command) -> None:
-    product = write_product(tmp_path / "disc", n_train=4)
-    assert command("train", train_arguments(product, tmp_path / "run"))[0] == 0
-    dark = tmp_path / "dark.png"
-    pixels = np.random.default_rng(0).integers(0, 3, (96, 120, 3), dtype=np.uint8)
-    cv2.imwrite(str(dark), pixels)
-    infer = ["--model", tmp_path / "run", "--input", dark, "--output", tmp_path / "out"]
-    assert command("infer", infer)[0] == 0
-    assert ",review," not in (tmp_path / "out" / "results.csv").read_text()
+    assert all(row["status"] == "ok" and row["image_score"] for row in rows.values())

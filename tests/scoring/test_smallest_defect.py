@@ -60,27 +60,6 @@ def test_a_level_of_an_area_is_that_of_brute_force(
     assert maps.grad.sum() == 1
 
 
-def test_a_level_falls_with_the_area_and_is_the_maximum_of_one_pixel() -> None:
-    values = ndimage.gaussian_filter(np.random.default_rng(1).random((60, 50)), 2)
-    values = values.astype(np.float32)
-    levels = [values.ravel()[place_of_level(values, area)] for area in (1, 5, 50, 500, 3000)]
-    assert levels[0] == values.max()
-    assert levels == sorted(levels, reverse=True)
-    assert levels[-1] == values.min()
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"model": {"smallest_defect": {"area": 9}}, "image": {"tile": 64}}, "exclude each other"),
-        ({"model": {"smallest_defect": {"area": 9, "unit": "mm"}}}, "in mm; set image.mm_per"),
-    ],
-)
-def test_mistakes_in_a_config(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        parse_config(values, "a test")
-
-
 def _check(smallest: dict[str, Any], **image: Any) -> None:
     region = Region(Polygons((((60, 0), (120, 0), (120, 60), (60, 60)),), False), None)
     sizing = Sizing(None, None, 68, 16)  # 48 × 96, so that a patch covers 10 × 10 pixels
@@ -92,45 +71,43 @@ def _check(smallest: dict[str, Any], **image: Any) -> None:
     check_smallest_defect(config, [(60, 120)], sizing, grid_of, region)
 
 
-@pytest.mark.parametrize(
-    ("area", "says"),
-    [
+def test_what_cannot_be_measured_is_refused() -> None:
+    for area, says in (
         (99, r"smallest_defect: area is 99 pixels, .*10 × 10 .*can be measured; give 100"),
         (2000, "more than half of what counts"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(area: float, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        _check({"area": area})
-    with pytest.raises(ConfigError, match=says):
-        _check({"area": area / 100, "unit": "mm"}, mm_per_pixel=0.1)
+    ):
+        with pytest.raises(ConfigError, match=says):
+            _check({"area": area})
+        with pytest.raises(ConfigError, match=says):
+            _check({"area": area / 100, "unit": "mm"}, mm_per_pixel=0.1)
     _check({"area": 100})
+    with pytest.raises(ConfigError, match="exclude each other"):
+        _check({"area": 100}, tile=64)
+    with pytest.raises(ConfigError, match=r"in mm; set image\.mm_per"):
+        _check({"area": 9, "unit": "mm"})
 
 
 def test_the_smallest_defect_is_part_of_every_score(
     product: Path, tmp_path: Path, command: Command
 ) -> None:
-    """Images and thresholds go by the level of the area; what can't be measured ends a training."""
+    """Images and thresholds go by the level of the area, exported or not."""
     plain = ["halo_damping=0", "spacing_neighbours=0"]
     settings = [f"model.{setting}" for setting in [*plain, "smallest_defect.area=300"]]
     run_command("train", train_arguments(product, tmp_path / "run", *settings))
-    model = load_model(tmp_path / "run", "cpu")
-    predicted: Any = model.predict(product / "test" / "spot" / "000.png")
+    spot = product / "test" / "spot" / "000.png"
+    predicted: Any = load_model(tmp_path / "run", "cpu").predict(spot)
     height, width = predicted.view.size
     maps = network_map(predicted.patch_scores[None], (height, width), predicted.smoothing)
     area = round(300 * height * width / (96 * 120))
-    labels = [ndimage.label(maps[0] >= predicted.score * t, np.ones((3, 3)))[0] for t in (1, 1.001)]
+    labels = [ndimage.label(maps[0] >= predicted.score * t, _EIGHT)[0] for t in (1, 1.001)]
     largest = [int(np.bincount(of_level.ravel())[1:].max(initial=0)) for of_level in labels]
     assert largest[0] >= area > largest[1]
     assert predicted.verdict == "reject"
     assert predicted.score < maps.max()
-    small = train_arguments(product, tmp_path / "small", "model.smallest_defect.area=20")
-    code, _, said = command("train", small)
-    assert (code, "nothing smaller can be measured" in said) == (2, True)
     export = ["--model", tmp_path / "run", "--to", "onnx", "--whole", "--output"]
     code, _, said = command("export", [*export, tmp_path / "export"])
     assert (code, "smallest_defect of this model applies when anomaly runs" in said) == (0, True)
-    exported: Any = load_model(tmp_path / "export").predict(product / "test" / "spot" / "000.png")
+    exported: Any = load_model(tmp_path / "export").predict(spot)
     assert exported.score == pytest.approx(predicted.score, rel=1e-3)
     code, _, said = command("export", [*export, tmp_path / "graph", "--pixels", "120x96"])
     assert (code, "the size of regions decides its image score" in said) == (2, True)

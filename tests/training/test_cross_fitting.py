@@ -1,7 +1,6 @@
 """Cross-fitted scores against brute force; folds that never part a group."""
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,16 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patch_lists import PatchList
 
+from anomaly.calibration import GoodScores
 from anomaly.config.load import parse_config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
-from anomaly.methods.base import PatchBatch, PatchSet
+from anomaly.methods.base import PatchBatch
 from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.image_score import network_map
 from anomaly.scoring.pipeline import Model
-from anomaly.training import cross_fitting
 from anomaly.training.cross_fitting import cross_fit, joined, split
 
 CPU = torch.device("cpu")
@@ -27,45 +27,24 @@ GRID = (4, 5)
 SIZE = (32, 40)
 
 
-@dataclass
-class _Patches(PatchSet):
-    """Patches in memory."""
-
-    embeddings: torch.Tensor  # (N, h, w, D)
-
-    @property
-    def count(self) -> int:
-        return self.embeddings[..., 0].numel()
+class _Patches(PatchList):
+    """Patches of images of one size, and how these became the network's input."""
 
     @property
     def views(self) -> dict[int, Any]:
         view = Sizing(None, None, 36, 8).view(SIZE)
         assert view.size == SIZE
-        return dict.fromkeys(range(len(self.embeddings)), view)
-
-    def __iter__(self) -> Iterator[PatchBatch]:
-        return self.read(range(len(self.embeddings)))
-
-    def only(self, images: Container[int]) -> Any:
-        whole = self
-
-        class Part(PatchSet):
-            def __iter__(self) -> Iterator[PatchBatch]:
-                return whole.read(images)
-
-        return Part()
-
-    def read(self, images: Container[int]) -> Iterator[PatchBatch]:
-        for first in range(0, len(self.embeddings), 3):
-            rows = [i for i in range(first, min(first + 3, len(self.embeddings))) if i in images]
-            if rows:
-                yield PatchBatch(self.embeddings[rows], tuple(rows))
+        return {image: view for batch in self for image in batch.images}
 
 
-def _patches(images: int = 11, dim: int = 8) -> _Patches:
+def _patches(images: int, copies: Sequence[int] = ()) -> tuple[_Patches, torch.Tensor]:
+    """Three images a batch, of which some are copies of the first; and all of them (N, h, w, D)."""
     g = torch.Generator().manual_seed(0)
-    base = torch.randn(1, *GRID, dim, generator=g)
-    return _Patches(base + 0.4 * torch.randn(images, *GRID, dim, generator=g))
+    base = torch.randn(1, *GRID, 8, generator=g)
+    every = base + 0.4 * torch.randn(images, *GRID, 8, generator=g)
+    every[list(copies)] = every[0].clone()
+    numbers = torch.arange(images).split(3)
+    return _Patches(PatchBatch(every[n], tuple(n.tolist())) for n in numbers), every
 
 
 def _fitted(kind: str, patches: _Patches) -> tuple[Model, Any]:
@@ -83,32 +62,39 @@ def _fitted(kind: str, patches: _Patches) -> tuple[Model, Any]:
     return Model(config, nothing, nothing, scorer, None, CPU), fitter
 
 
-def _apart(names: dict[int, str]) -> dict[int, str]:
-    """Hashes of images of which none is a copy."""
-    return {i: f"hash {i}" for i in names}
+def _cross_fit(
+    kind: str,
+    patches: _Patches,
+    folds: int,
+    groups: dict[int, str],
+    hashes: dict[int, str] | None = None,
+) -> tuple[GoodScores, Model]:
+    """Scores of images named by their numbers, none a copy unless hashes say so."""
+    detector, fitter = _fitted(kind, patches)
+    names = {i: str(i) for i in patches.views}
+    told: list[tuple[int, int]] = []
+    good = cross_fit(
+        detector, cast(Any, patches), fitter, names, hashes or names, folds=folds, groups=groups,
+        progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told[-1][0] == told[-1][1]
+    return good, detector
 
 
 def _fold_of(images: int, folds: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     return {image: fold for fold in folds for image in fold}
 
 
-@pytest.mark.parametrize("groups", [{}, {i: "abc"[i % 3] for i in range(11)}])
+@pytest.mark.parametrize("groups", [{}, {i: "abc"[i % 3] for i in range(11)}, {0: "p", 10: "p"}])
 def test_a_bank_of_everything_scores_as_brute_force_over_the_other_folds(
     groups: dict[int, str],
 ) -> None:
-    patches = _patches()
-    detector, fitter = _fitted("patchcore", patches)
-    names = {i: f"{i}.png" for i in range(11)}
-    seen: list[tuple[int, int]] = []
-    good = cross_fit(
-        detector, cast(Any, patches), fitter, names, _apart(names), folds=4, groups=groups,
-        progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
-    assert good.names == tuple(names.values())
-    assert good.groups == (3 if groups else None)
-    assert seen[-1] == (11, 11)
+    patches, every = _patches(11)
+    good, _ = _cross_fit("patchcore", patches, 4, groups)
+    assert good.names == tuple(map(str, range(11)))
+    assert good.groups == (len({*groups.values()}) + 11 - len(groups) if groups else None)
     folds = _fold_of(11, split(range(11), groups, 4))
-    flat = patches.embeddings.flatten(1, 2).double()
+    flat = every.flatten(1, 2).double()
     for i in range(11):
         others = [j for j in range(11) if j not in folds[i]]
         assert not {groups[j] for j in others if j in groups} & {groups.get(i)}
@@ -120,14 +106,9 @@ def test_a_bank_of_everything_scores_as_brute_force_over_the_other_folds(
 
 @pytest.mark.parametrize("groups", [{}, {i: str(i // 4) for i in range(30)}])
 def test_padim_scores_as_numpy_covariances_of_the_others(groups: dict[int, str]) -> None:
-    patches = _patches(30)
-    detector, fitter = _fitted("padim", patches)
-    names = {i: str(i) for i in range(30)}
-    good = cross_fit(
-        detector, cast(Any, patches), fitter, names, _apart(names), folds=5, groups=groups
-    )
-    projection = detector.scorer.projection  # type: ignore[attr-defined]
-    x = projection(patches.embeddings).double().numpy()
+    patches, every = _patches(30)
+    good, detector = _cross_fit("padim", patches, 5, groups)
+    x = cast(Any, detector.scorer).projection(every).double().numpy()
     folds = _fold_of(30, split(range(30), groups, 5)) if groups else {i: (i,) for i in range(30)}
     for i in (0, 7, 29):
         others = np.delete(x, list(folds[i]), axis=0)
@@ -143,59 +124,24 @@ def test_padim_scores_as_numpy_covariances_of_the_others(groups: dict[int, str])
 
 
 def test_one_group_alone_is_scored_image_by_image_and_cautions() -> None:
-    patches = _patches()
-    detector, fitter = _fitted("patchcore", patches)
-    names = {i: str(i) for i in range(11)}
-    one = dict.fromkeys(range(11), "monday")
-    good = cross_fit(
-        detector, cast(Any, patches), fitter, names, _apart(names), folds=4, groups=one
-    )
+    good, _ = _cross_fit("patchcore", _patches(11)[0], 4, dict.fromkeys(range(11), "monday"))
     assert good.groups == 1
     assert "one group" in good.cautions[0]
 
 
-def test_a_group_beside_single_images_is_kept_whole() -> None:
-    patches = _patches()
-    detector, fitter = _fitted("patchcore", patches)
-    names = {i: str(i) for i in range(11)}
-    pair = {0: "part", 10: "part"}
-    good = cross_fit(
-        detector, cast(Any, patches), fitter, names, _apart(names), folds=11, groups=pair
-    )
-    assert good.groups == 10
-    flat = patches.embeddings.flatten(1, 2)
-    distances = torch.cdist(flat[0], flat[1:10].flatten(0, 1)).amin(1)
-    assert good.image[0] == pytest.approx(float(distances.max()), rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["patchcore", "padim"])
 def test_copies_are_held_out_together_and_count_once(kind: str) -> None:
-    patches = _patches(12)
-    patches.embeddings = patches.embeddings.clone()
-    patches.embeddings[[5, 11]] = patches.embeddings[0].clone()
-    detector, fitter = _fitted(kind, patches)
-    names = {i: str(i) for i in range(12)}
-    hashes = _apart(names) | dict.fromkeys([0, 5, 11], "one picture")
-    good = cross_fit(detector, cast(Any, patches), fitter, names, hashes, folds=4, groups={})
+    patches, _ = _patches(12, copies=(5, 11))
+    hashes = {i: f"hash {i}" for i in range(12)} | dict.fromkeys([0, 5, 11], "one picture")
+    good, _ = _cross_fit(kind, patches, 4, {}, hashes)
     assert good.names == ("0", "1", "2", "3", "4", "6", "7", "8", "9", "10")
     assert good.groups is None
     assert good.source.startswith("10 training images")
     assert good.image[0] > 0.5 * min(good.image[1:])
     # A copy belongs to the group of the first.
-    pair = cross_fit(
-        detector, cast(Any, patches), fitter, names, hashes, folds=11, groups={0: "a", 1: "a"}
-    )
-    assert pair.groups == 9
+    assert _cross_fit(kind, patches, 11, {0: "a", 1: "a"}, hashes)[0].groups == 9
     with pytest.raises(DataError, match="2 different training images, not 1"):
-        cross_fit(
-            detector,
-            cast(Any, patches),
-            fitter,
-            names,
-            dict.fromkeys(names, "one picture"),
-            folds=4,
-            groups={},
-        )
+        _cross_fit(kind, patches, 4, {}, dict.fromkeys(range(12), "one picture"))
 
 
 @given(
@@ -227,47 +173,23 @@ def test_folds_of_single_images_are_of_one_size_and_neighbours(images: int, fold
     assert [i for part in parts for i in part] == list(range(images))
 
 
-SMALL, LARGE, TILES = ((64, 64), True), ((96, 64), True), ((64, 64), False)
+def _batch(image: int, rows: int = 2, masked: bool = False) -> PatchBatch:
+    inside = torch.ones(1, rows, 2, dtype=torch.bool) if masked else None
+    return PatchBatch(torch.zeros(1, rows, 2, 3), (image,), inside=inside)
 
 
-def _batch(images: range, rows: int = 2, masked: bool = False) -> PatchBatch:
-    values = torch.tensor([float(image) for image in images]).reshape(-1, 1, 1, 1)
-    embeddings = values.expand(-1, rows, 2, 3).clone()
-    inside = embeddings[..., 0] % 2 == 0 if masked else None
-    return PatchBatch(embeddings, tuple(images), inside=inside)
+def _view(width: int = 64, whole: bool = True) -> Any:
+    return SimpleNamespace(size=(width, 64), whole=whole)
 
 
-def _views(*kinds: Any) -> dict[int, Any]:
-    return {i: SimpleNamespace(size=size, whole=whole) for i, (size, whole) in enumerate(kinds)}
-
-
-@pytest.mark.parametrize(
-    ("room", "sizes"), [(1, [4] * 5 + [2]), (8, [8, 8, 6]), (15, [8, 8, 6]), (100, [16, 6])]
-)
-@pytest.mark.parametrize("masked", [False, True])
-def test_as_many_images_as_fit(room: int, sizes: list[int], masked: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(cross_fitting, "_MOST_BYTES", room * 2 * 2 * 3 * 4)
-    batches = [_batch(range(i, min(i + 4, 22)), masked=masked) for i in range(0, 22, 4)]
-    found = list(joined(batches, _views(*22 * [SMALL])))
-    assert [len(batch.images) for batch in found] == sizes
-    assert [image for batch in found for image in batch.images] == list(range(22))
-    for batch in found:
-        assert batch.embeddings[:, 0, 0, 0].tolist() == list(batch.images)
-        assert (batch.inside is not None) == masked
-        if batch.inside is not None:
-            assert batch.inside[:, 1, 1].tolist() == [image % 2 == 0 for image in batch.images]
-
-
-@pytest.mark.parametrize(
-    ("second", "view"),
-    [
-        (_batch(range(1, 2), masked=True), SMALL),
-        (_batch(range(1, 2)), LARGE),
-        (_batch(range(1, 2)), TILES),
-        (_batch(range(1, 2), rows=3), SMALL),
-    ],
-)
-def test_what_differs_stays_apart(second: Any, view: Any) -> None:
-    found = list(joined([_batch(range(1)), second], _views(SMALL, view)))
-    assert [len(batch.images) for batch in found] == [1, 1]
-    assert found[1] is second
+def test_images_of_one_kind_are_joined_and_others_stay_apart() -> None:
+    for second, view, sizes in (
+        (_batch(1), _view(), [2]),
+        (_batch(1, masked=True), _view(), [1, 1]),
+        (_batch(1, rows=3), _view(), [1, 1]),
+        (_batch(1), _view(width=96), [1, 1]),
+        (_batch(1), _view(whole=False), [1, 1]),
+    ):
+        found = list(joined([_batch(0), second], {0: _view(), 1: view}))
+        assert [len(batch.images) for batch in found] == sizes
+        assert [image for batch in found for image in batch.images] == [0, 1]

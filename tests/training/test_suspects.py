@@ -1,6 +1,7 @@
 """A defect among the training images is found there."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import Command, train_arguments, write_part, write_product
+from conftest import RUNS, Command, train_arguments, with_note, write_part, write_product
 
-import anomaly
 from anomaly.calibration import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch
@@ -19,30 +19,53 @@ from anomaly.storage.load import load_model
 from anomaly.training.cross_fitting import COUNT, Suspects, standing_out
 
 
-@pytest.mark.parametrize("kind", ["patchcore", "padim"])
-@pytest.mark.parametrize("tiles", ["null", "64"])
-def test_a_planted_defect_is_among_the_three_most_suspicious(
-    kind: str, tiles: str, tmp_path: Path, command: Command
+@pytest.mark.parametrize("kind", RUNS)
+def test_defects_among_the_training_images_are_named_and_left_out_on_request(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, command: Command
 ) -> None:
-    if (kind, tiles) == ("padim", "64"):
-        pytest.skip("PaDiM has no tiles")
+    """With all their copies; the model is then that of the good images alone."""
+    clean: Path = request.getfixturevalue(RUNS[kind])
     product = write_product(tmp_path / "disc")
-    write_part(product / "train" / "good" / "005.png", seed=5, mark=(40, 60))
-    output = tmp_path / "run"
-    arguments = train_arguments(product, output, f"model.kind={kind}", f"image.tile={tiles}")
-    code, out, _ = command("train", arguments)
-    assert code == 0
-    listed = json.loads((output / "train.json").read_text())["suspects"]
+    dirty = [f"train/good/zz{i}.png" for i in range(4)]
+    for i, name in enumerate(dirty[:2]):
+        write_part(product / name, seed=50 + i, mark=(30, 40 + 20 * i))
+    shutil.copy(product / dirty[0], product / dirty[2])
+    with_note(product / dirty[0], product / dirty[3], 1)
+
+    told, kind_of = tmp_path / "told", f"model.kind={kind}"
+    code, out, _ = command("train", train_arguments(product, told, kind_of))
+    assert (code, "look unlike all others: train/good/zz" in out) == (0, True)
+    record = json.loads((told / "train.json").read_text())
+    assert sorted(record["stand_out"]) == dirty
+    listed = record["suspects"]
     assert len(listed) == COUNT
-    assert "train/good/005.png" in [s["name"] for s in listed[:3]]
+    assert {s["name"] for s in listed[:2]} <= {*dirty}
     assert [s["score"] for s in listed] == sorted((s["score"] for s in listed), reverse=True)
-    assert "train/good/005.png" in out
-    # The scores are those that the thresholds come from; from 12 images, 1 % above the highest.
-    thresholds = json.loads((output / "model" / "thresholds.json").read_text())
-    assert listed[0]["score"] * 1.01 == pytest.approx(thresholds["reject"]["value"])
     for suspect in listed:
-        picture = cv2.imread(str(output / suspect["heatmap"]))
+        picture = cv2.imread(str(told / suspect["heatmap"]))
         assert picture.shape == (96, 120, 3)
+    # The scores are those that the thresholds come from; from 14 images, 1 % above the highest.
+    learned = load_model(told, "cpu").thresholds
+    assert learned is not None
+    assert listed[0]["score"] * 1.01 == pytest.approx(learned.image)
+
+    output = tmp_path / "run"
+    settings = kind_of, "model.leave_out_suspects=true"
+    code, out, _ = command("train", train_arguments(product, output, *settings))
+    assert (code, "left out of training, because they look unlike" in out) == (0, True)
+    assert "left out because they look unlike all others (model.leave_out_suspects): 4" in out
+    record = json.loads((output / "train.json").read_text())
+    assert sorted(record["stand_out"]) == dirty
+    assert (record["left_out"], record["images"]["learned"]) == (True, 12)
+    model = load_model(output, "cpu")
+    assert len(model.manifest["training_images"]) == 12
+    assert model.manifest["refused_images"] == {name: 12 + i for i, name in enumerate(dirty)}
+    found, expected = model.thresholds, load_model(clean, "cpu").thresholds
+    assert found is not None
+    assert expected is not None
+    assert found.good.names == expected.good.names
+    assert found.good.image == pytest.approx(expected.good.image, rel=1e-3)
+    assert learned.image > 2 * found.image
 
 
 def _batches(scores: torch.Tensor, rows: int, columns: int) -> Iterator[Any]:
@@ -71,58 +94,6 @@ def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
     for suspect in found:
         np.testing.assert_array_equal(suspect.patch_scores, scores[suspect.image])
         assert suspect.score == scores[suspect.image].max()
-
-
-@pytest.mark.parametrize("kind", ["patchcore", "padim"])
-def test_defects_among_the_training_images_are_left_out_on_request(
-    kind: str, tmp_path: Path, command: Command
-) -> None:
-    product = write_product(tmp_path / "disc")
-    clean = tmp_path / "clean"
-    assert command("train", train_arguments(product, clean, f"model.kind={kind}"))[0] == 0
-    dirty = ["train/good/zz0.png", "train/good/zz1.png"]
-    for i, name in enumerate(dirty):
-        write_part(product / name, seed=50 + i, mark=(30, 40 + 20 * i))
-    told = tmp_path / "told"
-    code, out, _ = command("train", train_arguments(product, told, f"model.kind={kind}"))
-    assert (code, "look unlike all others: train/good/zz" in out) == (0, True)
-    output = tmp_path / "run"
-    settings = f"model.kind={kind}", "model.leave_out_suspects=true"
-    code, out, _ = command("train", train_arguments(product, output, *settings))
-    assert (code, "left out of training, because they look unlike" in out) == (0, True)
-    assert "left out because they look unlike all others (model.leave_out_suspects): 2" in out
-    said = json.loads((output / "train.json").read_text())
-    assert (sorted(said["stand_out"]), said["left_out"], said["images"]["learned"]) == (
-        dirty,
-        True,
-        12,
-    )
-    manifest = json.loads((output / "model" / "manifest.json").read_text())
-    assert len(manifest["training_images"]) == 12
-    assert manifest["refused_images"] == {dirty[0]: 12, dirty[1]: 13}
-    found, expected, learned = (load_model(run, "cpu").thresholds for run in (output, clean, told))
-    assert found is not None
-    assert expected is not None
-    assert learned is not None
-    assert found.good.names == expected.good.names
-    assert found.good.image == pytest.approx(expected.good.image, rel=1e-3)
-    assert learned.image > 2 * found.image
-
-
-def test_copies_of_what_stands_out_are_left_out_with_it() -> None:
-    parts = [np.random.default_rng(i).integers(20, 30, (64, 96, 3), np.uint8) for i in range(9)]
-    parts[3][20:40, 30:50] = 250
-    parts[7] = parts[3].copy()
-    settings = {
-        "backbone": {"name": "tiny", "weights": "random"},
-        "image": {"area": 64},
-        "model": {"leave_out_suspects": True},
-        "precision": "fp32",
-    }
-    detector = anomaly.fit(parts, settings, device="cpu", channels="rgb")
-    assert len(detector.manifest["training_images"]) == 7
-    assert detector.thresholds is not None
-    assert detector.thresholds.images == 7
 
 
 def test_what_stands_out() -> None:

@@ -17,6 +17,9 @@ import anomaly
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
+from anomaly.evaluation.evaluate import score_test_split
+from anomaly.report.tables import flattered
+from anomaly.storage.load import load_model
 from anomaly.training.tuning import search
 from anomaly.training.tuning.trials import Features, Images
 
@@ -27,9 +30,8 @@ def no_other_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "networks_on_disk", list)
 
 
-def settings(*more: str) -> list[str]:
-    fast = [*FAST, "data.format=mvtec", *more]
-    return [part for setting in fast for part in ("--set", setting)]
+def settings(*chosen: str) -> list[str]:
+    return [part for setting in chosen for part in ("--set", setting)]
 
 
 def write_angle(file: Path, seed: int, turns: int, mark: bool) -> None:
@@ -45,24 +47,17 @@ def write_angle(file: Path, seed: int, turns: int, mark: bool) -> None:
     cv2.imwrite(str(file), np.clip(picture, 0, 255).astype(np.uint8))
 
 
-@pytest.fixture(scope="module")
-def angles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parts that lie one way where they are learned, and four ways later."""
-    root = tmp_path_factory.mktemp("angles")
+def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path) -> None:
+    """They lie one way where they are learned, and four ways later."""
+    angles = tmp_path / "angles"
     for i in range(20):
-        write_angle(root / "train" / "good" / f"{i:02}.png", i, 0, mark=False)
-        write_angle(root / "test" / "good" / f"{i:02}.png", 100 + i, i % 4, mark=False)
+        write_angle(angles / "train" / "good" / f"{i:02}.png", i, 0, mark=False)
+        write_angle(angles / "test" / "good" / f"{i:02}.png", 100 + i, i % 4, mark=False)
         if i < 12:
-            write_angle(root / "test" / "notch" / f"{i:02}.png", 200 + i, i % 4, mark=True)
-    return root
-
-
-def test_parts_that_lie_any_way_are_learned_so(
-    angles: Path, command: Command, tmp_path: Path
-) -> None:
+            write_angle(angles / "test" / "notch" / f"{i:02}.png", 200 + i, i % 4, mark=True)
     config = tmp_path / "angle.yaml"
     config.write_text(yaml.safe_dump({"data": {"root": str(angles)}}))
-    asked = ["--config", config, "--budget", "1h", *settings("image.area=64")]
+    asked = ["--config", config, "--budget", "1h", *settings(*FAST, "data.format=mvtec")]
     code, out, err = command("tune", asked)
     assert code == 0, err
     # Found by their pose, they would be for review: no training part lies in these ways.
@@ -79,63 +74,46 @@ def test_parts_that_lie_any_way_are_learned_so(
 
     code, _, err = command("tune", asked)
     assert (code, "exists already" in err) == (2, True)
-    code, _, err = command("train", ["--config", written, "--output", tmp_path / "run"])
-    assert code == 0, err
 
 
-def test_three_defects_are_too_few(product: Path, command: Command, tmp_path: Path) -> None:
+def test_three_defects_are_too_few_and_what_does_not_fit_is_left_out(
+    product: Path, run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    good, spots = product / "train" / "good", product / "test" / "spot"
+    base = [*FAST, "data.format=folder", f"data.root={good}"]
     output = tmp_path / "tuned.yaml"
-    asked = ["--config", "folder.yaml", *settings(f"data.root={product}"), "--output", output]
-    code, out, err = command("tune", asked)
+    asked = ["--config", "folder.yaml", *settings(*base), "--output", output]
+    code, out, err = command("tune", [*asked, "--defects", spots, "--budget", "0.001s"])
     assert code == 0, err
     assert "known defects on 3 parts are too few to compare settings" in out
-    base = load_config("folder.yaml", [*FAST, "data.format=mvtec", f"data.root={product}"])
-    tuned = load_config(output)
-    assert (tuned.model, tuned.image, tuned.backbone) == (base.model, base.image, base.backbone)
+    assert "not tried: model.turned_copies=quarter_turns, " in out
+    assert (out + err).count("takes about") == out.count("not tried: ")
+    before, tuned = load_config("folder.yaml", base), load_config(output)
+    assert (tuned.model, tuned.image, tuned.backbone) == (
+        before.model,
+        before.image,
+        before.backbone,
+    )
 
     # Other images measure honestly; these have chosen.
-    run = tmp_path / "run"
-    code, _, err = command("train", ["--config", output, "--output", run, "--device", "cpu"])
-    assert code == 0, err
-    evaluation = tmp_path / "evaluation"
-    code, _, err = command("evaluate", ["--model", run, "--output", evaluation])
-    assert code == 0, err
-    assert "6 of 6 test images were used to choose the settings" in err
-    (figures,) = json.loads((evaluation / "metrics.json").read_text())["categories"].values()
-    assert figures["n_settings_images"] == 6
+    model = load_model(run_folder, "cpu")
+    config = model.config.model_copy(update={"chosen_by": tuned.chosen_by})
+    test = anomaly.open_dataset("mvtec", product).test
+    figures = score_test_split(replace(model, config=config), test)
+    assert "3 of 6 test images were used to choose the settings" in flattered(figures)
 
-
-def test_without_defects_only_what_good_images_tell_is_said(
-    product: Path, command: Command, tmp_path: Path
-) -> None:
-    output = tmp_path / "tuned.yaml"
-    good = product / "train" / "good"
-    asked = ["--config", "folder.yaml", *settings("data.format=folder", f"data.root={good}")]
-    code, out, err = command("tune", [*asked, "--output", output])
+    output.unlink()
+    code, out, err = command("tune", asked)
     assert code == 0, err
     assert "comparing settings needs known defects" in out
     assert "one patch covers" in out
     assert "chosen_by" not in output.read_text()
 
 
-def test_defects_may_lie_elsewhere_and_what_does_not_fit_is_left_out(
-    product: Path, command: Command, tmp_path: Path
-) -> None:
-    good, spots = product / "train" / "good", product / "test" / "spot"
-    output = tmp_path / "tuned.yaml"
-    asked = ["--config", "folder.yaml", *settings("data.format=folder", f"data.root={good}")]
-    asked += ["--defects", spots, "--budget", "0.001s", "--output", output]
-    code, out, err = command("tune", asked)
-    assert code == 0, err
-    assert "not tried: model.turned_copies=quarter_turns, " in out
-    assert (out + err).count("takes about") == out.count("not tried: ")
-    assert len(load_config(output).chosen_by) == 3
-
-
-@pytest.mark.parametrize("budget", ["10", "0m", "ten minutes", "-5m"])
-def test_a_budget_is_a_time(budget: str, command: Command) -> None:
-    code, _, err = command("tune", ["--config", "folder.yaml", f"--budget={budget}"])
-    assert (code, "isn't a time; write it like 90s, 10m or 1h" in err) == (2, True)
+def test_a_budget_is_a_time(command: Command) -> None:
+    for budget in ("10", "0m", "ten minutes", "-5m"):
+        code, _, err = command("tune", ["--config", "folder.yaml", f"--budget={budget}"])
+        assert (code, "isn't a time; write it like 90s, 10m or 1h" in err) == (2, True)
 
 
 def test_from_python(product: Path) -> None:

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from anomaly.training.tuning.judging import (
-    LEAST_DEFECTS,
-    Scores,
-    _left_out,
-    _numbered,
-    judge,
-    worth,
-)
+from anomaly.training.tuning.judging import LEAST_DEFECTS, Scores, judge, worth
 
 RATE = 0.05
 
@@ -58,18 +51,15 @@ def test_what_is_clearly_better_is_taken_and_of_equals_the_cheapest() -> None:
     assert judge(settings, [1, 3, 2, 1], RATE).index == 2
     assert judge(settings, [1, 2, 3, 1], RATE).index == 1
     assert judge(settings, [1, 2, 3, 1], RATE).better
+    assert judge(settings, [1, 2, 3, 1], RATE, seed=7) == judge(
+        settings, [1, 2, 3, 1], RATE, seed=7
+    )
 
 
 def test_too_few_defects_leave_the_settings_as_they_are() -> None:
     settings = drawn(np.random.default_rng(1), [0.0, 9.0], LEAST_DEFECTS - 1)
     assert not judge(settings, [1, 2], RATE).better
     assert judge(drawn(np.random.default_rng(1), [0.0, 9.0], LEAST_DEFECTS), [1, 2], RATE).better
-
-
-def test_the_same_seed_gives_the_same_choice() -> None:
-    settings = drawn(np.random.default_rng(2), [1.0, 1.6, 1.8, 2.0], 20)
-    choices = {judge(settings, [1, 2, 3, 4], RATE, seed=7) for _ in range(2)}
-    assert len(choices) == 1
 
 
 def seen(
@@ -86,12 +76,11 @@ def seen(
     return settings
 
 
-@pytest.mark.parametrize(("parts", "views"), [(60, 1), (10, 6)])
-def test_settings_that_are_alike_are_not_taken_for_better(parts: int, views: int) -> None:
-    draw, groups = np.random.default_rng(0), np.arange(parts).repeat(views)
+def test_settings_that_are_alike_are_not_taken_for_better() -> None:
+    draw, groups = np.random.default_rng(0), np.arange(10).repeat(6)
     wrong, more = [], []
-    for _ in range(60):
-        settings = seen(draw, [0.0] * 12, parts, views)
+    for _ in range(50):
+        settings = seen(draw, [0.0] * 12, parts=10, views=6)
         judged = judge(settings, [1.0] * 12, RATE, groups=groups)
         caught = [(scores.defects > scores.limit(RATE)).mean() for scores in settings]
         wrong.append(judged.better)
@@ -105,7 +94,7 @@ def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, vi
     """Eleven settings are equally good, so the one that is chosen seems better than it is."""
     draw, groups = np.random.default_rng(3), np.arange(parts).repeat(views)
     rows = []
-    for _ in range(60):
+    for _ in range(40):
         settings = seen(draw, [0.0] + [2.0] * 11, parts, views)
         said = judge(settings, [1.0] * 12, RATE, groups=groups)
         limit, gain = settings[said.index].limit(RATE), 2.0 if said.index else 0.0
@@ -123,17 +112,6 @@ def test_what_is_said_of_the_chosen_settings_holds_for_new_images(parts: int, vi
     assert abs(more_caught) < 0.02
     assert abs(more_flagged) < 0.006
     assert min(held) >= 0.94
-
-
-def test_views_of_a_part_are_left_out_together() -> None:
-    shown = _numbered([*"aabbccddeeff", *"aabbcc", None, None], 22)
-    assert [*np.bincount(shown)] == [4, 4, 4, 2, 2, 2, 1, 1, 1, 1]
-    times = np.zeros(22)
-    for out in _left_out(shown, 6, np.random.default_rng(0)):
-        assert not {*shown[out]} & {*shown[~out]}
-        assert 0 < len({*shown[out][shown[out] < 6]}) <= 2
-        times += out
-    assert len({*times}) == 1
 
 
 def test_six_defects_of_one_part_are_one() -> None:

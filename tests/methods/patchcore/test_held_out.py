@@ -79,16 +79,6 @@ def test_the_others_are_covered_as_closely_by_no_more_vectors_than_it_takes(rati
     assert any(new < went for new, went in added) == (ratio > 0.1), added
 
 
-def test_a_bank_of_all_patches_just_loses_the_fold() -> None:
-    batches = _batches(2)
-    bank, projection = _fit(batches, 1.0)
-    for fold, left in zip(
-        FOLDS, banks_without(bank, batches, FOLDS, projection=projection), strict=True
-    ):
-        expected = [o for o in bank.origins.tolist() if o[0] not in fold]
-        assert sorted(left.origins.tolist()) == sorted(expected)
-
-
 class _Apart(PatchList):
     """Patches whose images lie apart, as those of a cluster do."""
 
@@ -109,10 +99,3 @@ def test_how_images_are_parted_changes_nothing(share: float) -> None:
     ):
         assert torch.equal(one.origins, other.origins)
         assert torch.equal(one.vectors, other.vectors)
-
-
-def test_one_fold_is_refused() -> None:
-    batches = _batches()
-    bank, projection = _fit(batches, 0.2)
-    with pytest.raises(ValueError, match="two folds"):
-        next(banks_without(bank, batches, [tuple(range(6))], projection=projection))

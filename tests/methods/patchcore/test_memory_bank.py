@@ -17,15 +17,11 @@ from scipy.spatial.distance import cdist
 
 from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.methods.base import PatchBatch, PatchScores, PatchSet
+from anomaly.methods.base import PatchBatch
 from anomaly.methods.patchcore.bank import MemoryBank, scorer
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
 PLAIN = parse_config({"model": {"spacing_neighbours": 0}}, "a test").model.model_dump()
-
-
-def saved(tensors: dict[str, torch.Tensor]) -> MemoryBank:
-    return scorer(tensors, PLAIN, device=torch.device("cpu"))
 
 
 GRIDS = [(6, 5), (6, 5), (4, 9), (6, 5), (4, 9), (3, 3), (6, 5)]
@@ -42,47 +38,38 @@ def images(
     ]
 
 
-class Batches(PatchSet):
-    """Re-iterable batches of given images; those of one grid that follow each other are joined."""
-
-    def __init__(self, maps: list[torch.Tensor], names: list[int], joined: bool = False) -> None:
-        self.maps, self.names, self.joined = maps, names, joined
-        self.readings = 0
-
-    def __iter__(self) -> Iterator[PatchBatch]:
-        self.readings += 1
-        i = 0
-        while i < len(self.maps):
-            j = i + 1
-            while self.joined and j < len(self.maps) and self.maps[j].shape == self.maps[i].shape:
-                j += 1
-            yield PatchBatch(torch.stack(self.maps[i:j]), tuple(self.names[i:j]))
-            i = j
+def batches(maps: list[torch.Tensor]) -> PatchList:
+    return PatchList(PatchBatch(m[None], (i,)) for i, m in enumerate(maps))
 
 
 def bank_of(
     maps: list[torch.Tensor], ratio: float | None = None, size: int | None = None, seed: int = 0
 ) -> MemoryBank:
-    fitter = MemoryBankFitter(ratio, size, seed=seed)
-    return fitter.fit(Batches(maps, list(range(len(maps)))))
+    return MemoryBankFitter(ratio, size, seed=seed).fit(batches(maps))
 
 
-def test_origins_lead_back_to_the_vectors_however_batches_are_split() -> None:
-    maps, names = images(dim=300), [40, 7, 3, 12, 0, 5, 99]
-    apart, joined = Batches(maps, names), Batches(maps, names, joined=True)
-    bank, other = MemoryBankFitter(0.3).fit(apart), MemoryBankFitter(0.3).fit(joined)
-    assert apart.readings == 2
-    assert torch.equal(bank.vectors, other.vectors)
-    assert torch.equal(bank.origins, other.origins)
-    assert bank.vectors.shape == (math.floor(0.3 * sum(h * w for h, w in GRIDS)), 300)
+def assert_found_again(bank: MemoryBank, maps: list[torch.Tensor]) -> None:
+    """Each vector is, once, where its origin says."""
     assert bank.origins.dtype == torch.int32
-    assert bank.exact
     for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
-        assert torch.equal(vector, maps[names.index(image)][row, column])
+        assert torch.equal(vector, maps[image][row, column])
     assert len({tuple(o) for o in bank.origins.tolist()}) == len(bank.vectors)
 
 
-class MadeInInferenceMode(Batches):
+def test_however_batches_are_split_a_seed_gives_one_bank() -> None:
+    maps = images(dim=300)
+    bank, other = bank_of(maps, 0.3), bank_of(maps, 0.3, seed=1)
+    joined = [PatchBatch(torch.stack(maps[:2]), (0, 1)), *batches(maps).batches[2:]]
+    again = MemoryBankFitter(0.3).fit(PatchList(joined))
+    assert torch.equal(bank.vectors, again.vectors)
+    assert torch.equal(bank.origins, again.origins)
+    assert not torch.equal(bank.vectors, other.vectors)
+    assert bank.vectors.shape == (math.floor(0.3 * sum(h * w for h, w in GRIDS)), 300)
+    assert bank.exact
+    assert_found_again(bank, maps)
+
+
+class MadeInInferenceMode(PatchList):
     """Batches as a network makes them: the mode is on between them, not after the last."""
 
     def __iter__(self) -> Iterator[PatchBatch]:
@@ -94,16 +81,13 @@ class MadeInInferenceMode(Batches):
 def test_small_memory() -> None:
     """What doesn't fit is measured beside another reading, and costs little of the covering."""
     maps = images(dim=16, grids=[(20, 20)] * 30)
-    batches = Batches(maps, list(range(30)))
     fitter = MemoryBankFitter(0.02, memory_limit=4000 * 16 * 4)
-    small = fitter.fit(batches)
-    assert batches.readings == 4
+    small = fitter.fit(batches(maps))
     assert not small.exact
     assert len(small.vectors) == 240
-    for vector, (image, row, column) in zip(small.vectors, small.origins.tolist(), strict=True):
-        assert torch.equal(vector, maps[image][row, column])
+    assert_found_again(small, maps)
     assert small.covering_radius <= 1.1 * bank_of(maps, 0.02).covering_radius
-    made = fitter.fit(MadeInInferenceMode(maps, list(range(30))))
+    made = fitter.fit(MadeInInferenceMode(batches(maps).batches))
     assert torch.equal(made.vectors, small.vectors)
 
 
@@ -120,13 +104,6 @@ def test_patches_that_do_not_count_are_not_there() -> None:
         assert image == 3
         assert counts[row, column]
         assert torch.equal(vector, mosaic[row, column])
-
-
-def test_seed_and_repeatability() -> None:
-    maps = images()
-    first, again, other = (bank_of(maps, 0.2, seed=s) for s in (1, 1, 2))
-    assert torch.equal(first.vectors, again.vectors)
-    assert not torch.equal(first.vectors, other.vectors)
 
 
 def test_scores_are_distances_to_the_nearest_vector_in_any_batch() -> None:
@@ -179,27 +156,18 @@ def test_reweighting_needs_company() -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         replace(bank, reweighting=1).image_scores(queries, scored)
     assert torch.equal(bank.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
-    with pytest.raises(ValueError, match="no bank vectors"):
-        bank.image_scores(queries, PatchScores(scored.scores))
-
-
-def test_tensors_and_back() -> None:
-    bank = bank_of(images(), 0.3)
-    back = saved(bank.tensors())
-    queries = torch.stack(images(seed=7)[:2])
-    assert torch.equal(bank.score(queries).scores, back.score(queries).scores)
-    assert back.covering_radius == bank.covering_radius
-    assert torch.equal(back.origins, bank.origins)
-    assert all(t.is_contiguous() for t in bank.tensors().values())
 
 
 def test_what_cannot_be_a_bank_is_refused() -> None:
     bank = bank_of(images(), size=5)
-    tensors = bank.tensors()
+    tensors, cpu = bank.tensors(), torch.device("cpu")
     with pytest.raises(ModelError, match="origins"):
-        saved({k: v for k, v in tensors.items() if k != "origins"})
+        scorer({k: v for k, v in tensors.items() if k != "origins"}, PLAIN, device=cpu)
     with pytest.raises(ModelError, match="doesn't go with the others"):
-        saved({**tensors, "origins": tensors["origins"][:3]})
+        scorer({**tensors, "origins": tensors["origins"][:3]}, PLAIN, device=cpu)
+    spaced = parse_config({"model": {"spacing_neighbours": 5}}, "a test").model.model_dump()
+    with pytest.raises(ModelError, match="train again"):
+        scorer(tensors, spaced, device=cpu)
     with pytest.raises(DataError, match="25 channels"):
         bank.score(torch.zeros(1, 2, 2, 25))
     with pytest.raises(DataError, match="no training patches"):
@@ -212,16 +180,6 @@ def test_what_cannot_be_a_bank_is_refused() -> None:
         bank_of(maps, 0.1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_scores_like_the_cpu() -> None:
-    bank, queries = bank_of(images(), 0.3), torch.stack(images(seed=5)[:2])
-    scored = bank.to("cuda").score(queries.cuda())
-    assert torch.allclose(scored.scores.cpu(), bank.score(queries).scores, atol=1e-4)
-    maps = [m.cuda() for m in images()]
-    assert bank_of(maps, 0.3).vectors.device.type == "cuda"
-
-
 @settings(max_examples=25)
 @given(
     grids=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=5),
@@ -232,8 +190,7 @@ def test_any_grids(grids: list[tuple[int, int]], ratio: float, seed: int) -> Non
     """Every vector is where its origin says, and a training patch is within the radius."""
     maps = images(6, grids, seed)
     bank = bank_of(maps, ratio, seed=seed)
-    for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
-        assert torch.equal(vector, maps[image][row, column])
+    assert_found_again(bank, maps)
     farthest = max(float(bank.score(m[None]).scores.max()) for m in maps)
     assert farthest == pytest.approx(bank.covering_radius, rel=1e-4, abs=1e-4)
 
@@ -261,7 +218,7 @@ def spacing_of(vectors: torch.Tensor, count: int) -> np.ndarray:
 
 @pytest.fixture
 def spaced() -> MemoryBank:
-    return MemoryBankFitter(0.4, spacing_neighbours=5).fit(Batches(images(), list(range(7))))
+    return MemoryBankFitter(0.4, spacing_neighbours=5).fit(batches(images()))
 
 
 def test_image_scores_count_rare_kinds_less_and_maps_all_alike(spaced: MemoryBank) -> None:
@@ -276,21 +233,10 @@ def test_image_scores_count_rare_kinds_less_and_maps_all_alike(spaced: MemoryBan
     assert torch.equal(plain.weighted(patches), patches.scores)
 
 
-def test_spacing_comes_back_from_the_tensors_and_is_asked_for(spaced: MemoryBank) -> None:
-    settings = parse_config({"model": {"spacing_neighbours": 5}}, "a test").model.model_dump()
-    where = {"device": torch.device("cpu"), "cache": Path()}
-    loaded = scorer(spaced.tensors(), settings, **where)
-    assert torch.equal(loaded.spacing, spaced.spacing)
-    without = {k: v for k, v in spaced.tensors().items() if k != "spacing"}
-    with pytest.raises(ModelError, match="train again"):
-        scorer(without, settings, **where)
-
-
 def test_held_out_banks_know_the_spacing_of_what_stands_in(spaced: MemoryBank) -> None:
     fitter = MemoryBankFitter(0.4, spacing_neighbours=5)
     folds = [(0, 1, 2), (3, 4), (5, 6)]
-    batches = PatchList(PatchBatch(m[None], (i,)) for i, m in enumerate(images()))
-    for _, bank in fitter.held_out(spaced, batches, folds, grouped=False):
+    for _, bank in fitter.held_out(spaced, batches(images()), folds, grouped=False):
         known = {tuple(place) for place in spaced.origins.tolist()}
         new = torch.tensor([tuple(place) not in known for place in bank.origins.tolist()])
         expected = torch.from_numpy(spacing_of(bank.vectors, 5)).float()
