@@ -6,17 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Command, run_command, train_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import ndimage
 
+import anomaly
 from anomaly.config.load import parse_config
-from anomaly.errors import ConfigError
+from anomaly.errors import ConfigError, ModelError
+from anomaly.export.models import ExportOptions, check_export
+from anomaly.export.pixels import check_pixels
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.region import Polygons, Region
 from anomaly.scoring.image_score import levels_of_areas, network_map, place_of_level
-from anomaly.storage.load import load_model
 from anomaly.training.fit import check_smallest_defect
 
 _EIGHT = np.ones((3, 3))
@@ -88,14 +89,14 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_the_smallest_defect_is_part_of_every_score(
-    product: Path, tmp_path: Path, command: Command
+    product: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Images and thresholds go by the level of the area, exported or not."""
-    plain = ["halo_damping=0", "spacing_neighbours=0"]
-    settings = [f"model.{setting}" for setting in [*plain, "smallest_defect.area=300"]]
-    run_command("train", train_arguments(product, tmp_path / "run", *settings))
-    spot = product / "test" / "spot" / "000.png"
-    predicted: Any = load_model(tmp_path / "run", "cpu").predict(spot)
+    """Images and thresholds go by the level of the area."""
+    model = {"halo_damping": 0, "spacing_neighbours": 0, "smallest_defect": {"area": 300}}
+    network = {"name": "tiny", "weights": "random"}
+    settings = {"backbone": network, "image": {"area": 64}, "model": model, "precision": "fp32"}
+    detector = anomaly.fit(product / "train" / "good", settings, device="cpu")
+    predicted: Any = detector.predict(product / "test" / "spot" / "000.png")
     height, width = predicted.view.size
     maps = network_map(predicted.patch_scores[None], (height, width), predicted.smoothing)
     area = round(300 * height * width / (96 * 120))
@@ -104,10 +105,9 @@ def test_the_smallest_defect_is_part_of_every_score(
     assert largest[0] >= area > largest[1]
     assert predicted.verdict == "reject"
     assert predicted.score < maps.max()
-    export = ["--model", tmp_path / "run", "--to", "onnx", "--whole", "--output"]
-    code, _, said = command("export", [*export, tmp_path / "export"])
-    assert (code, "smallest_defect of this model applies when anomaly runs" in said) == (0, True)
-    exported: Any = load_model(tmp_path / "export").predict(spot)
-    assert exported.score == pytest.approx(predicted.score, rel=1e-3)
-    code, _, said = command("export", [*export, tmp_path / "graph", "--pixels", "120x96"])
-    assert (code, "the size of regions decides its image score" in said) == (2, True)
+    # What other programs run can't measure regions.
+    detector.save(tmp_path / "run")
+    check_export(tmp_path / "run", tmp_path / "export", ExportOptions("onnx", whole=True))
+    assert "smallest_defect of this model applies when anomaly runs" in caplog.text
+    with pytest.raises(ModelError, match="the size of regions decides its image score"):
+        check_pixels(detector.model)

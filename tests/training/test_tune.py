@@ -50,14 +50,17 @@ def write_angle(file: Path, seed: int, turns: int, mark: bool) -> None:
 def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path) -> None:
     """They lie one way where they are learned, and four ways later."""
     angles = tmp_path / "angles"
-    for i in range(20):
+    for i in range(16):
         write_angle(angles / "train" / "good" / f"{i:02}.png", i, 0, mark=False)
-        write_angle(angles / "test" / "good" / f"{i:02}.png", 100 + i, i % 4, mark=False)
         if i < 12:
+            write_angle(angles / "test" / "good" / f"{i:02}.png", 100 + i, i % 4, mark=False)
             write_angle(angles / "test" / "notch" / f"{i:02}.png", 200 + i, i % 4, mark=True)
     config = tmp_path / "angle.yaml"
     config.write_text(yaml.safe_dump({"data": {"root": str(angles)}}))
-    asked = ["--config", config, "--budget", "1h", *settings(*FAST, "data.format=mvtec")]
+    # A set size leaves no others to try.
+    chosen = [setting for setting in FAST if "area" not in setting]
+    chosen += ["image.resize=64", "data.format=mvtec"]
+    asked = ["--config", config, "--budget", "1h", *settings(*chosen)]
     code, out, err = command("tune", asked)
     assert code == 0, err
     # Found by their pose, they would be for review: no training part lies in these ways.
@@ -66,7 +69,7 @@ def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path)
     tuned = load_config(written)
     assert tuned.name == "angle_tuned"
     assert (tuned.image.align, tuned.model.turned_copies) == ("none", "quarter_turns")
-    assert len(tuned.chosen_by) == 32
+    assert len(tuned.chosen_by) == 24
     figures = json.loads(written.with_suffix(".json").read_text())
     assert figures["better"]
     assert figures["cross_fitted"]["caught"]["count"] > figures["tried"][0]["caught"]
@@ -102,8 +105,7 @@ def test_three_defects_are_too_few_and_what_does_not_fit_is_left_out(
     figures = score_test_split(replace(model, config=config), test)
     assert "3 of 6 test images were used to choose the settings" in flattered(figures)
 
-    output.unlink()
-    code, out, err = command("tune", asked)
+    code, out, err = command("tune", [*asked, "--overwrite"])
     assert code == 0, err
     assert "comparing settings needs known defects" in out
     assert "one patch covers" in out
