@@ -1,13 +1,19 @@
 """Small things that many tests do."""
 
 import csv
+import json
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+import pytest
 
 
 def table(folder: Path, name: str = "results.csv") -> list[dict[str, str]]:
@@ -22,6 +28,28 @@ def until(happened: Callable[[], object], seconds: float = 120) -> None:
     while not happened():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
+
+
+def unprivileged(*commands: Sequence[object]) -> list[tuple[int, str]]:
+    """Exit code and output of commands, run by somebody who may not read and write everywhere."""
+    drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    if drop and not shutil.which("setpriv"):
+        pytest.skip("root without setpriv may do everything")
+    words = json.dumps([list(map(str, command)) for command in commands])
+    process = [*drop, sys.executable, "-c", _RUN_EACH]
+    done = subprocess.run(process, input=words, capture_output=True, text=True, check=True)
+    return [(code, said) for code, said in map(json.loads, done.stdout.splitlines())]
+
+
+_RUN_EACH = """
+import contextlib, io, json, sys
+from anomaly.cli import main
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    print(json.dumps([code, said.getvalue()]))
+"""
 
 
 class DecodingThread:

@@ -22,13 +22,20 @@ def data_of(folder: Path) -> dict[str, Any]:
 
 
 def test_the_page_is_over_all_rows(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs, output = tmp_path / "in", tmp_path / "out"
     shutil.copytree(product / "test", inputs)
     (inputs / "broken.png").write_bytes(b"no picture")
+    for file in sorted((product / "train" / "good").iterdir())[:2]:
+        shutil.copy(file, inputs / f"known_{file.name}")
+    monkeypatch.setattr(gallery, "read_image", None)  # no heatmap is read again
     arguments = ["--model", run_folder, "--input", inputs, "--output", output]
-    code, out, _ = command("infer", arguments)
+    code, out, err = command("infer", arguments)
     assert (code, "results.html" in out) == (3, True)
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     data = data_of(output)
@@ -41,46 +48,19 @@ def test_the_page_is_over_all_rows(
     assert [row["name"] for row in data["refused"]["rows"]] == [str(inputs / "broken.png")]
     assert str(run_folder) in data["command"]
     assert dict(data["provenance"])["input"] == str(inputs)
+    # The promise is compared with images that the model hasn't learned, here and in the terminal.
+    assert "2 of these images were used to train the model" in out
+    assert "The promise is compared with the other 6\n" in out
+    assert "2 of the 9 images were used to train the model" in data["left_out"]
+    promise = data["promise"]
+    assert promise["head"] == ["", "promised of good parts", "at most", "6 images"]
+    # Of 12 training images none lies above both thresholds: 1 in 13, at most 1 - 0.05^(1/12).
+    assert promise["rows"][0] == ["flagged", "7.7 %", "22 %", "50 % (3)"]
+    assert (promise["line"], "images flagged" in err) == ("", False)  # six images say nothing
     # It is one of ours: refused where it is, gone with --overwrite.
     assert command("infer", arguments)[0] == 2
     assert command("infer", [*arguments, "--overwrite", "--no-page"])[0] == 3
     assert not (output / "results.html").exists()
-
-
-def test_images_that_the_model_knows_are_told(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
-    inputs, output = tmp_path / "in", tmp_path / "out"
-    shutil.copytree(product / "test" / "good", inputs)
-    known = sorted((product / "train" / "good").iterdir())[:2]
-    for file in known:
-        shutil.copy(file, inputs / f"known_{file.name}")
-    arguments = ["--model", run_folder, "--input", inputs, "--output", output]
-    code, out, _ = command("infer", arguments)
-    assert (code, "2 of these images were used to train the model" in out) == (0, True)
-    total = len(list(inputs.iterdir()))
-    assert f"2 of the {total} images were used to train the model" in data_of(output)["left_out"]
-    # Page and terminal compare the promise with the same images.
-    assert f"The promise is compared with the other {total - 2}\n" in out
-    assert data_of(output)["promise"]["head"][-1] == f"{total - 2} images"
-    shutil.copytree(product / "test" / "good", tmp_path / "again")
-    arguments = ["--model", run_folder, "--good", product / "test" / "good"]
-    arguments += ["--defects", tmp_path / "again", "--output", tmp_path / "evaluation"]
-    code, _, err = command("evaluate", arguments)
-    assert (code, "is the same picture as" in err) == (2, True)
-
-
-def test_no_heatmap_is_read_again(
-    run_folder: Path,
-    product: Path,
-    tmp_path: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gallery, "_picture", None)
-    arguments = ["--model", run_folder, "--input", product / "test", "--output", tmp_path / "out"]
-    assert command("infer", arguments)[0] == 0
-    assert all(image["photo"] for image in data_of(tmp_path / "out")["images"])
 
 
 def test_a_run_that_was_broken_off_ends_with_the_same_page(
@@ -110,21 +90,10 @@ def test_a_run_that_was_broken_off_ends_with_the_same_page(
         patch.setattr(infer, "Stopping", Soon)
         assert command("infer", [*arguments, broken])[0] == 130
     assert not (broken / "results.html").exists()
+    code, _, err = command("infer", [*arguments, broken, "--resume", "--masks"])
+    assert (code, "another set of outputs" in err) == (2, True)
     assert command("infer", [*arguments, broken, "--resume"])[0] == 0
     pages = data_of(whole), data_of(broken)
     for page in pages:
         assert page.pop("provenance")
     assert pages[0] == pages[1]
-
-
-def test_the_page_shows_what_was_promised_beside_what_is_flagged(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
-    arguments = ["--model", run_folder, "--input", product / "test", "--output", tmp_path / "out"]
-    code, _, err = command("infer", arguments)
-    assert (code, "images flagged" in err) == (0, False)  # of six images nothing can be said
-    promise = data_of(tmp_path / "out")["promise"]
-    assert promise["head"] == ["", "promised of good parts", "at most", "6 images"]
-    # Of 12 training images none lies above both thresholds: 1 in 13, at most 1 - 0.05^(1/12).
-    assert promise["rows"][0] == ["flagged", "7.7 %", "22 %", "50 % (3)"]
-    assert promise["line"] == ""

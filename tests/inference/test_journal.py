@@ -18,7 +18,7 @@ def _finished(index: int) -> Finished:
     return Finished(index, row)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(st.integers(0, 2000))
 def test_a_torn_line_is_dropped_and_the_run_goes_on(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "journal"

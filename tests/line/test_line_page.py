@@ -6,15 +6,13 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 from browser import Browser
-from kit import until
-from running import Served, start
+from running import Served, serving
 
 from anomaly.line.service import MOST_FOLLOWERS
 
@@ -182,21 +180,8 @@ def several(run_folder: Path, tmp_path: Path) -> Iterator[Served]:
     for name in ("cup", "disc", "ring"):
         shutil.copytree(run_folder, tmp_path / "models" / name)
     (tmp_path / "models" / "ring" / "model" / "scorer.safetensors").unlink()
-    served = start(tmp_path / "models")
-
-    def settled() -> bool:
-        with suppress(OSError):  # it doesn't listen yet
-            states = {model["state"] for model in served.get("/v1/models")["models"]}
-            return states == {"failed", "ready"}
-        return False
-
-    try:
-        until(settled)
+    with serving(tmp_path / "models") as served:
         yield served
-    finally:
-        assert served.process.stdout is not None
-        served.end()
-        served.process.stdout.close()
 
 
 def test_what_is_written_about_is_kept_and_any_part_can_be_found(
