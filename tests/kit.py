@@ -22,6 +22,13 @@ def table(folder: Path, name: str = "results.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def touch(root: Path, *names: str) -> None:
+    """Make empty files, and the folders that they lie in."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
 def until(happened: Callable[[], object], seconds: float = 120) -> None:
     """Wait for something that another thread or process does."""
     end = time.monotonic() + seconds

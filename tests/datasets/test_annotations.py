@@ -1,10 +1,12 @@
 """Text files that name good images stop learning; those that speak of something else don't."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from kit import touch
 
 from anomaly.datasets import check_inputs, open_dataset, open_test_images
 from anomaly.datasets.recognise import recognise
@@ -14,85 +16,80 @@ BOXES = json.dumps({"images": [{"id": 4, "file_name": "k4.jpg"}], "annotations":
 
 
 def _write(root: Path, images: str, texts: dict[str, str | bytes]) -> None:
-    for name in (*(images.format(i) for i in range(8)), *texts):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+    touch(root, *(images.format(i) for i in range(8)), *texts)
     for name, text in texts.items():
         (root / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-@pytest.mark.parametrize(
-    ("images", "texts", "names"),
-    [
-        ("k{}.jpg", {"k2.json": "{}", "k5.json": "{}"}, 2),
-        ("JPEGImages/k{}.jpg", {"Annotations/k3.xml": "<annotation/>"}, 1),
-        ("images/train/k{}.jpg", {f"labels/train/k{i}.txt": "" for i in range(8)}, 8),
-        ("ds/img/k{}.jpg", {"ds/ann/k1.jpg.json": "{}"}, 1),
-        ("images/default/k{}.jpg", {"annotations/instances.json": BOXES}, 1),
-        ("train/k{}.jpg", {"train/_annotations.coco.json": BOXES}, 1),
-        ("k{}.jpg", {"via_1.json": '{"k6.jpg8123":{"filename":"k6.jpg","regions":[]}}'}, 1),
-        ("k{}.jpg", {"out.jsonl": '{"image":"\\/data\\/upload\\/1\\/0f3e2d1c-k7.jpg"}\n'}, 1),
-        ("k{}.jpg", {"train.manifest": '{"source-ref": "s3://lot/k1.jpg"}\n'}, 1),
-        ("k{}.jpg", {"boxes.txt": "C:\\pictures\\k1.jpg 5 5 20 20 0\n"}, 1),
-        ("k{}.jpg", {"labels.csv": "id;label\nk1;dent\n"}, 1),
-        ("k{}.jpg", {"labels.csv": "file\tlabel\nK1.PNG\tdent\n".encode("utf-16")}, 1),
-        ("{:03}.jpg", {"labels.tsv": "".join(f"{i:03}\tgood\n" for i in range(8))}, 8),
-        ("划痕 {}.jpg", {"list.json": json.dumps(["划痕 2.jpg"])}, 1),
-        ("划痕 {}.jpg", {"list.txt": quote("划痕 2.jpg")}, 1),
-        ("划痕 {}.jpg", {"list.csv": "图,类\n划痕 2.jpg,坏".encode("gb18030")}, 1),
-    ],
-)
-def test_annotations_stop_learning(
-    images: str, texts: dict[str, str | bytes], names: int, tmp_path: Path
-) -> None:
-    root = tmp_path / "lot"
-    _write(root, images, texts)
-    of_them = rf"names? {names} of 8 images .* CSV list .* move (this file|these files) away"
-    folder = (root / images).parent
-    for place in {root, folder}:
-        with pytest.raises(DataError, match=of_them):
-            open_dataset("folder", place, None)
-    with pytest.raises(DataError, match=of_them):
-        recognise(root)
-    with pytest.raises(DataError, match=of_them):
-        check_inputs([folder], sorted(folder.glob("*.jpg")))
-    with pytest.raises(DataError, match=of_them):
-        open_test_images([folder], [])
+ANNOTATED: list[tuple[str, dict[str, str | bytes], int]] = [
+    ("k{}.jpg", {"k2.json": "{}", "k5.json": "{}"}, 2),
+    ("JPEGImages/k{}.jpg", {"Annotations/k3.xml": "<annotation/>"}, 1),
+    ("images/train/k{}.jpg", {f"labels/train/k{i}.txt": "" for i in range(8)}, 8),
+    ("ds/img/k{}.jpg", {"ds/ann/k1.jpg.json": "{}"}, 1),
+    ("images/default/k{}.jpg", {"annotations/instances.json": BOXES}, 1),
+    ("train/k{}.jpg", {"train/_annotations.coco.json": BOXES}, 1),
+    ("k{}.jpg", {"via_1.json": '{"k6.jpg8123":{"filename":"k6.jpg","regions":[]}}'}, 1),
+    ("k{}.jpg", {"out.jsonl": '{"image":"\\/data\\/upload\\/1\\/0f3e2d1c-k7.jpg"}\n'}, 1),
+    ("k{}.jpg", {"train.manifest": '{"source-ref": "s3://lot/k1.jpg"}\n'}, 1),
+    ("k{}.jpg", {"boxes.txt": "C:\\pictures\\k1.jpg 5 5 20 20 0\n"}, 1),
+    ("k{}.jpg", {"labels.csv": "id;label\nk1;dent\n"}, 1),
+    ("k{}.jpg", {"labels.csv": "file\tlabel\nK1.PNG\tdent\n".encode("utf-16")}, 1),
+    ("{:03}.jpg", {"labels.tsv": "".join(f"{i:03}\tgood\n" for i in range(8))}, 8),
+    ("划痕 {}.jpg", {"list.json": json.dumps(["划痕 2.jpg"])}, 1),
+    ("划痕 {}.jpg", {"list.txt": quote("划痕 2.jpg")}, 1),
+    ("划痕 {}.jpg", {"list.csv": "图,类\n划痕 2.jpg,坏".encode("gb18030")}, 1),
+]
 
 
-@pytest.mark.parametrize(
-    ("images", "texts"),
-    [
-        (
-            "k{}.jpg",
-            {"readme.txt": "Such as k1.jpg", "LICENSE.txt": "k2.jpg", "data.yaml": "k1.jpg"},
-        ),
-        ("{}.jpg", {"camera.json": '{"gain": 2, "exposure": 0.5}', "classes.txt": "dent\n"}),
-        ("k{}.jpg", {"results.csv": "path,image_sha256,score\nk1.jpg,0,1\n"}),
-        (
-            "k{}.jpg",
-            {"scores.csv": "path,defect_type,is_defect,\nk1.jpg", "metrics.json": "k1.jpg"},
-        ),
-        ("k{}.jpg", {"../other.csv": "elsewhere/k1.jpg,dent", "../elsewhere/k1.jpg": ""}),
-    ],
-)
-def test_other_texts_beside_images_do_not(
-    images: str, texts: dict[str, str | bytes], tmp_path: Path
-) -> None:
-    root = tmp_path / "lot"
-    _write(root, images, texts)
-    assert recognise(root).layout == "folder"
-    assert len(open_dataset("folder", root, None).train) == 8
+def test_annotations_stop_learning(tmp_path: Path) -> None:
+    for number, (images, texts, names) in enumerate(ANNOTATED):
+        root = tmp_path / str(number)
+        _write(root, images, texts)
+        folder = (root / images).parent
+        of_them = rf"names? {names} of 8 images .* CSV list .* move (this file|these files) away"
+        learners: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+            (open_dataset, ("folder", root)),
+            (open_dataset, ("folder", folder)),
+            (recognise, (root,)),
+            (check_inputs, ([folder], sorted(folder.glob("*.jpg")))),
+            (open_test_images, ([folder], [])),
+        ]
+        for learn, arguments in learners:
+            with pytest.raises(DataError, match=of_them):
+                learn(*arguments)
+
+
+OTHERS: list[tuple[str, dict[str, str | bytes]]] = [
+    (
+        "k{}.jpg",
+        {"readme.txt": "Such as k1.jpg", "LICENSE.txt": "k2.jpg", "data.yaml": "k1.jpg"},
+    ),
+    ("{}.jpg", {"camera.json": '{"gain": 2, "exposure": 0.5}', "classes.txt": "dent\n"}),
+    ("k{}.jpg", {"results.csv": "path,image_sha256,score\nk1.jpg,0,1\n"}),
+    (
+        "k{}.jpg",
+        {"scores.csv": "path,defect_type,is_defect,\nk1.jpg", "metrics.json": "k1.jpg"},
+    ),
+    ("k{}.jpg", {"../other.csv": "elsewhere/k1.jpg,dent", "../elsewhere/k1.jpg": ""}),
+]
+
+
+def test_other_texts_beside_images_do_not(tmp_path: Path) -> None:
+    for number, (images, texts) in enumerate(OTHERS):
+        root = tmp_path / str(number) / "lot"
+        _write(root, images, texts)
+        assert recognise(root).layout == "folder"
+        assert len(open_dataset("folder", root).train) == 8
 
 
 def test_annotations_of_defects_are_theirs(tmp_path: Path) -> None:
     shared: dict[str, str | bytes] = {"defect/k1.jpg": "", "defect/k1.json": "{}"}
     listed = json.dumps({"images": ["defect/k1.jpg"]})
     _write(tmp_path, "good/k{}.jpg", {**shared, "labels/defect/k1.txt": "0", "all.json": listed})
-    assert len(open_dataset("good_defect", tmp_path, None).train) == 7
+    assert len(open_dataset("good_defect", tmp_path).train) == 7
     (tmp_path / "good" / "k3.xml").touch()
     with pytest.raises(DataError, match=r"k3\.xml names 1 of 8 images"):
-        open_dataset("good_defect", tmp_path, None)
+        open_dataset("good_defect", tmp_path)
 
 
 def test_layouts_may_describe_their_defects(tmp_path: Path) -> None:
@@ -103,11 +100,11 @@ def test_layouts_may_describe_their_defects(tmp_path: Path) -> None:
     }  # fmt: skip
     _write(tmp_path, "train/good/{:03}.jpg", texts)
     for layout in ("mvtec", "mvtec_loco"):
-        assert len(open_dataset(layout, tmp_path, None).train) == 8
+        assert len(open_dataset(layout, tmp_path).train) == 8
     (tmp_path / "train" / "good" / "002.xml").touch()
     for layout in ("mvtec", "mvtec_loco"):
         with pytest.raises(DataError, match=r"002\.xml names 1 of 9 images|of 8 images"):
-            open_dataset(layout, tmp_path, None)
+            open_dataset(layout, tmp_path)
 
 
 def test_one_good_image_with_its_annotation(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_part, write_product
+from kit import touch
 from PIL import Image as Pillow
 
 import anomaly
@@ -227,29 +228,22 @@ NAMES = "{}_mask {}-mask {}_label {}_gt {}_seg {}_ground_truth {} mask_{} gt-{} 
 def test_masks_are_found_by_their_usual_names(tmp_path: Path) -> None:
     """In either form of Unicode, whatever the image's is."""
     composed, apart = (unicodedata.normalize(form, "Kühler 1") for form in ("NFC", "NFD"))
-    write_part(tmp_path / "part.png", seed=0)
     for which, pattern in enumerate(NAMES.split()):
         folder = tmp_path / str(which)
-        files = [folder / "good" / "1.png"]
+        touch(folder, "good/1.png")
         for number, (image, mask) in enumerate([(composed, apart), (apart, composed)]):
-            place = folder / "defect" / unicodedata.normalize("NFC", f"Riß ü{number}")
-            masks = folder / "masks" / unicodedata.normalize("NFD", place.name)
-            files += [place / f"{image}.png", masks / f"{pattern.format(mask)}.bmp"]
-        _touch(*files)
+            place, masks = (unicodedata.normalize(f, f"Riß ü{number}") for f in ("NFC", "NFD"))
+            touch(
+                folder, f"defect/{place}/{image}.png", f"masks/{masks}/{pattern.format(mask)}.bmp"
+            )
         dataset = open_dataset("good_defect", folder)
         found = [s.mask_path is not None for s in dataset.test if s.is_defect]
         assert (found, dataset.unused_masks) == ([True, True], ()), pattern
 
 
-def _touch(*files: Path) -> None:
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-
-
 def test_a_mask_is_that_of_the_image_with_its_whole_name(tmp_path: Path) -> None:
     names = ("good/1.png", "defect/cap.jpg", "defect/cap_label.jpg", "masks/cap_label.png")
-    _touch(*(tmp_path / name for name in names))
+    touch(tmp_path, *names)
     masks = {s.path.stem: s.mask_path for s in open_dataset("good_defect", tmp_path).test}
     assert masks["cap"] is None
     assert masks["cap_label"] == tmp_path / "masks" / "cap_label.png"

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from kit import touch
 
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, SplitSummary, advice
@@ -11,113 +12,82 @@ from anomaly.datasets.recognise import recognise
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 
-LAYOUTS = {
-    "mvtec": ["train/good", "test/good", "test/crack", "ground_truth/crack"],
-    "mvtec_ad_2": ["train/good", "validation/good", "test_public/good", "test_public/bad"],
-    "mvtec_loco": ["train/good", "validation/good", "test/good", "test/logical_anomalies"],
-    "btad": ["train/ok", "test/ok", "test/ko"],
-    "good_defect": ["good", "defect/crack"],
-    "folder": [".", "line 1"],
-}
-
 
 def _images(root: Path, folders: list[str]) -> Path:
-    for folder in folders:
-        (root / folder).mkdir(parents=True, exist_ok=True)
-        for i in range(6):
-            (root / folder / f"{i}.png").write_bytes(b"")
+    touch(root, *(f"{folder}/{i}.png" for folder in folders for i in range(6)))
     return root
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_is_recognised_and_opens_as_such(layout: str, tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", LAYOUTS[layout])
-    found = recognise(root)
-    assert (found.layout, found.root) == (layout, root)
-    assert open_dataset(found.layout, found.root, None).train
+OWN_NAMES: list[tuple[list[str], str, set[str]]] = [
+    (["OK", "NG"], "OK", {"NG"}),
+    (["gute Teile", "Risse"], "gute Teile", {"Risse"}),
+    (["good", "scratch", "dent"], "good", {"scratch", "dent"}),
+    (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
+    (["good", "ng/0", "ng/1"], "good", {"0", "1"}),
+    (["ok", "defect", "ng"], "ok", {"defect", "ng"}),
+    (["ok", "ng/hole", "wrong_length"], "ok", {"hole", "wrong_length"}),
+    (["lot 1/IO", "lot 1/nIO", "lot 2/IO"], "IO", {"nIO"}),
+    (["training/good", "testing/good", "testing/defect"], "good", {"defect"}),
+    (["Trainingsdaten/Gutteile", "Testdaten/Gutteile", "Testdaten/Risse"], "Gutteile", {"Risse"}),
+    (["训练/良品", "测试/良品", "测试/不良品"], "良品", {"不良品"}),
+    (["train/ok_front", "train/def_front", "test/ok_front"], "ok_front", {"def_front"}),
+    (["train/IO", "train/nIO/7", "test/IO", "test/nIO", "valid/IO"], "IO", {"nIO", "7"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("folders", "good", "kinds"),
-    [
-        (["OK", "NG"], "OK", {"NG"}),
-        (["gute Teile", "Risse"], "gute Teile", {"Risse"}),
-        (["good", "scratch", "dent"], "good", {"scratch", "dent"}),
-        (["ok_parts", "bad/crack", "bad/dent", "masks"], "ok_parts", {"crack", "dent"}),
-        (["good", "ng/0", "ng/1"], "good", {"0", "1"}),
-        (["ok", "defect", "ng"], "ok", {"defect", "ng"}),
-        (["ok", "ng/hole", "wrong_length"], "ok", {"hole", "wrong_length"}),
-        (["lot 1/IO", "lot 1/nIO", "lot 2/IO"], "IO", {"nIO"}),
-        (["training/good", "testing/good", "testing/defect"], "good", {"defect"}),
-        (
-            ["Trainingsdaten/Gutteile", "Testdaten/Gutteile", "Testdaten/Risse"],
-            "Gutteile",
-            {"Risse"},
-        ),
-        (["训练/良品", "测试/良品", "测试/不良品"], "良品", {"不良品"}),
-        (["train/ok_front", "train/def_front", "test/ok_front"], "ok_front", {"def_front"}),
-        (["train/IO", "train/nIO/7", "test/IO", "test/nIO", "valid/IO"], "IO", {"nIO", "7"}),
-    ],
-)
-def test_names_of_ones_own(folders: list[str], good: str, kinds: set[str], tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", folders)
-    found = recognise(root)
-    assert (found.layout, found.root, found.listing) == ("good_defect", root, "")
-    dataset = open_dataset(found.layout, root, None)
-    assert {sample.path.parent.name for sample in dataset.train} == {good}
-    if any(len(Path(name).parts) > 1 and good in name for name in folders):  # in their split
-        tops = {s.path.relative_to(root).parts[0] for s in dataset.train}
-        assert len(tops) == 1 or all(top.startswith("lot") for top in tops)
-    assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
+def test_names_of_ones_own(tmp_path: Path) -> None:
+    for number, (folders, good, kinds) in enumerate(OWN_NAMES):
+        root = _images(tmp_path / str(number), folders)
+        found = recognise(root)
+        assert (found.layout, found.root, found.listing) == ("good_defect", root, "")
+        dataset = open_dataset(found.layout, root)
+        assert {sample.path.parent.name for sample in dataset.train} == {good}
+        if any(len(Path(name).parts) > 1 and good in name for name in folders):  # in their split
+            tops = {s.path.relative_to(root).parts[0] for s in dataset.train}
+            assert len(tops) == 1 or all(top.startswith("lot") for top in tops)
+        assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
 
 
 def test_masks_beside_folders_of_ones_own_names(tmp_path: Path) -> None:
     root = _images(tmp_path / "part", ["OK", "NG/cut", "Masks/cut"])
     found = recognise(root)
-    dataset = open_dataset(found.layout, root, None)
+    dataset = open_dataset(found.layout, root)
     masks = {s.path: s.mask_path for s in dataset.test if s.is_defect}
     assert masks == {path: root / "Masks" / "cut" / path.name for path in masks}
     assert masks
     assert "their masks in Masks" in found.reason
 
 
-@pytest.mark.parametrize("masks", ["defect/{}_label.bmp", "labels/{}.png", "defect/mask_{}.png"])
 def test_masks_are_no_parts_wherever_they_lie(
-    masks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = _images(tmp_path / "part", ["good", "defect"])
-    for i in range(6):
-        for name in (masks.format(i), f"good/{i}_mask.png"):
-            (root / name).parent.mkdir(exist_ok=True)
-            (root / name).write_bytes(b"")
-    found = recognise(root)
-    dataset = open_dataset(found.layout, root, None)
-    assert {(s.path, s.mask_path) for s in dataset.test if s.is_defect} == {
-        (root / "defect" / f"{i}.png", root / masks.format(i)) for i in range(6)
-    }
-    assert len([*dataset.train, *dataset.test]) == 12
-    assert len(open_dataset("folder", root / "good", None).train) == 6
+    patterns = ("defect/{}_label.bmp", "labels/{}.png", "defect/mask_{}.png")
+    for number, masks in enumerate(patterns):
+        root = _images(tmp_path / str(number), ["good", "defect"])
+        touch(root, *(name.format(i) for name in (masks, "good/{}_mask.png") for i in range(6)))
+        found = recognise(root)
+        dataset = open_dataset(found.layout, root)
+        assert {(s.path, s.mask_path) for s in dataset.test if s.is_defect} == {
+            (root / "defect" / f"{i}.png", root / masks.format(i)) for i in range(6)
+        }
+        assert len([*dataset.train, *dataset.test]) == 12
+        assert len(open_dataset("folder", root / "good").train) == 6
     assert "skipped 6 masks that lie beside their images" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"), [("good", "hole_{}.png"), ("good", "NOK{}.png"), ("NG", "OK_{}.png")]
-)
-def test_names_of_some_files_that_contradict_their_folder_are_refused(
-    folder: str, name: str, tmp_path: Path
-) -> None:
-    root = _images(tmp_path, ["good", "NG"])
-    for i in range(3):
-        (root / folder / name.format(i)).write_bytes(b"")
-    contrary = "defective" if folder == "good" else "good"
-    with pytest.raises(DataError, match=rf"the names of 3 of 9 files say {contrary} \("):
-        open_dataset("good_defect", root, None)
+def test_names_of_some_files_that_contradict_their_folder_are_refused(tmp_path: Path) -> None:
+    for folder, name in (("good", "hole_{}.png"), ("good", "NOK{}.png"), ("NG", "OK_{}.png")):
+        root = _images(tmp_path / name, ["good", "NG"])
+        touch(root / folder, *map(name.format, range(3)))
+        contrary = "defective" if folder == "good" else "good"
+        with pytest.raises(DataError, match=rf"the names of 3 of 9 files say {contrary} \("):
+            open_dataset("good_defect", root)
 
 
 def test_masks_in_a_split_are_those_of_its_images(tmp_path: Path) -> None:
     folders = [f"{s}/{k}" for s in ("train", "test") for k in ("normal", "anomaly", "masks")]
     root = _images(tmp_path / "part", folders)
-    defects = [s for s in open_dataset("good_defect", root, None).test if s.is_defect]
+    defects = [s for s in open_dataset("good_defect", root).test if s.is_defect]
     assert len(defects) == 12
     assert all(s.mask_path == s.path.parent.with_name("masks") / s.path.name for s in defects)
 
@@ -137,20 +107,21 @@ def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
         pytest.skip("names are text here")
     found = recognise(root, ask=lambda question: "good")
     write(tmp_path / "images.csv", found.listing)
-    train = open_dataset("csv", tmp_path / "images.csv", None)
+    train = open_dataset("csv", tmp_path / "images.csv")
     samples = [*train.train, *train.test]
     assert all(sample.path.exists() for sample in samples)
     assert name in {sample.path.name for sample in samples}
 
 
-@pytest.mark.parametrize("others", [[], ["NG"]])
-def test_folders_without_images_hold_no_defects(others: list[str], tmp_path: Path) -> None:
+def test_folders_without_images_hold_no_defects(tmp_path: Path) -> None:
     """Runs, as `start .` makes them, and notes."""
-    root = _images(tmp_path / "part", ["OK", *others])
-    (root / "runs" / "part").mkdir(parents=True)
-    found = recognise(root)
-    assert found.layout == ("good_defect" if others else "folder")
-    assert found.reason == "good images in OK" + (", others in NG" if others else "")
+    others: list[str]
+    for layout, others in (("folder", []), ("good_defect", ["NG"])):
+        root = _images(tmp_path / layout, ["OK", *others])
+        (root / "runs" / "part").mkdir(parents=True)
+        found = recognise(root)
+        assert found.layout == layout
+        assert found.reason == "good images in OK" + (", others in NG" if others else "")
 
 
 def test_good_images_alone_in_their_folder(tmp_path: Path) -> None:
@@ -180,29 +151,30 @@ def test_lists_are_recognised(tmp_path: Path) -> None:
         recognise(folder)
 
 
-@pytest.mark.parametrize(
-    ("folders", "message"),
-    [
-        ([], "no images in"),
-        (["bottle/train/good", "cable/train/good"], "several data sets: bottle, cable"),
-        (["defect", "photos"], "none that is named as good"),
-        (["Juni", "Mai"], r"don't say which images are good \(Juni, Mai\)"),
-        (["Juni", "Risse"], r"none that is named as good"),
-        (["good", "Juni"], r"don't say whether .* Juni\. Rename them \(`good …`, `defect …`\)"),
-        (["good", "0", "1"], r"don't say whether .* 0, 1\. "),
-        ([".", "good"], r"don't say whether images are good or defective: the images outside"),
-        (["ok", "ng/good", "ng/hole"], "don't say whether .* ng/good"),
-        (["good/scratch", "good"], "don't say whether .* good/scratch"),
-        (["false_ok", "photos"], "don't say whether .* false_ok, photos"),
-        (["good", "good_scratch", "NG"], "don't say whether .* good_scratch"),
-        (["good", "defect", "Juni"], "don't say whether .* Juni"),
-        ([".", "scratch"], "none that is named as good"),
-    ],
-)
-def test_what_cannot_be_told_is_said(folders: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "part").mkdir()
-    with pytest.raises(DataError, match=message):
-        recognise(_images(tmp_path / "part", folders))
+UNTOLD: list[tuple[list[str], str]] = [
+    ([], "no images in"),
+    (["bottle/train/good", "cable/train/good"], "several data sets: bottle, cable"),
+    (["defect", "photos"], "none that is named as good"),
+    (["Juni", "Mai"], r"don't say which images are good \(Juni, Mai\)"),
+    (["Juni", "Risse"], r"none that is named as good"),
+    (["good", "Juni"], r"don't say whether .* Juni\. Rename them \(`good …`, `defect …`\)"),
+    (["good", "0", "1"], r"don't say whether .* 0, 1\. "),
+    ([".", "good"], r"don't say whether images are good or defective: the images outside"),
+    (["ok", "ng/good", "ng/hole"], "don't say whether .* ng/good"),
+    (["good/scratch", "good"], "don't say whether .* good/scratch"),
+    (["false_ok", "photos"], "don't say whether .* false_ok, photos"),
+    (["good", "good_scratch", "NG"], "don't say whether .* good_scratch"),
+    (["good", "defect", "Juni"], "don't say whether .* Juni"),
+    ([".", "scratch"], "none that is named as good"),
+]
+
+
+def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
+    for number, (folders, message) in enumerate(UNTOLD):
+        root = tmp_path / str(number) / "part"
+        root.mkdir(parents=True)
+        with pytest.raises(DataError, match=message):
+            recognise(_images(root, folders))
 
 
 def test_no_such_folder_and_no_images_at_all(tmp_path: Path) -> None:
@@ -227,23 +199,17 @@ def _report(
     return DataReport({"train": split}, (), bits)
 
 
-@pytest.mark.parametrize(
-    ("report", "settings", "word"),
-    [
-        (_report("900×900"), {"model.coreset_ratio": "0.02"}, "keeping 2 %"),
+def test_settings_that_suit() -> None:
+    usual, deep = {"model.coreset_ratio": "0.02"}, _report("900×900", mode="grey16", bits=12)
+    for report, settings, word in (
+        (_report("900×900"), usual, "keeping 2 %"),
         (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "very few"),
         (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "learn from (12)"),
-        (_report("4096×3000"), {"model.coreset_ratio": "0.02", "image.tile": "1024"}, "12 times"),
-        (_report("8000×100"), {"model.coreset_ratio": "0.02", "image.tile": "100"}, "strips"),
-        (_report("9×700"), {"model.coreset_ratio": "0.02", "image.tile": "64"}, "strips"),
-        (
-            _report("900×900", mode="grey16", bits=12),
-            {"model.coreset_ratio": "0.02", "image.bit_depth": "12"},
-            "12 bits",
-        ),
-    ],
-)
-def test_settings_that_suit(report: DataReport, settings: dict[str, str], word: str) -> None:
-    given = advice(report)
-    assert {one.key: one.value for one in given} == settings
-    assert any(word in one.reason for one in given)
+        (_report("4096×3000"), usual | {"image.tile": "1024"}, "12 times"),
+        (_report("8000×100"), usual | {"image.tile": "100"}, "strips"),
+        (_report("9×700"), usual | {"image.tile": "64"}, "strips"),
+        (deep, usual | {"image.bit_depth": "12"}, "12 bits"),
+    ):
+        given = advice(report)
+        assert {one.key: one.value for one in given} == settings
+        assert any(word in one.reason for one in given)

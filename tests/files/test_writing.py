@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import Command, train_arguments
+from kit import table
 
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.files.writing import (
@@ -42,41 +44,38 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["b.txt"]
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("evaluate", errno.ENOSPC),
-        ("train", errno.ENOSPC),
-        *(("region", n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)),
-    ],
-)
 def test_a_disk_that_refuses_has_an_exit_code_of_its_own(
     run_folder: Path,
     product: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
-    name: str,
-    number: int,
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number), "a draft's name")
-
     output = tmp_path / "out"
-    arguments: dict[str, list[object]] = {
-        "evaluate": ["--model", run_folder, "--output", output],
-        "train": train_arguments(product, output),
-        "region": [product / "test" / "good" / "000.png", "--output", tmp_path / "r.html"],
-    }
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    monkeypatch.setattr(Path, "write_text", fail)
-    code, _, err = command(name, arguments[name])
-    assert code == 4
-    reason = "the folder is read-only; choose another --output"
-    assert f"can't be written: {reason if number == errno.EROFS else os.strerror(number)}" in err
-    assert ("MB are free in" in err) == (number == errno.ENOSPC)
-    assert str(tmp_path) in err
-    assert "a draft's name" not in err
+    train = train_arguments(product, output)
+    evaluate = ["--model", run_folder, "--output", output]
+    region = [product / "test" / "good" / "000.png", "--output", tmp_path / "r.html"]
+    for name, arguments, number in (
+        ("evaluate", evaluate, errno.ENOSPC),
+        ("train", train, errno.ENOSPC),
+        *(("region", region, n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)),
+    ):
+
+        def fail(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number), "a draft's name")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_bytes", fail)
+            patched.setattr(Path, "write_text", fail)
+            code, _, err = command(name, arguments)
+        assert code == 4
+        reason = os.strerror(number)
+        if number == errno.EROFS:
+            reason = "the folder is read-only; choose another --output"
+        assert f"can't be written: {reason}" in err
+        assert ("MB are free in" in err) == (number == errno.ENOSPC)
+        assert str(tmp_path) in err
+        assert "a draft's name" not in err
 
 
 def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,19 +139,20 @@ def test_claim_refuses_and_clear_deletes_only_ones_own_names(tmp_path: Path) -> 
         claim(tmp_path / "out" / "mine.txt" / "below", (), overwrite=False)
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_files_have_the_permissions_that_the_umask_leaves(mask: int, tmp_path: Path) -> None:
-    before = os.umask(mask)
-    try:
-        write(tmp_path / "a.json", "{}")
-        made = tmp_path / "b.safetensors"
-        made.touch(0o600)  # as a library that lets nobody else read it
-        share(made)
-    finally:
-        os.umask(before)
-    for name in ("a.json", "b.safetensors"):
-        assert (tmp_path / name).stat().st_mode & 0o777 == 0o666 & ~mask
-    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.safetensors"]
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    for mask in (0o022, 0o027, 0o077):
+        folder = tmp_path / str(mask)
+        folder.mkdir()
+        before = os.umask(mask)
+        try:
+            write(folder / "a.json", "{}")
+            made = folder / "b.safetensors"
+            made.touch(0o600)  # as a library that lets nobody else read it
+            share(made)
+        finally:
+            os.umask(before)
+        modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+        assert modes == dict.fromkeys(("a.json", "b.safetensors"), 0o666 & ~mask)
 
 
 def test_json_has_no_number_that_is_none() -> None:
@@ -162,14 +162,12 @@ def test_json_has_no_number_that_is_none() -> None:
     assert json.loads(as_json([name])) == [name]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 100_000, '{"a":' * 100_000, "[NaN]", "-Infinity", "1e400", "9" * 400, "9" * 9000, "{"],
-)
-def test_json_that_nobody_can_mean(text: str) -> None:
-    for data in (text, text.encode()):
-        with pytest.raises(ValueError, match=r"too deep|holds the impossible number|Expecting"):
-            from_json(data)
+def test_json_that_nobody_can_mean() -> None:
+    deep = "[" * 100_000, '{"a":' * 100_000
+    for text in (*deep, "[NaN]", "-Infinity", "1e400", "9" * 400, "9" * 9000, "{"):
+        for data in (text, text.encode()):
+            with pytest.raises(ValueError, match=r"too deep|the impossible number|Expecting"):
+                from_json(data)
 
 
 def test_json_is_read_as_it_was_written() -> None:
@@ -178,62 +176,48 @@ def test_json_is_read_as_it_was_written() -> None:
     assert repr(read) == repr(values)
 
 
-@pytest.mark.parametrize(
-    ("kept", "name", "made"),
-    [
-        ("masks/001.png", "infer", "results.csv"),
-        ("heatmaps/a/b.png", "infer", "results.csv"),
-        ("model/photo.png", "train", "train.json"),
-        ("suspects/1.png", "train", "train.json"),
-    ],
-)
 def test_overwriting_spares_folders_that_no_run_has_made(
-    kept: str,
-    name: str,
-    made: str,
-    run_folder: Path,
-    product: Path,
-    tmp_path: Path,
-    command: Command,
+    run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
-    write(tmp_path / "out" / kept, "somebody's")
-    if name == "infer":
-        arguments = ["--model", run_folder, "--input", product / "test" / "good"]
-    else:
-        arguments = [*train_arguments(product, tmp_path / "out")]
-        arguments = arguments[: arguments.index("--output")]
-    code, _, err = command(name, [*arguments, "--output", tmp_path / "out", "--overwrite"])
-    assert (code, "isn't from an earlier run" in err) == (2, True), err
-    assert (tmp_path / "out" / kept).read_text() == "somebody's"
-    assert not (tmp_path / "out" / made).exists()
+    arguments = {
+        "infer": ["--model", run_folder, "--input", product / "test" / "good"],
+        "train": train_arguments(product, tmp_path)[:-4],
+    }
+    for number, (kept, name) in enumerate(
+        (
+            ("masks/001.png", "infer"),
+            ("heatmaps/a/b.png", "infer"),
+            ("model/photo.png", "train"),
+            ("suspects/1.png", "train"),
+        )
+    ):
+        out = tmp_path / str(number)
+        write(out / kept, "somebody's")
+        code, _, err = command(name, [*arguments[name], "--output", out, "--overwrite"])
+        assert (code, "isn't from an earlier run" in err) == (2, True), err
+        assert [file for file in out.rglob("*") if file.is_file()] == [out / kept]
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ([], "masks/mine.png"),
-        ([], "maps/a/mine.npy"),
-        ([], "heatmaps/notes.txt"),
-        (["--masks", "--maps", "float32"], "masks/mine.xcf"),
-    ],
-)
 def test_overwriting_spares_what_somebody_has_put_among_a_runs_files(
-    settings: list[str],
-    kept: str,
-    run_folder: Path,
-    product: Path,
-    tmp_path: Path,
-    command: Command,
+    run_folder: Path, inferred: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
-    given = ["--model", run_folder, "--input", product / "test" / "good" / "000.png", *settings]
-    given += ["--output", tmp_path / "out"]
+    out = tmp_path / "out"
+    shutil.copytree(inferred, out)
+    image = product / "test" / "good" / "000.png"
+    given = ["--model", run_folder, "--input", image, "--output", out, "--overwrite"]
+
+    def spares(name: str) -> None:
+        before = sorted(out.rglob("*"))
+        write(out / name, "somebody's")
+        code, _, err = command("infer", given)
+        assert (code, f"{out / name} isn't from an earlier run" in err) == (2, True), err
+        assert (out / name).read_text() == "somebody's"
+        (out / name).unlink()
+        assert {*before} <= {*out.rglob("*")}
+
+    write(out / "heatmaps" / ".DS_Store", "a file manager's")
+    for name in ("masks/mine.xcf", "maps/a/mine.npy", "heatmaps/notes.txt"):
+        spares(name)
     assert command("infer", given)[0] == 0
-    write(tmp_path / "out" / "heatmaps" / ".DS_Store", "a file manager's")
-    write(tmp_path / "out" / kept, "somebody's")
-    before = sorted(tmp_path.rglob("*"))
-    code, _, err = command("infer", [*given, "--overwrite"])
-    assert (code, f"{tmp_path / 'out' / kept} isn't from an earlier run" in err) == (2, True), err
-    assert (tmp_path / "out" / kept).read_text() == "somebody's"
-    assert sorted(tmp_path.rglob("*")) == before
-    (tmp_path / "out" / kept).unlink()
-    assert command("infer", [*given, "--overwrite"])[0] == 0
+    assert [row["path"] for row in table(out)] == [str(image)]
+    spares("masks/mine.png")  # a run made no masks

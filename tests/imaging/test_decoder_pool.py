@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -26,9 +27,7 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 
-pytestmark = pytest.mark.usefixtures("decoding_processes")
-
-# A file whose name says so ends its process, or makes a bug of it.
+# A file whose name says so ends its process.
 _DEADLY = """
 import os, sys
 sys.path[:] = {path!r}
@@ -40,8 +39,6 @@ def load(index, file, loading, looks=False):
     if "once" in file.name and not file.with_suffix(".tried").exists():
         file.with_suffix(".tried").touch()
         os.kill(os.getpid(), 9)
-    if "bug" in file.name:
-        raise ZeroDivisionError("a bug")
     print("a library that prints")
     return honest(index, file, loading)
 decoder_worker.load = load
@@ -59,6 +56,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def children(
+    decoding_threads: Callable[[], "subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> "list[subprocess.Popen[bytes]]":
+    """The processes that are started from now on."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> "subprocess.Popen[bytes]":
+        started.append(decoding_threads())
+        return started[-1]
+
+    monkeypatch.setattr(decoder_pool, "start", start)
+    return started
+
+
 def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
     return Task(
@@ -67,22 +79,12 @@ def _task(folder: Path, **sizing: object) -> Task:
     )
 
 
-def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = _DEADLY.format(path=sys.path, parent=os.getpid())
-    monkeypatch.setattr(
-        decoder_pool,
-        "start",
-        lambda: subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ),
-    )
-
-
 def _map(item: NetworkInput) -> SourceMap:
     scores = np.random.default_rng(item.index).random((4, 4), np.float32) * 2
     return SourceMap(scores, item.view, 1.0, 0.0, None)
 
 
+@pytest.mark.usefixtures("decoding_processes")
 def test_the_same_as_here_in_order(folder: Path) -> None:
     paths = sorted(folder.glob("*.png"))
     task = _task(folder)
@@ -108,116 +110,110 @@ def test_the_same_as_here_in_order(folder: Path) -> None:
                 _ = item.decoded
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 28])
 def test_images_that_are_not_kept_are_read_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_worker, "_KEPT_BYTES", kept)
-    worker = decoder_worker.Worker(_task(folder))
-    paths = [folder / "00.png", folder / "01.png"]
-    items = [worker.load(i, path) for i, path in enumerate(paths)]
-    for path in paths:
-        path.unlink()
-    assert isinstance(items[0], NetworkInput)
-    found = worker.finish(0, paths[0], _map(items[0]), "0.png")
-    assert isinstance(found, UnusableImage) == (kept == 0)
+    for kept in (1 << 28, 0):
+        monkeypatch.setattr(decoder_worker, "_KEPT_BYTES", kept)
+        worker = decoder_worker.Worker(_task(folder))
+        paths = [folder / f"{kept} {i}.png" for i in range(2)]
+        for path in paths:
+            path.write_bytes((folder / "00.png").read_bytes())
+        items = [worker.load(i, path) for i, path in enumerate(paths)]
+        for path in paths:
+            path.unlink()
+        assert isinstance(items[0], NetworkInput)
+        found = worker.finish(0, paths[0], _map(items[0]), "0.png")
+        assert isinstance(found, UnusableImage) == (kept == 0)
 
 
 def test_tiles_are_the_same_as_here(folder: Path) -> None:
     task = _task(folder, tile=64, overlap=8)
     path = folder / "00.png"
-    with Decoders(1) as decoders:
-        decoders.begin(task)
-        (there,) = decoders.load_all([(0, path)])
-        here = load(0, path, task.loading)
-        assert isinstance(there, NetworkInput)
-        assert isinstance(here, NetworkInput)
-        assert isinstance(there.view, Tiling)
-        assert there.image is None  # but for its tiles
-        for mine, theirs in zip(here.tiles(2), there.tiles(2), strict=True):
-            for one, other in zip(mine, theirs, strict=True):
-                np.testing.assert_array_equal(one.pixels, other.pixels)
+    with Decoders(1, task) as decoders:
+        there = decoders.load(path)
+    here = load(0, path, task.loading)
+    assert isinstance(there, NetworkInput)
+    assert isinstance(here, NetworkInput)
+    assert isinstance(there.view, Tiling)
+    assert there.image is None  # but for its tiles
+    for mine, theirs in zip(here.tiles(2), there.tiles(2), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(one.pixels, other.pixels)
 
 
 def test_a_deadly_file_is_failed_and_the_rest_go_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _deadly(monkeypatch)
-    paths = sorted(folder.glob("*.png"))
+    code = _DEADLY.format(path=sys.path, parent=os.getpid())
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(decoder_pool, "start", lambda: subprocess.Popen(command, **pipes))
     (folder / "03.png").rename(folder / "03_deadly.png")
     (folder / "07.png").rename(folder / "07_once.png")
-    paths = sorted(folder.glob("*.png"))
-    with Decoders(2) as decoders:
-        decoders.begin(_task(folder))
-        found = list(decoders.load_all(enumerate(paths)))
+    with Decoders(2, _task(folder)) as decoders:
+        found = list(decoders.load_all(enumerate(sorted(folder.glob("*.png")))))
     statuses = {i: f.status for i, f in enumerate(found) if isinstance(f, UnusableImage)}
     assert statuses == {3: "failed", 5: "unsupported"}
     assert "03_deadly.png" in found[3].reason
     assert isinstance(found[7], NetworkInput)  # the second time it was read
 
 
-def test_a_killed_process_is_replaced(folder: Path) -> None:
-    paths = sorted(folder.glob("*.png"))[:2]
-    with Decoders(1) as decoders:
-        decoders.begin(_task(folder))
-        (first,) = decoders.load_all([(0, paths[0])])
+def test_processes_that_are_killed_or_rest_are_replaced(
+    folder: Path, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    path = folder / "00.png"
+    with Decoders(1, _task(folder)) as decoders:
+        first = decoders.load(path)
         assert isinstance(first, NetworkInput)
-        decoders._processes[0]._child.send_signal(signal.SIGKILL)
-        assert decoders.finish(0, paths[0], _map(first), "0.png").result() == RenderResult()
-        decoders._processes[0]._child.send_signal(signal.SIGKILL)
-        (second,) = decoders.load_all([(1, paths[1])])
-        assert isinstance(second, NetworkInput)
-        child = decoders._processes[0]._child
-    assert child.returncode is not None
+        children[-1].kill()
+        assert decoders.finish(0, path, _map(first), "0.png").result() == RenderResult()
+        children[-1].kill()
+        second = decoders.load(path)
+        decoders.rest()
+        assert children[-1].wait(timeout=60) == -signal.SIGKILL
+        third = decoders.load(path)  # with the same task
+    assert len(children) == 4
+    assert all(child.returncode is not None for child in children)
+    for again in (second, third):
+        assert isinstance(again, NetworkInput)
+        np.testing.assert_array_equal(again.pixels, first.pixels)
 
 
 def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _deadly(monkeypatch)
-    cv2.imwrite(str(folder / "bug.png"), np.zeros((60, 80, 3), np.uint8))
+    def load_badly(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
     (folder / "out").write_text("a file where the folder should be")
-    with Decoders(1) as decoders:
-        decoders.begin(_task(folder))
-        with pytest.raises(ZeroDivisionError, match="a bug"):
-            list(decoders.load_all([(0, folder / "bug.png")]))
-        (item,) = decoders.load_all([(1, folder / "01.png")])
+    path = folder / "00.png"
+    with Decoders(1, _task(folder)) as decoders:
+        item = decoders.load(path)
         with pytest.raises(OutputError, match="can't be written"):
-            decoders.finish(1, folder / "01.png", _map(item), "1.png").result()
+            decoders.finish(0, path, _map(item), "1.png").result()
+        monkeypatch.setattr(decoder_worker, "load", load_badly)
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            decoders.load(path)
 
 
 def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = decoder_worker.Worker(_task(folder))
-    path = folder / "00.png"
-
     def fail(*_: object) -> None:
         raise cv2.error("no room")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(loading, "render", fail)
-        found = worker.load(0, path)
-        assert isinstance(found, UnusableImage)
-        assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
-    item = worker.load(0, path)
-    assert isinstance(item, NetworkInput)
-    with monkeypatch.context() as patched:
-        patched.setattr(PictureWriter, "write", fail)
-        drawn = worker.finish(0, path, _map(item), "0.png")
-        assert isinstance(drawn, UnusableImage)
-        assert drawn.status == "failed"
-        assert "no room" in drawn.reason
-
-
-def test_the_processes_load_no_torch() -> None:
-    code = (
-        "import sys, anomaly.imaging.decoder_pool; print(*(m for m in sys.modules if m == 'torch'))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == ""
+    path = folder / "00.png"
+    with Decoders(1, _task(folder)) as decoders:
+        item = decoders.load(path)
+        monkeypatch.setattr(PictureWriter, "write", fail)
+        drawn = decoders.finish(0, path, _map(item), "0.png").result()
+        monkeypatch.setattr(loading, "render", fail)
+        found = decoders.load(path)
+    assert (drawn.status, "no room" in drawn.reason) == ("failed", True)
+    assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
 
 
 def test_what_commands_send_to_the_processes_loads_no_torch(
     product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules, send = set[str](), decoder_worker.send
+    modules, send = {"anomaly.imaging.decoder_pool"}, decoder_worker.send
 
     def noting(stream: IO[bytes] | None, message: object) -> None:
         modules.update(re.findall(r"anomaly\.[a-z_.]+", pickle.dumps(message).decode("latin-1")))
@@ -239,28 +235,23 @@ def test_what_commands_send_to_the_processes_loads_no_torch(
     assert shown.stdout.strip() == "", sorted(modules)
 
 
-def test_a_machine_that_starts_no_process_is_not_the_images_fault(
+@pytest.mark.usefixtures("decoding_processes")
+def test_processes_that_do_not_start_are_not_the_images_fault(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: object, **__: object) -> object:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
+    def refused() -> str:
+        with Decoders(1, _task(folder)) as decoders, pytest.raises(AnomalyError) as caught:
+            decoders.load(folder / "00.png")
+        return str(caught.value)
+
+    (folder / "cv2.py").write_text("raise ImportError('libGL.so.1: no such file')")
+    monkeypatch.syspath_prepend(str(folder))
+    assert re.search(r"end as soon as they are started: .*libGL\.so\.1", refused())
     monkeypatch.setattr(decoder_pool.subprocess, "Popen", no_room)
-    with (
-        Decoders(1, _task(folder)) as decoders,
-        pytest.raises(AnomalyError, match="no process can be started that decodes images: Resourc"),
-    ):
-        decoders.load(folder / "00.png")
-
-
-def test_processes_that_cannot_import_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "raise ImportError('libGL.so.1: no such file')"
-    monkeypatch.setattr(decoder_pool, "_imports", lambda: program)
-    with (
-        Decoders(1, _task(folder)) as decoders,
-        pytest.raises(AnomalyError, match=r"as soon as they are started: .*libGL\.so\.1"),
-    ):
-        decoders.load(folder / "00.png")
+    assert "no process can be started that decodes images: Resourc" in refused()
 
 
 def test_processes_find_the_package_from_any_folder(
@@ -272,17 +263,3 @@ def test_processes_find_the_package_from_any_folder(
     # Without the hooks of site-packages, which find an editable install.
     command = [sys.executable, "-S", "-c", decoder_pool._imports()]
     subprocess.run(command, cwd=folder, check=True)
-
-
-def test_processes_that_rest_hold_nothing_and_start_again(folder: Path) -> None:
-    with Decoders(2, _task(folder)) as decoders:
-        before = decoders.load(folder / "00.png")
-        children = [process._child for process in decoders._processes]
-        decoders.rest()
-        for child in children:
-            assert child is not None
-            assert child.wait(timeout=60) == -signal.SIGKILL
-        after = decoders.load(folder / "00.png")  # with the same task
-    assert isinstance(before, NetworkInput)
-    assert isinstance(after, NetworkInput)
-    np.testing.assert_array_equal(before.pixels, after.pixels)

@@ -39,12 +39,6 @@ def test_side_by_side_keeps_every_pixel() -> None:
     np.testing.assert_array_equal(plate[:, 82:162], marked)
 
 
-def test_long_units_fit() -> None:
-    short, long = colour_bar(300, 1.0, "x"), colour_bar(300, 1.0, "Mahalanobis distance")
-    assert long.shape[1] > short.shape[1]
-    assert (long[:, -3:] == 255).all()
-
-
 def test_both_thresholds_and_a_caption() -> None:
     picture = np.full((300, 200, 3), 90, np.uint8)
     bar = colour_bar(300, 4.0, "distance", 3.0)

@@ -1,13 +1,11 @@
 """Anomaly maps in files: what other programs read is what was written."""
 
 import io
-import struct
-import zlib
 
 import cv2
 import numpy as np
 import tifffile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pil
 
@@ -25,6 +23,7 @@ def _by_opencv(data: bytes) -> np.ndarray:
     return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
 
 
+@settings(max_examples=30)
 @given(st.tuples(st.integers(1, 60), st.integers(1, 60)))
 def test_floats_come_back_bit_by_bit(size: tuple[int, int]) -> None:
     scores = _scores(size)
@@ -34,12 +33,6 @@ def test_floats_come_back_bit_by_bit(size: tuple[int, int]) -> None:
         np.testing.assert_array_equal(np.asarray(picture), scores)
     # tifffile reads for scikit-image, too; here without its annex imagecodecs.
     np.testing.assert_array_equal(tifffile.imread(io.BytesIO(data)), scores)
-
-
-def test_float_maps_are_smaller_than_floats() -> None:
-    smooth = cv2.GaussianBlur(_scores((300, 400)), (0, 0), 8)
-    smooth = np.nan_to_num(smooth)
-    assert len(encode_float32(smooth)) < 0.75 * smooth.nbytes
 
 
 def test_16_bits_of_a_threshold_of_0() -> None:
@@ -59,18 +52,10 @@ def test_16_bits_with_a_scale() -> None:
     assert levels.dtype == np.uint16
     with Pil.open(io.BytesIO(data)) as picture:
         scale = float(picture.text["scale"])
+    assert scale == 1.0 / 8192
     hidden = np.isnan(scores)
     assert (levels[hidden] == 0).all()
     assert list(levels[0, :3]) == [1, 65535, 65535] or hidden[0, :3].any()
     fits = ~hidden & (scores > scale) & (scores < 65535 * scale)
     np.testing.assert_allclose(levels[fits] * scale, scores[fits], atol=scale / 2 * 1.01)
     assert ((levels > 8192) == (scores > 1.0 + scale / 2))[fits].all()
-
-
-def test_the_scale_is_in_a_chunk_of_its_own() -> None:
-    data = encode_uint16(lambda rows: np.ones((2, 2), np.float32)[rows], (2, 2), threshold=2.0)
-    at = data.index(b"tEXt")
-    (length,) = struct.unpack(">I", data[at - 4 : at])
-    body = data[at : at + 4 + length]
-    assert body == b"tEXtscale\0" + repr(2.0 / 8192).encode()
-    assert struct.unpack(">I", data[at + 4 + length : at + 8 + length])[0] == zlib.crc32(body)

@@ -17,7 +17,7 @@ def test_devices_by_name_and_by_themselves(monkeypatch: pytest.MonkeyPatch) -> N
         device_of("cuda")
 
 
-@pytest.mark.parametrize("name", ["mps", "xpu:0", "meta", "gpu", "cuda:x", ""])
-def test_other_devices_are_refused(name: str) -> None:
-    with pytest.raises(AnomalyError, match="give 'auto', 'cpu' or 'cuda'"):
-        device_of(name)
+def test_other_devices_are_refused() -> None:
+    for name in ("mps", "xpu:0", "meta", "gpu", "cuda:x", ""):
+        with pytest.raises(AnomalyError, match="give 'auto', 'cpu' or 'cuda'"):
+            device_of(name)

@@ -15,62 +15,52 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is fork
 _SECONDS = 120  # far more than it takes, far less than for ever
 
 _PROGRAM = """
-import multiprocessing, os, sys
-import numpy as np
-import anomaly
-
-def scores(first):
-    parts = [np.random.default_rng(first + i).integers(0, 255, (96, 120, 3), np.uint8)
-             for i in range(5)]
-    return [found.score for found in detector.predict(parts, channels="rgb")]
-
-if __name__ == "__main__":
-    import torch
-    torch.set_num_threads(2)
-    detector = anomaly.load(sys.argv[1], device="cpu")
-    file = sys.argv[2]
-    before = scores(0), detector.predict(file).score
-    child = os.fork()
-    if not child:
-        same = np.allclose(scores(0), before[0], rtol=1e-4)
-        same &= np.isclose(detector.predict(file).score, before[1], rtol=1e-4)
-        print(f"child {same}, {torch.get_num_threads()} thread", flush=True)
-        sys.exit()  # as most programs end
-    print("exit code", os.waitpid(child, 0)[1], flush=True)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        print("pool", np.allclose(pool.map(scores, [0, 0]), before[0], rtol=1e-4))
-    print("parent", (scores(0), detector.predict(file).score) == before, torch.get_num_threads())
-"""
-
-_EXPORTED = """
 import os, sys
 import numpy as np
 import anomaly
 
-detector = anomaly.load(sys.argv[1])
-part = np.zeros((96, 120, 3), np.uint8)
-unused = os.fork()
-if not unused:  # nothing was computed before: an engine of its own
-    print("unused", detector.predict(part, channels="rgb").score > 0, flush=True)
-    os._exit(0)
-os.waitpid(unused, 0)
-detector.predict(part, channels="rgb")
-used = os.fork()
-if not used:
+rng = np.random.default_rng(0)
+parts = [rng.integers(0, 255, (96, 120, 3), np.uint8) for _ in range(5)]
+
+def in_child(task):
+    child = os.fork()
+    if not child:
+        print(task(), flush=True)
+        sys.exit()  # as most programs end
+    assert os.waitpid(child, 0)[1] == 0
+
+def scores():
+    found = [*detector.predict(parts, channels="rgb"), *detector.predict([file])]
+    return [one.score for one in found]
+
+def exported_score():
     try:
-        detector.predict(part, channels="rgb")
+        return exported.predict(parts[0], channels="rgb").score > 0
     except anomaly.AnomalyError as error:
-        print(error, flush=True)
-    os._exit(0)
-os.waitpid(used, 0)
+        return error
+
+file = sys.argv[3]
+exported = anomaly.load(sys.argv[2])
+in_child(exported_score)  # nothing was computed before: an engine of its own
+exported_score()
+in_child(exported_score)
+import torch
+torch.set_num_threads(2)
+detector = anomaly.load(sys.argv[1], device="cpu")
+before = scores()
+in_child(lambda: (np.allclose(scores(), before, rtol=1e-4), torch.get_num_threads()))
+print((scores() == before, torch.get_num_threads()))
 """
 
 
-def _run(program: str, *arguments: object) -> list[str]:
+def test_models_compute_on_in_a_forked_child_or_say_what_to_do(
+    run_folder: Path, bank_export: Path, product: Path
+) -> None:
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     environment.pop("OMP_NUM_THREADS", None)
+    given = map(str, (run_folder, bank_export, product / "train" / "good" / "000.png"))
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
+        [sys.executable, "-c", _PROGRAM, *given],
         capture_output=True,
         text=True,
         timeout=_SECONDS,
@@ -78,21 +68,8 @@ def _run(program: str, *arguments: object) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_torch_computes_on_in_a_forked_child(run_folder: Path, product: Path) -> None:
-    file = next((product / "train" / "good").iterdir())
-    assert _run(_PROGRAM, run_folder, file) == [
-        "child True, 1 thread",
-        "exit code 0",
-        "pool True",
-        "parent True 2",
-    ]
-
-
-def test_an_exported_model_works_or_says_what_to_do(bank_export: Path) -> None:
-    unused, used = _run(_EXPORTED, bank_export)
-    assert unused == "unused True"
+    unused, used, child, parent = done.stdout.splitlines()
+    assert unused == "True"
     assert "was used before this process was forked" in used
     assert "get_context('spawn')" in used
+    assert (child, parent) == ("(True, 1)", "(True, 2)")

@@ -33,48 +33,41 @@ def _v1(group: str, quota: int, period: int = 100_000) -> dict[str, str]:
 V2, V1 = "0::/\n", "5:memory:/a\n4:cpu,cpuacct:/docker/abc\n"
 
 
-@pytest.mark.parametrize(
-    ("lines", "files", "expected"),
-    [
-        (V2, {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        (V2, {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
-        (V2, {}, math.inf),
-        (V2, {"sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),
-        # A group's own quota is larger than that of the group around it.
-        (
-            "0::/pods/one/job\n",
-            {
-                "sys/fs/cgroup/pods/one/job/cpu.max": "max 100000\n",
-                "sys/fs/cgroup/pods/one/cpu.max": "400000 100000\n",
-                "sys/fs/cgroup/pods/cpu.max": "100000 50000\n",
-            },
-            2.0,
-        ),
-        (V1, _v1("/docker/abc", 50_000), 0.5),
-        (V1, _v1("/docker/abc", -1) | _v1("/docker", 300_000), 3.0),
-        (V1, _v1("", 250_000), 2.5),  # the host's path, seen from inside
-        ("1:name=systemd:/\n0::/x\n", {"sys/fs/cgroup/unified/x/cpu.max": "1000 1000"}, 1.0),
-        ("0::/../../other\n", {"sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
-    ],
-)
-def test_the_least_quota_counts(
-    lines: str, files: dict[str, str], expected: float, tmp_path: Path
-) -> None:
-    assert cpu_quota(_groups(tmp_path, lines, files)) == expected
+QUOTAS: list[tuple[str, dict[str, str], float]] = [
+    (V2, {"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+    (V2, {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
+    (V2, {}, math.inf),
+    (V2, {"sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),
+    # A group's own quota is larger than that of the group around it.
+    (
+        "0::/pods/one/job\n",
+        {
+            "sys/fs/cgroup/pods/one/job/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pods/one/cpu.max": "400000 100000\n",
+            "sys/fs/cgroup/pods/cpu.max": "100000 50000\n",
+        },
+        2.0,
+    ),
+    (V1, _v1("/docker/abc", 50_000), 0.5),
+    (V1, _v1("/docker/abc", -1) | _v1("/docker", 300_000), 3.0),
+    (V1, _v1("", 250_000), 2.5),  # the host's path, seen from inside
+    ("1:name=systemd:/\n0::/x\n", {"sys/fs/cgroup/unified/x/cpu.max": "1000 1000"}, 1.0),
+    ("0::/../../other\n", {"sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
+]
 
 
-def test_no_control_groups_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) == math.inf
+def test_the_least_quota_counts(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) == math.inf  # no control groups
+    for number, (lines, files, expected) in enumerate(QUOTAS):
+        assert cpu_quota(_groups(tmp_path / str(number), lines, files)) == expected, files
 
 
-@pytest.mark.parametrize(("quota", "expected"), [(0.2, 1), (1.0, 1), (1.5, 2), (99, 4)])
-def test_the_default_number_of_threads(
-    quota: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 4, raising=False)
-    monkeypatch.setattr(parallel, "cpu_quota", lambda: quota)
-    assert cores() == expected
+    for quota, expected in ((0.2, 1), (1.0, 1), (1.5, 2), (99, 4)):
+        monkeypatch.setattr(parallel, "cpu_quota", lambda quota=quota: quota)
+        assert cores() == expected
 
 
 def test_more_threads_than_the_quota_are_taken_and_said(
