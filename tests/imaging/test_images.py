@@ -156,12 +156,6 @@ def test_orientation_is_applied(tmp_path, rgb):
         assert read_header(path).size == image.size
 
 
-def test_damaged_exif_doesnt_cost_the_picture(rgb):
-    for exif in (b"", b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"junk" * 9):
-        image = read_image(encoded(rgb, "WEBP", lossless=True, exif=exif))
-        np.testing.assert_array_equal(image.pixels, rgb)
-
-
 # What a value means
 
 
@@ -233,15 +227,6 @@ def test_a_file_far_too_long_for_its_pixels_is_refused_before_it_is_read(tmp_pat
     os.truncate(path, 70_000_000)
     np.testing.assert_array_equal(read_image(path).pixels, rgb)
     assert "image.max_pixels" in str(refused(path, max_pixels=100_000))
-
-
-def test_a_file_is_read_once(tmp_path, rgb):
-    path = written(tmp_path, encoded(rgb, "PNG"))
-    os.truncate(path, 50_000_000)
-    tracemalloc.start()
-    read_image(path)
-    assert tracemalloc.get_traced_memory()[1] < 60_000_000
-    tracemalloc.stop()
 
 
 def test_several_pictures_in_one_file(rgb):
@@ -320,21 +305,6 @@ def test_a_files_bytes_are_the_file(tmp_path, rgb):
         assert of_file.status == of_bytes.status
 
 
-def test_a_files_bytes_are_the_file(tmp_path, rgb):
-    """What comes from memory is read like the file, and refused in the same words."""
-    data = encoded(rgb, "PNG")
-    file = written(tmp_path, data)
-    ours, theirs = read_image(data), read_image(file)
-    assert (ours.sha256, ours.mode) == (theirs.sha256, theirs.mode)
-    np.testing.assert_array_equal(ours.pixels, theirs.pixels)
-    for broken, limit in ((data[:-20], 9999), (data, 15), (b"", 100), (b"no picture", 100)):
-        of_file = refused(written(tmp_path, broken), max_pixels=limit)
-        with pytest.raises(ImageError) as of_bytes:
-            read_image(broken, max_pixels=limit)
-        assert str(of_file) == f"{file}: {of_bytes.value}"
-        assert of_file.status == of_bytes.value.status
-
-
 # Names and folders
 
 
@@ -366,8 +336,8 @@ def test_list_images(tmp_path):
     names = [path.relative_to(lot).as_posix() for path in list_images(lot)]
     assert names == [*images, "gone.png"]
     today.mkdir()
-    (today / "line").symlink_to(lot / "b")  # links to other folders are followed
-    assert list_images(today) == [today / "line" / name for name in ("10.tif", "2.PNG")]
+    (today / "line").symlink_to(lot / "c")  # links to other folders are followed
+    assert list_images(today) == [today / "line" / "x.gif"]
 
 
 def test_list_images_never_skips_a_folder_it_cant_read(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving_parts import SIZE, draw, place, poses
 
@@ -47,7 +47,7 @@ def test_motions_join_and_go_back_as_matrices_do(
     np.testing.assert_allclose(matrix(one.inverse()) @ matrix(one) @ point, point, atol=1e-9)
 
 
-@pytest.mark.parametrize(("rigid", "turn"), [(True, 10), (True, 180), (False, 0)])
+@pytest.mark.parametrize(("rigid", "turn"), [(True, 180), (False, 0)])
 def test_poses_are_found_within_a_quarter_of_a_pixel(rigid: bool, turn: float) -> None:
     known = poses(16, 5, turn)
     found = learned(known, rigid=rigid)
@@ -83,6 +83,7 @@ def test_the_network_sees_every_part_as_the_middle_one_lies() -> None:
     assert np.abs(render(draw(known[0]), 255, view) - expected).mean() > 0.04
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 100), st.integers(1, 60), st.integers(0, 130), st.integers(1, 70))
 def test_a_box_is_cut_out_of_the_whole(top: int, height: int, left: int, width: int) -> None:
     pose = Pose(Motion(0.4, 9.3, -4.6), SIZE)
@@ -133,10 +134,8 @@ def test_what_no_training_image_showed_is_doubted() -> None:
         assert "pose can't be found" in reason(other)
     with pytest.raises(DataError, match="another shape"):
         reference.pose(image(draw((0, 0, 0))[:, :150]))
-
-
-def test_few_images_bound_no_motion() -> None:
-    assert learned(poses(3, 5)).reference.pose(image(draw((100, 30, 9)))).reason == ""
+    few = learned(poses(3, 5)).reference  # which bound no motion
+    assert few.pose(image(draw((100, 30, 9)))).reason == ""
 
 
 @pytest.mark.parametrize("kind", ["noise", "weave"])
@@ -144,9 +143,9 @@ def test_surfaces_have_no_pose(kind: str) -> None:
     pictures = []
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        rows, columns = np.indices((128, 128)) + rng.uniform(0, 16, (2, 1, 1))
+        rows, columns = np.indices((96, 96)) + rng.uniform(0, 16, (2, 1, 1))
         weave = np.sin(rows * math.tau / 8) * np.sin(columns * math.tau / 8)
-        grain = cv2.GaussianBlur(rng.normal(size=(128, 128)), (0, 0), 3)
+        grain = cv2.GaussianBlur(rng.normal(size=(96, 96)), (0, 0), 3)
         pictures.append((weave if kind == "weave" else grain).astype(np.float32))
     for rigid in (True, False):
         with pytest.raises(DataError, match="the pose of the part can't be found"):
@@ -154,15 +153,14 @@ def test_surfaces_have_no_pose(kind: str) -> None:
     assert moving(pictures) == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("turn", "shift", "words"),
-    [(180, 10, "image.align=rigid"), (10, 3, "turned by up to"), (0, 20, "=shift"), (0, 1, "")],
-)
-def test_what_fits_moving_parts(turn: float, shift: float, words: str) -> None:
-    given = poses(16, 5, turn, shift)
-    _, advice = moving([grey_picture(image(draw(pose, i))) for i, pose in enumerate(given)])
-    assert words in advice
-    assert bool(words) == bool(advice)
+def test_what_fits_moving_parts() -> None:
+    for turn, shift, words in ((180, 10, "=rigid"), (0, 20, "=shift"), (0, 1, "")):
+        given = poses(16, 5, turn, shift)
+        setting, advice = moving(
+            [grey_picture(image(draw(pose, i))) for i, pose in enumerate(given)]
+        )
+        assert (setting, words in advice) == (words and f"image.align{words}", True)
+        assert bool(words) == bool(advice)
 
 
 def test_a_reference_is_saved_and_damage_is_seen() -> None:

@@ -17,20 +17,21 @@ _SECONDS = 120  # far more than it takes, far less than for ever
 _PROGRAM = """
 import os, sys
 import numpy as np
+import torch
 import anomaly
 
 rng = np.random.default_rng(0)
 parts = [rng.integers(0, 255, (96, 120, 3), np.uint8) for _ in range(5)]
 
-def in_child(task):
+def in_child(task, end):
     child = os.fork()
     if not child:
         print(task(), flush=True)
-        sys.exit()  # as most programs end
+        end(0)
     assert os.waitpid(child, 0)[1] == 0
 
 def scores():
-    found = [*detector.predict(parts, channels="rgb"), *detector.predict([file])]
+    found = [*detector.predict(parts, channels="rgb"), *detector.predict([sys.argv[3]])]
     return [one.score for one in found]
 
 def exported_score():
@@ -39,17 +40,16 @@ def exported_score():
     except anomaly.AnomalyError as error:
         return error
 
-file = sys.argv[3]
-exported = anomaly.load(sys.argv[2])
-in_child(exported_score)  # nothing was computed before: an engine of its own
-exported_score()
-in_child(exported_score)
-import torch
 torch.set_num_threads(2)
 detector = anomaly.load(sys.argv[1], device="cpu")
 before = scores()
-in_child(lambda: (np.allclose(scores(), before, rtol=1e-4), torch.get_num_threads()))
-print((scores() == before, torch.get_num_threads()))
+# It ends as most programs do.
+in_child(lambda: (np.allclose(scores(), before, rtol=1e-4), torch.get_num_threads()), sys.exit)
+print((scores() == before, torch.get_num_threads()), flush=True)
+exported = anomaly.load(sys.argv[2])
+in_child(exported_score, os._exit)  # nothing was computed before: an engine of its own
+exported_score()
+in_child(exported_score, os._exit)
 """
 
 
@@ -68,7 +68,7 @@ def test_models_compute_on_in_a_forked_child_or_say_what_to_do(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    unused, used, child, parent = done.stdout.splitlines()
+    child, parent, unused, used = done.stdout.splitlines()
     assert unused == "True"
     assert "was used before this process was forked" in used
     assert "get_context('spawn')" in used

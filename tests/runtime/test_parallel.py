@@ -21,70 +21,9 @@ from anomaly.runtime.parallel import (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Torch's threads, which are as many afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    assert torch.get_num_threads() == request.param
-    torch.set_num_threads(before)
-
-
-def test_results_in_the_order_of_the_items(threads: int) -> None:
-    for count in (0, 1, 2, 57):
-        assert parallel_map(lambda i: i * i, range(count), CPU) == [i * i for i in range(count)]
-
-
-def test_each_thread_computes_alone_and_the_setting_comes_back(threads: int) -> None:
-    seen = parallel_map(lambda _: torch.get_num_threads(), range(20), CPU)
-    assert set(seen) == {1}
-    later: list[int] = []
-    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert later == [threads]
-
-
-def test_a_thread_that_comes_while_others_compute_alone_has_all_threads(threads: int) -> None:
-    seen: list[int] = []
-
-    def caller() -> None:
-        apply_thread_limit()
-        seen.append(torch.get_num_threads())
-
-    with parallel_pool(CPU):
-        thread = threading.Thread(target=caller)
-        thread.start()
-        thread.join()
-        assert torch.get_num_threads() == 1
-    assert seen == [threads]
-
-
-def test_an_error_comes_out(threads: int) -> None:
-    def task(i: int) -> int:
-        if i == 13:
-            raise ValueError("thirteen")
-        return i
-
-    with pytest.raises(ValueError, match="thirteen"):
-        parallel_map(task, range(30), CPU)
-
-
-def test_inference_mode_holds_in_all_threads(threads: int) -> None:
-    for inference in (True, False):
-        with torch.inference_mode(inference), parallel_pool(CPU) as hand_out:
-            results = hand_out(lambda i: torch.zeros(3) + i, range(20))
-        assert {t.is_inference() for t in results} == {inference}
-
-
-def test_a_gpu_takes_one_piece_after_another(threads: int) -> None:
-    names = parallel_map(lambda _: threading.current_thread().name, range(9), torch.device("cuda"))
-    assert set(names) == {threading.current_thread().name}
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
+    """Torch's threads, which are as many afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -92,13 +31,53 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("two_threads")
-def test_several_threads_work() -> None:
+def test_results_in_the_order_of_the_items() -> None:
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in (0, 1, 2, 57):
+            assert parallel_map(lambda i: i * i, range(count), CPU) == [i * i for i in range(count)]
+
+
+def test_each_thread_computes_alone_and_the_setting_comes_back() -> None:
     both = threading.Barrier(2, timeout=60)
-    parallel_map(lambda _: both.wait(), range(2), CPU)  # one thread alone would wait for ever
+
+    def task(i: int) -> int:
+        if i < 2:
+            both.wait()  # one thread alone would wait for ever
+        return torch.get_num_threads()
+
+    assert set(parallel_map(task, range(20), CPU)) == {1}
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2
 
 
-@pytest.mark.usefixtures("two_threads")
+def test_a_thread_that_comes_while_others_compute_alone_has_all_threads() -> None:
+    def caller() -> int:
+        apply_thread_limit()
+        return torch.get_num_threads()
+
+    with parallel_pool(CPU), ThreadPoolExecutor(1) as other:
+        assert other.submit(caller).result() == 2
+        assert torch.get_num_threads() == 1
+
+
+def test_an_error_comes_out() -> None:
+    with pytest.raises(ZeroDivisionError):
+        parallel_map(lambda i: 1 // (13 - i), range(30), CPU)
+
+
+def test_inference_mode_holds_in_all_threads() -> None:
+    for inference in (True, False):
+        with torch.inference_mode(inference), parallel_pool(CPU) as hand_out:
+            results = hand_out(lambda i: torch.zeros(3) + i, range(20))
+        assert {t.is_inference() for t in results} == {inference}
+
+
+def test_a_gpu_takes_one_piece_after_another() -> None:
+    names = parallel_map(lambda _: threading.current_thread().name, range(9), torch.device("cuda"))
+    assert set(names) == {threading.current_thread().name}
+
+
 def test_lanes_give_results_in_order_from_threads_that_compute_alone() -> None:
     seen = set()
 
@@ -113,13 +92,11 @@ def test_lanes_give_results_in_order_from_threads_that_compute_alone() -> None:
     assert threading.get_ident() not in seen
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_a_single_item_in_lanes_gets_all_threads() -> None:
     assert list(in_parallel(lambda _: torch.get_num_threads(), [0], CPU)) == [2]
     assert list(in_parallel(lambda x: x, [], CPU)) == []
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_no_further_ahead_than_there_are_lanes() -> None:
     asked: list[int] = []
 
@@ -134,7 +111,6 @@ def test_no_further_ahead_than_there_are_lanes() -> None:
     results.close()  # the rest is dropped
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_errors_of_lanes_arrive_where_the_result_would_have() -> None:
     results = in_parallel(lambda i: 1 // (3 - i), range(6), CPU)
     assert [next(results) for _ in range(3)] == [0, 0, 1]

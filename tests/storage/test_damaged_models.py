@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from conftest import RUNS
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from anomaly.config.load import GONE
@@ -36,6 +36,7 @@ from anomaly.storage.thresholds import read_thresholds, replace_thresholds
 DELETED = object()
 VALUES = [DELETED, None, [], {}, [[1]], {"a": {"b": 1}}, -1, 0, 10**40, 10**400, 1e300, True, "x"]
 VALUES += [math.nan]
+FEW = [DELETED, None, [[1]], -1, "x"]
 # Entries of a manifest that can have other legal values without anything else showing it.
 FREE = {
     *("software_version", "packages", "python", "machine", "device", "threads"),
@@ -66,11 +67,14 @@ def seal(folder: Path, values: Any) -> None:
         (folder / "manifest.json").write_text(json.dumps(values))
 
 
-def vouch_for(folder: Path, *names: str) -> None:
-    """Make a manifest fit changed files."""
-    values = manifest_of(folder)
-    values["files"] |= {name: file_entry(folder / name) for name in names}
-    seal(folder, values)
+def put(file: Path, content: str | bytes | dict[str, Tensor]) -> None:
+    """Replace a file of a model, and make the manifest fit."""
+    if isinstance(content, dict):
+        content = save(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    values = manifest_of(file.parent)
+    values["files"][file.name] = file_entry(file)
+    seal(file.parent, values)
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -163,7 +167,7 @@ def test_each_value_of_a_truncation(resnet_folder: Path, product: Path, tmp_path
         except LayerError:
             return None
 
-    for way, part in mutants(whole["backbone"]["truncation"]):
+    for way, part in mutants(whole["backbone"]["truncation"], FEW):
         seal(model, whole | {"backbone": whole["backbone"] | {"truncation": part}})
         if (after := score()) is not None:
             assert after == pytest.approx(before.score, rel=1e-5), (way, part)
@@ -207,27 +211,24 @@ def test_settings_that_are_none(bank: Path) -> None:
     values = yaml.safe_load((bank / "config.yaml").read_text())
     texts = ["[" * 3000, "a: [", "\x00", "- 1", "null", "word"]
     for section in ("seed", "backbone", "model", "precision"):
-        for _, part in mutants(values[section], [DELETED, None, [[1]], -1, "x"]):
+        for _, part in mutants(values[section], FEW):
             texts.append(yaml.safe_dump(values | {section: part}))
     for text in texts:
-        (bank / "config.yaml").write_text(text)
-        vouch_for(bank, "config.yaml")
+        put(bank / "config.yaml", text)
         loaded = attempt(bank)
         assert loaded is None or text not in texts[:6]
 
 
 def test_settings_and_scores_of_what_went_are_refused_in_a_sentence(bank: Path) -> None:
     settings, file = (bank / "config.yaml").read_text(), bank / "calibration.json"
-    (bank / "config.yaml").write_text(f"{settings}zones: {{edge: {{reject_rate: 0.1}}}}\n")
-    vouch_for(bank, "config.yaml")
+    put(bank / "config.yaml", f"{settings}zones: {{edge: {{reject_rate: 0.1}}}}\n")
     with pytest.raises(ModelError, match=re.escape(GONE["zones"])):
         load_model(bank)
-    (bank / "config.yaml").write_text(settings)
+    put(bank / "config.yaml", settings)
     scores = json.loads(file.read_text())
     image = [0, "a.png", 1.0, 1.0, "", [1.0]]
     for columns in ({"zones": [["edge", 0.1, scores["image"]]]}, {"left_out": [image]}):
-        file.write_text(json.dumps(scores | columns))
-        vouch_for(bank, "config.yaml", file.name)
+        put(file, json.dumps(scores | columns))
         with pytest.raises(ModelError, match="calibration") as caught:
             load_model(bank)
         check_message(caught.value, bank)
@@ -260,8 +261,7 @@ def test_each_tensor_of_the_scorer(
     shutil.copytree(request.getfixturevalue(RUNS[kind]) / "model", model)
     config = load_model(model).config
     whole = load_file(model / "scorer.safetensors")
-    save_file(whole | {"another": torch.zeros(3)}, model / "scorer.safetensors")
-    vouch_for(model, "scorer.safetensors")
+    put(model / "scorer.safetensors", whole | {"another": torch.zeros(3)})
     assert attempt(model) is None
     scorer_of(config, whole, torch.device("cpu"))
     for what, tensors in tampered(whole):
@@ -274,8 +274,7 @@ def test_each_tensor_of_the_scorer(
 def test_each_tensor_of_the_training_images_look(bank: Path) -> None:
     whole = load_file(bank / "usual.safetensors")
     TrainingStatistics.from_tensors({k: v.numpy() for k, v in whole.items()}, 12)
-    save_file(whole | {"mean": whole["mean"][:-1].clone()}, bank / "usual.safetensors")
-    vouch_for(bank, "usual.safetensors")
+    put(bank / "usual.safetensors", whole | {"mean": whole["mean"][:-1].clone()})
     assert attempt(bank) is None  # of another network
     for what, tensors in tampered(whole):
         if what != "farthest cut":  # as many as there were
@@ -289,9 +288,8 @@ def test_tensors_of_the_network(bank: Path) -> None:
     for what, part in tampered({k: whole[k] for k in names}):
         if "float16" in what:
             continue  # widened
-        save_file({k: v for k, v in whole.items() if k not in names} | part, bank / "b")
-        (bank / "b").replace(bank / "backbone.safetensors")
-        vouch_for(bank, "backbone.safetensors")
+        rest = {k: v for k, v in whole.items() if k not in names}
+        put(bank / "backbone.safetensors", rest | part)
         assert attempt(bank) is None, what
 
 
@@ -304,42 +302,34 @@ def test_kinds_of_numbers_that_no_model_has(bank: Path) -> None:
             odd = torch.zeros(whole[key].shape, dtype=torch.uint8)
             number = getattr(torch, kind)
             odd = odd.view(number) if "float4" in kind else odd.to(number)
-            save_file(whole | {key: odd}, bank / "odd")
-            (bank / "odd").replace(file)
-            vouch_for(bank, file.name)
+            put(file, whole | {key: odd})
             with pytest.raises(ModelError, match=r"train (it )?again") as caught:
                 load_model(bank)
             check_message(caught.value, bank)
-        save_file(whole, file)
-        vouch_for(bank, file.name)
+        put(file, whole)
 
 
 def test_files_that_are_cut_or_nothing_like_it(bank: Path) -> None:
     for name in ("scorer.safetensors", "backbone.safetensors", "manifest.json"):
         file = bank / name
         whole = file.read_bytes()
+        replace = Path.write_bytes if name == "manifest.json" else put
         half = whole[: len(whole) // 2]
         for data in (b"", whole[:9], half, whole[:-1], b"[" * 200_000, b"\xff" * 64):
-            file.write_bytes(data)
-            if name != "manifest.json":
-                vouch_for(bank, name)
+            replace(file, data)
             assert attempt(bank) is None
-        file.unlink()
-        file.mkdir()
-        with pytest.raises(ModelError):
-            load_model(bank)
-        file.rmdir()
-        file.write_bytes(whole)
-        if name != "manifest.json":
-            vouch_for(bank, name)
+        replace(file, whole)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelError):
+        load_model(bank)
 
 
 def test_values_that_overflow_give_no_verdict(bank: Path, product: Path) -> None:
     """A network whose numbers are finite until it runs."""
     tensors = load_file(bank / "backbone.safetensors")
     tensors["conv1.weight"] = tensors["conv1.weight"] * 1e38
-    save_file(tensors, bank / "backbone.safetensors")
-    vouch_for(bank, "backbone.safetensors")
+    put(bank / "backbone.safetensors", tensors)
     for found in load_model(bank).score_all(sorted((product / "test").rglob("*.png"))):
         assert isinstance(found, UnusableImage)
         assert (found.status, "isn't a finite number" in found.reason) == ("failed", True)
