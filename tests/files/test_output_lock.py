@@ -6,10 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from anomaly.errors import OutputError
 from anomaly.files import outputs
 from anomaly.files.outputs import LOCK, locked, locked_file
 
+Enter = Callable[[AbstractContextManager[object]], object]
 _HOLD = """
 import sys
 from pathlib import Path
@@ -46,30 +46,12 @@ def _first_line(process: "subprocess.Popen[str]") -> str:
 
 
 @pytest.fixture
-def occupied() -> Iterator[Callable[[Path], None]]:
-    """Has another thread lock a folder or a file, which keeps others out like a process."""
-    over = threading.Event()
-    threads = ExitStack()
-
-    def hold(place: Path, held: threading.Event) -> None:
-        with locked_file(place) if place.suffix else locked(place):
-            held.set()
-            over.wait()
-
-    def occupy(place: Path) -> None:
-        held = threading.Event()
-        thread = threading.Thread(target=hold, args=(place, held))
-        thread.start()
-        threads.callback(thread.join)
-        assert held.wait(60)
-
-    yield occupy
-    over.set()
-    threads.close()
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+def other_thread() -> Iterator[Enter]:
+    """Enters a lock in another thread, which keeps this one out like a process."""
+    with ThreadPoolExecutor(1) as other:
+        locks = ExitStack()
+        yield lambda lock: other.submit(locks.enter_context, lock).result()
+        other.submit(locks.close).result()
 
 
 def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
@@ -85,39 +67,21 @@ def test_nothing_is_left_of_a_lock(tmp_path: Path) -> None:
     assert [f.name for f in folder.iterdir()] == ["result"]
 
 
-def test_a_file_is_locked_and_not_its_folder(
-    tmp_path: Path, occupied: Callable[[Path], None]
-) -> None:
+def test_a_file_is_locked_and_not_its_folder(tmp_path: Path, other_thread: Enter) -> None:
     file = tmp_path / "new" / "line.db"
     with locked_file(file):
         assert [f.name for f in file.parent.iterdir()] == [f".line.db{LOCK}"]
         with locked_file(tmp_path / "new" / ".." / "new" / "line.db"), locked(file.parent):
             pass
     assert list(tmp_path.iterdir()) == []
-    occupied(file)
-    for name in ("line.db", "link.db"):  # by whatever name
-        if name == "link.db":
-            (tmp_path / name).symlink_to(file)
-        place = file if name == "line.db" else tmp_path / name
-        with pytest.raises(
-            OutputError, match=f"{name} is in use by another run .*{os.getpid()} on "
-        ):
-            locked_file(place).__enter__()
+    other_thread(locked_file(file))
+    (tmp_path / "link.db").symlink_to(file)
+    for name in (file, tmp_path / "link.db"):
+        in_use = f"{name.name} is in use by another run .*{os.getpid()} on "
+        with pytest.raises(OutputError, match=in_use), locked_file(name):
+            pass
     with locked(file.parent), locked_file(file.with_name("other.db")):
         pass
-
-
-def test_another_thread_is_kept_out(tmp_path: Path) -> None:
-    def enter() -> None:
-        with locked(tmp_path):
-            pass
-
-    with ThreadPoolExecutor(1) as other:
-        with locked(tmp_path):
-            enter()
-            with pytest.raises(OutputError, match=f"in use by another run .*{os.getpid()} on "):
-                other.submit(enter).result()
-        other.submit(enter).result()
 
 
 def test_exactly_one_of_two_wins(tmp_path: Path) -> None:
@@ -136,8 +100,9 @@ def test_exactly_one_of_two_wins(tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_run_is_free_at_once(tmp_path: Path) -> None:
     holder = _hold(tmp_path)
     assert _first_line(holder) == "held"
-    with pytest.raises(OutputError, match=f"in use by another run .process {holder.pid} on "):
-        locked(tmp_path).__enter__()
+    in_use = f"in use by another run .process {holder.pid} on "
+    with pytest.raises(OutputError, match=in_use), locked(tmp_path):
+        pass
     holder.kill()
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
     with locked(tmp_path):
@@ -165,8 +130,8 @@ def test_a_file_system_without_locks(
         assert not (tmp_path / "out" / LOCK).exists()
         assert len(list((tmp_path / "local").iterdir())) == 1
         monkeypatch.setattr(outputs, "_held", set())
-        with pytest.raises(OutputError, match=f"process {os.getpid()} on "):
-            locked(tmp_path / "out").__enter__()
+        with pytest.raises(OutputError, match=f"process {os.getpid()} on "), locked(lock.parent):
+            pass
     assert "another machine there goes unnoticed" in caplog.text
     assert list((tmp_path / "local").iterdir()) == []
 
@@ -176,15 +141,19 @@ def test_every_command_that_writes_minds_the_lock(
     product: Path,
     run_folder: Path,
     command: Command,
-    occupied: Callable[[Path], None],
+    other_thread: Enter,
 ) -> None:
     model, golden, out = (tmp_path / name for name in ("run", "golden", "out"))
     shutil.copytree(run_folder, model)
     write_part(golden / "a.png", seed=1)
     record, features = out / "record.db", out / "features.npz"
     for place in (out, model, golden, record, features):
-        occupied(place)
-    before = _files(tmp_path)
+        other_thread(locked_file(place) if place.suffix else locked(place))
+
+    def files() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    before = files()
     image = product / "test" / "spot" / "000.png"
     settings = [part for setting in FAST for part in ("--set", setting)]
     run, results = ["--model", model], ["--output", out]
@@ -217,5 +186,5 @@ def test_every_command_that_writes_minds_the_lock(
         assert (code, said if name != "deploy" else "") == (2, ""), name
         assert f"{folder} is in use by another run (process {os.getpid()} on" in err
         assert err.count("error: ") == 1
-    assert _files(tmp_path) == before
+    assert files() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["golden", "out", "run"]

@@ -9,6 +9,7 @@ from kit import touch
 
 from anomaly.datasets import open_dataset
 from anomaly.datasets.inputs import find_inputs
+from anomaly.files.writing import write
 from anomaly.imaging.listing import list_files
 
 
@@ -49,8 +50,8 @@ def test_results_and_explanations_are_no_inputs(
 
 
 def test_test_images_beside_results(tmp_path: Path) -> None:
-    for name in ("train/good/a.png", "test/good/b.png", "test/crack/c.png", "test/heatmaps/d.png"):
-        write_part(tmp_path / name, seed=1)
+    names = ("train/good/a.png", "test/good/b.png", "test/crack/c.png", "test/heatmaps/d.png")
+    touch(tmp_path, *names)
     kinds = [sample.defect_type for sample in open_dataset("mvtec", tmp_path).test]
     assert kinds == ["crack", "good", "heatmaps"]
     (tmp_path / "test" / "results.watched.jsonl").touch()
@@ -58,21 +59,17 @@ def test_test_images_beside_results(tmp_path: Path) -> None:
     assert kinds == ["crack", "good"]
 
 
+OTHERS = [
+    {"results.csv": "path,score\n", "heatmaps/a.png": "", "masks/b.png": ""},
+    {"model/a.png": "", "suspects/b.png": "", "model/manifest.json": '{"format": "car/1"}'},
+    {"train.json": "{}", "model/a.png": ""},
+    {"explanation.json": '{"pictures": 3}', "grad_cam.png": ""},
+]
+
+
 def test_what_others_have_written_is_kept(tmp_path: Path) -> None:
-    for number, foreign in enumerate(
-        (
-            {"results.csv": b"path,score\n", "heatmaps/a.png": b"", "masks/b.png": b""},
-            {
-                "model/a.png": b"",
-                "suspects/b.png": b"",
-                "model/manifest.json": b'{"format": "car"}',
-            },
-            {"train.json": b"{}", "model/a.png": b""},
-            {"explanation.json": b'{"pictures": 3}', "grad_cam.png": b""},
-        )
-    ):
+    for number, files in enumerate(OTHERS):
         root = tmp_path / str(number)
-        touch(root, *foreign)
-        for name, data in foreign.items():
-            (root / name).write_bytes(data)
-        assert {f.relative_to(root).as_posix() for f in list_files(root)} == set(foreign)
+        for name, text in files.items():
+            write(root / name, text)
+        assert {f.relative_to(root).as_posix() for f in list_files(root)} == set(files)

@@ -17,7 +17,7 @@ import pytest
 from conftest import REPOSITORY, Command, train_arguments
 
 from anomaly.errors import AnomalyError, OutputError
-from anomaly.imaging import decoder_pool, decoder_worker, loading
+from anomaly.imaging import decoder_pool, decoder_worker
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, Tiling
@@ -26,24 +26,6 @@ from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOption
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
-
-# A file whose name says so ends its process.
-_DEADLY = """
-import os, sys
-sys.path[:] = {path!r}
-from anomaly.imaging import decoder_worker
-honest = decoder_worker.load
-def load(index, file, loading, looks=False):
-    if "deadly" in file.name:
-        os.kill(os.getpid(), 9)
-    if "once" in file.name and not file.with_suffix(".tried").exists():
-        file.with_suffix(".tried").touch()
-        os.kill(os.getpid(), 9)
-    print("a library that prints")
-    return honest(index, file, loading)
-decoder_worker.load = load
-decoder_worker.serve({parent}, 10**9)
-"""
 
 
 @pytest.fixture
@@ -142,23 +124,6 @@ def test_tiles_are_the_same_as_here(folder: Path) -> None:
             np.testing.assert_array_equal(one.pixels, other.pixels)
 
 
-def test_a_deadly_file_is_failed_and_the_rest_go_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = _DEADLY.format(path=sys.path, parent=os.getpid())
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    command = [sys.executable, "-c", code]
-    monkeypatch.setattr(decoder_pool, "start", lambda: subprocess.Popen(command, **pipes))
-    (folder / "03.png").rename(folder / "03_deadly.png")
-    (folder / "07.png").rename(folder / "07_once.png")
-    with Decoders(2, _task(folder)) as decoders:
-        found = list(decoders.load_all(enumerate(sorted(folder.glob("*.png")))))
-    statuses = {i: f.status for i, f in enumerate(found) if isinstance(f, UnusableImage)}
-    assert statuses == {3: "failed", 5: "unsupported"}
-    assert "03_deadly.png" in found[3].reason
-    assert isinstance(found[7], NetworkInput)  # the second time it was read
-
-
 def test_processes_that_are_killed_or_rest_are_replaced(
     folder: Path, children: "list[subprocess.Popen[bytes]]"
 ) -> None:
@@ -195,19 +160,17 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
             decoders.load(path)
 
 
-def test_what_one_image_does_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_cannot_be_drawn_is_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise cv2.error("no room")
 
+    monkeypatch.setattr(PictureWriter, "write", fail)
     path = folder / "00.png"
     with Decoders(1, _task(folder)) as decoders:
-        item = decoders.load(path)
-        monkeypatch.setattr(PictureWriter, "write", fail)
-        drawn = decoders.finish(0, path, _map(item), "0.png").result()
-        monkeypatch.setattr(loading, "render", fail)
-        found = decoders.load(path)
+        drawn = decoders.finish(0, path, _map(decoders.load(path)), "0.png").result()
     assert (drawn.status, "no room" in drawn.reason) == ("failed", True)
-    assert (found.status, "image.tile" in found.reason) == ("unsupported", True)
 
 
 def test_what_commands_send_to_the_processes_loads_no_torch(

@@ -29,10 +29,11 @@ from anomaly.imaging import loading, read
 read.COMPUTING_SECONDS = 1.0
 honest = read.read_image
 def read_image(path, **options):
+    tried, held = path.with_suffix(".tried").exists(), []
     path.with_suffix(".tried").touch()
-    held = []
-    if "mortal" in path.name:
-        os._exit(1)
+    print("a library that prints")
+    if "mortal" in path.name or "once" in path.name and not tried:
+        os.kill(os.getpid(), 9)
     while "stuck" in path.name:
         sum(range(10**5))
     while "asleep" in path.name:
@@ -85,15 +86,17 @@ def test_limits_hold_and_say_which(
         "stuck": "took more than 1 s of computing, the limit",
         "hog": "more than the 0.3 GB of memory that a decoding process may use; if the file is "
         "sound, set the environment variable ANOMALY_DECODER_MEMORY",
+        "mortal": "has crashed 2 decoding processes",
         "asleep": "took more than 2 s, the limit",
     }
-    files = {name: tmp_path / f"{name}.png" for name in (*says, "fine")}
+    files = {name: tmp_path / f"{name}.png" for name in ("once", *says, "fine")}
     for file in files.values():
         write_part(file, seed=1)
     task = Task(Preprocessing(Sizing(None, None, 32, 8), None, 10**6))
     asleep = files.pop("asleep")
     with Decoders(2, task) as decoders:
-        *found, fine = decoders.load_all(enumerate(files.values()))
+        once, *found, fine = decoders.load_all(enumerate(files.values()))
+        assert isinstance(once, NetworkInput)  # the second time it was read
         assert isinstance(fine, NetworkInput)
         monkeypatch.setattr(decoder_pool, "CLOCK_SECONDS", 2.0)
         found.append(decoders.load(asleep))

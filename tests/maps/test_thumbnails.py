@@ -9,7 +9,7 @@ import pytest
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
 
 
-@pytest.mark.parametrize("size", [(900, 900), (1254, 500), (7, 3000), (1, 1), (3001, 2999)])
+@pytest.mark.parametrize("size", [(900, 900), (7, 3000), (1, 1), (1601, 1599)])
 def test_a_thumbnail_looks_like_its_picture(size: tuple[int, int]) -> None:
     picture = np.zeros((*size, 3), np.uint8)
     picture[:, : size[1] // 2] = (200, 40, 90)
