@@ -20,17 +20,9 @@ class Receiver:
         self.statuses = list(statuses)
         self.rows: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self._connections: list[socket.socket] = []
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def setup(self) -> None:
-                super().setup()
-                receiver._connections.append(self.connection)
-
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 receiver.headers.append({k.lower(): v for k, v in self.headers.items()})
@@ -40,15 +32,12 @@ class Receiver:
                 self.send_response(status)
                 if 300 <= status < 400:
                     self.send_header("Location", f"http://127.0.0.1:{receiver.port}/elsewhere")
-                self.send_header("Content-Length", "2")
                 self.end_headers()
-                self.wfile.write(b"ok")
 
             def log_message(self, *_: object) -> None:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
 
     def __enter__(self) -> Receiver:
@@ -58,9 +47,6 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def ids(self) -> list[int]:

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from browser import running_browser
+from browser import Browser
+from kit import until
 from running import Served
+from test_line_page import arrive
 
 NGINX = """
 daemon off; pid {folder}/pid; error_log {folder}/error.log;
@@ -45,39 +46,46 @@ def proxied(served: Served, tmp_path: Path) -> Iterator[str]:
     config = tmp_path / "nginx.conf"
     config.write_text(NGINX.format(folder=tmp_path, port=port, service=served.port))
     process = subprocess.Popen([program, "-e", tmp_path / "error.log", "-c", config])
+
+    def listens() -> bool:
+        with socket.socket() as line:
+            return line.connect_ex(("127.0.0.1", port)) == 0
+
     try:
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.02)
+        until(listens)
         yield f"http://127.0.0.1:{port}/plant/line/"
     finally:
         process.terminate()
         process.wait(10)
 
 
+@pytest.fixture
+def page(window: Browser) -> Iterator[Browser]:
+    """A page that may store nothing."""
+    window.events.clear()
+    added = window.call("Page.addScriptToEvaluateOnNewDocument", source=NO_STORAGE)
+    yield window
+    window.call("Page.removeScriptToEvaluateOnNewDocument", **added)
+    window.open("about:blank")
+
+
 def test_the_page_lives_behind_a_proxy_and_without_storage(
-    served: Served, proxied: str, product: Path, tmp_path: Path
+    served: Served, proxied: str, product: Path, page: Browser
 ) -> None:
-    with running_browser(tmp_path / "profile") as page:
-        page.call("Page.addScriptToEvaluateOnNewDocument", source=NO_STORAGE)
-        page.open(f"{proxied}?lang=en")
-        page.until("document.getElementById('state').textContent", "live")
-        for file in ("spot/000.png", "good/000.png"):
-            row = served.score((product / "test" / file).read_bytes())[1]
-            newest = "document.querySelector('#strip button')?.dataset.part"
-            page.until(newest, str(row["id"]), seconds=2)
-        page.until("document.getElementById('picture').naturalWidth > 0", True)
-        time.sleep(0.7)  # a button means the part before, until then
-        page.evaluate("document.getElementById('who').value = 'Ada'")
-        page.click("#good")
-        page.until("document.getElementById('good').className.includes('chosen')", True)
-        page.evaluate("document.querySelector('a[href]').click()")
-        page.until("location.pathname", "/plant/line/report")
-        assert page.complaints() == []
-        assert all(url.startswith(proxied) for url in page.requests())
-    assert served.get(f"/v1/parts/{row['id']}")["feedback"]["who"] == "Ada"
+    page.open(f"{proxied}?lang=en")
+    page.until("document.getElementById('state').textContent", "live")
+    for file in ("spot/000.png", "good/000.png"):
+        number = arrive(served, page, product / "test" / file)
+    page.until("document.getElementById('picture').naturalWidth > 0", True)
+    time.sleep(0.7)  # a button means the part before, until then
+    page.evaluate("document.getElementById('who').value = 'Ada'")
+    page.click("#good")
+    page.until("document.getElementById('good').className.includes('chosen')", True)
+    page.evaluate("document.querySelector('a[href]').click()")
+    page.until("location.pathname", "/plant/line/report")
+    assert page.complaints() == []
+    assert all(url.startswith(proxied) for url in page.requests())
+    assert served.get(f"/v1/parts/{number}")["feedback"]["who"] == "Ada"
 
 
 def test_no_proxy_holds_events_back(served: Served) -> None:

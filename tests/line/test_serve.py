@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import struct
 import zlib
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +14,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import Command
+from picture_files import png
 from running import Served, serving
 
 import anomaly
@@ -32,24 +32,9 @@ def images(product: Path, tmp_path: Path) -> dict[str, Path]:
     (folder / "cut.png").write_bytes(whole[:-30])
     (folder / "empty.png").write_bytes(b"")
     (folder / "words.png").write_bytes(b"these are words")
-    (folder / "large.png").write_bytes(_bomb(40_000, 40_000))
+    black = zlib.compress(bytes(40_001 * 200))
+    (folder / "large.png").write_bytes(png(40_000, 40_000, 8, 0, [black]))
     return {str(file): file for file in sorted(folder.rglob("*.png"))}
-
-
-def _bomb(width: int, height: int) -> bytes:
-    """A small PNG file of very many pixels, all black."""
-    packed = zlib.compressobj()
-    row = bytes(1 + width)
-    data = b"".join(packed.compress(row) for _ in range(200)) + packed.flush()
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        checked = struct.pack(">I", zlib.crc32(kind + body))
-        return struct.pack(">I", len(body)) + kind + body + checked
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-    )
 
 
 def test_an_answer_is_the_row_that_infer_writes(
