@@ -221,6 +221,8 @@ def test_people_say_what_a_part_is(served: Served, product: Path) -> None:
     ):
         status, _, said = served.ask(method, path, body, {"Content-Type": "application/json"})
         assert (status, wanted in said.decode()) == (400, True), (path, said)
+    for kind in ("", "/heatmap", "/photograph"):
+        assert served.ask("GET", f"/v1/parts/1000000{kind}")[0] == 404
     # Times of another zone, or of less precision, mean the same.
     times = ("2020-01-01", "2020-01-01T02:00%2B02:00", "2020-01-01T00:00Z")
     counts = [served.get(f"/v1/counts?since={time}") for time in times]
@@ -274,3 +276,5 @@ def test_health_alarms_and_figures_say_what_is_wrong(run_folder: Path, tmp_path:
         assert "parts can't be recorded: line.sqlite was overwritten" in reason
         assert alarms[0] == ("unwritable", "", "error")
         assert figures == ["trouble 1.0", "changes 1.0"]
+        file.unlink()
+        assert said()[0] == "disc has failed"
