@@ -1,70 +1,23 @@
 """The core without its annexes, which may be left out."""
 
 import ast
-import os
-import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, TINY, train_arguments
+from conftest import REPOSITORY, Command
 
 from anomaly import cli
 from anomaly.cli import annex
 
-_ANNEXES = ("line", "cluster", "export", "sample_data")
-# Imports every module, then trains, scores and evaluates, and asks for a command of an annex.
-_PROGRAM = """
-import pkgutil, sys
-from importlib import import_module
-from pathlib import Path
 
-# An editable installation would find the annexes beside the core that is tried here.
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-import anomaly
-from anomaly.cli import main
-
-for module in pkgutil.walk_packages(anomaly.__path__, "anomaly."):
-    if module.name != "anomaly.__main__":
-        import_module(module.name)
-run, images = sys.argv[1:3]
-commands = [
-    ["train", *sys.argv[3:]],
-    ["infer", "--model", run, "--input", images, "--output", f"{run}/results", "--device", "cpu"],
-    ["evaluate", "--model", run, "--output", f"{run}/evaluation", "--device", "cpu"],
-]
-for arguments in commands:
-    assert main(arguments) == 0, arguments
-for name in ("results/results.csv", "results/results.html", "evaluation/index.html"):
-    assert Path(run, name).is_file(), name
-print("asked for more", file=sys.stderr)
-sys.exit(main(["serve", "--models", run]))
-"""
-
-
-@pytest.mark.slow
-def test_the_core_works_without_its_annexes(tmp_path: Path, product: Path) -> None:
-    left_out = shutil.ignore_patterns("__pycache__", *_ANNEXES)
-    shutil.copytree(REPOSITORY / "anomaly", tmp_path / "core" / "anomaly", ignore=left_out)
-    shutil.copytree(REPOSITORY / "configs", tmp_path / "core" / "configs")
-    run = tmp_path / "run"
-    arguments = map(str, [run, product / "test", *train_arguments(product, run)])
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([TINY, str(tmp_path / "core")])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 2, done.stderr
-    message = done.stderr.partition("asked for more\n")[2]
-    assert message == (
-        "error: this command needs anomaly.line, which isn't installed; install all of anomaly\n"
-    )
+def test_a_command_of_an_annex_that_is_left_out_says_so(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "anomaly.line.commands", None)
+    code, _, said = command("serve", ["--models", "runs"])
+    assert code == 2
+    assert "needs anomaly.line, which isn't installed; install all of anomaly" in said
 
 
 def test_an_annex_has_the_commands_that_the_core_lists() -> None:

@@ -94,34 +94,3 @@ def test_a_folder_is_sent_though_the_service_is_away_at_first(
     assert out.splitlines() == ["1  a b.png  unreadable", "2  c.PNG  reject"]
     assert err.count("isn't reached") == 1
     assert "64 parts wait" in err
-
-
-def test_a_folder_is_watched_by_this_machines_clock(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sender = importlib.import_module("send_folder")
-    monkeypatch.setattr(sender, "WRITTEN_SECONDS", 0.0)
-    share, ahead = elsewhere / "share", time.time() + 7200
-    share.mkdir()
-    arriving = sender.arriving(share)
-
-    def write(name: str, content: bytes, moment: float) -> None:
-        (share / name).write_bytes(content)
-        os.utime(share / name, (moment, moment))
-
-    write("1.png", b"one", ahead)
-    assert next(arriving) == (share / "1.png", b"one")
-    write("1.png", b"another part", ahead - 3600)
-    assert next(arriving) == (share / "1.png", b"another part")
-    share.rename(elsewhere / "away")
-
-    def back() -> None:
-        time.sleep(0.3)
-        (elsewhere / "away").rename(share)
-        write("2.png", b"two", 1e9)
-
-    thread = threading.Thread(target=back)
-    thread.start()
-    assert next(arriving) == (share / "2.png", b"two")  # the first one isn't sent again
-    thread.join()
-    assert capsys.readouterr().err.count("trying again") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import subprocess
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -384,36 +382,6 @@ def test_a_first_calibration_names_what_raises_the_threshold(
     bare.calibrate([*(part(seed) for seed in range(80, 90)), part(90, mark=True)], channels="rgb")
     (warning,) = [text for text in caplog.messages if text.startswith("image 10 scores")]
     assert "without it the reject threshold would be" in warning
-
-
-def test_a_saved_change_of_thresholds_is_in_the_history(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
-) -> None:
-    def history(folder: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-
-    folder = tmp_path / "model"
-    first = detector.save(folder)
-    assert not (folder / "history.jsonl").exists()
-    changed = anomaly.load(folder, device="cpu").calibrate(threshold=9.0)
-    second = changed.save(folder, overwrite=True)
-    (line,) = history(folder)
-    assert (line["model_before"], line["model_after"]) == (first, second)
-    assert (line["asked"], line["images"]) == ({"threshold": 9.0}, {})
-    assert (line["before"], line["after"]) == (
-        detector.thresholds.to_json(),
-        changed.thresholds.to_json(),
-    )
-    # Of two changes before the next save, the model in between has no id.
-    again = anomaly.load(folder, device="cpu").calibrate(threshold=8.0)
-    good = [part(seed) for seed in range(80, 90)]
-    third = again.calibrate(good, reject_rate=0.2, review_rate=0.2, channels="rgb").save(
-        tmp_path / "other"
-    )
-    lines = history(tmp_path / "other")
-    ids = [(one["model_before"], one["model_after"]) for one in lines]
-    assert ids == [(first, second), (second, ""), ("", third)]
-    assert len(set(lines[2]["images"]["good"].values())) == 10
 
 
 def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, product: Path) -> None:

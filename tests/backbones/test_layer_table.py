@@ -58,23 +58,13 @@ def test_wide_resnet_costs_what_its_paper_says() -> None:
     assert (layers["layer2"].stride, layers["layer3"].stride) == (8, 16)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "resnet50_v1",
-        "mobilenet_v2",
-        "mobilenet_v3_small",
-        "efficientnet_b0",
-        "efficientnet_v2_s",
-        "convnext_tiny",
-        "densenet121",
-        "googlenet",
-        "mnasnet1_0",
-        "regnet_y_400mf",
-        "vgg16_bn",
-        "timm/tf_efficientnet_lite2",
-    ],
+FAMILIES = (
+    "resnet50_v1 mobilenet_v2 mobilenet_v3_small efficientnet_b0 efficientnet_v2_s convnext_tiny "
+    "densenet121 googlenet mnasnet1_0 regnet_y_400mf vgg16_bn timm/tf_efficientnet_lite2"
 )
+
+
+@pytest.mark.parametrize("name", FAMILIES.split())
 def test_stages_are_the_layers_that_each_family_hooks(name: str) -> None:
     network = build(name)
     table = layer_table(network, 224)

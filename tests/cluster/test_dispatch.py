@@ -13,7 +13,7 @@ import pytest
 
 from anomaly.cluster import actors
 from anomaly.cluster.actors import WorkerDied, Workers
-from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.errors import AnomalyError, OutputError
 from anomaly.runtime.parallel import StoppedError
 
 _SIZE = 17
@@ -99,25 +99,6 @@ def test_a_unit_that_kills_only_as_a_whole_ends_the_job() -> None:
     with pytest.raises(OutputError, match="17 images crashed 6 workers, but none of them"):
         list(_shared_out(machines, _units(4)))
     assert machines.stopped >= machines.hired - 3
-
-
-def test_workers_that_die_of_anything_end_the_job_at_once() -> None:
-    machines = _Machines(lambda _: True)
-    with pytest.raises(OutputError, match="even when they are given no image"):
-        list(_shared_out(machines, _units(40)))
-    assert machines.hired <= 3 * 4
-    assert not machines.handled
-
-
-def test_a_workers_error_is_the_jobs() -> None:
-    class Broken(_Machines):
-        def ask(self, images: Sequence[int]) -> Future[list[int]]:
-            told: Future[list[int]] = Future()
-            told.set_exception(DataError("the disk doesn't answer"))
-            return told
-
-    with pytest.raises(DataError, match="doesn't answer"):
-        list(_shared_out(Broken(lambda _: False), _units(4)))
 
 
 def test_workers_come_and_go_with_the_room_for_them() -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
 from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
-from anomaly.files.writing import as_json, sha256_of
+from anomaly.files.writing import as_json
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import sealed
 from anomaly.storage.load import load_model
@@ -222,28 +221,6 @@ def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -
     model = shutil.copytree(run_folder / "model", tmp_path / "model")  # without its run
     with pytest.raises(DataError, match="--golden"):
         golden_images(detector, model, None)
-
-
-@pytest.mark.parametrize("layout", ["csv", "visa"])
-def test_images_to_compare_on_whose_names_begin_elsewhere(layout: str, tmp_path: Path) -> None:
-    """Names are relative to the list's folder, or to the folder of VisA's categories."""
-    names = [f"candle/Data/{i}.JPG" for i in range(3)]
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    if layout == "csv":
-        place = tmp_path / "list.csv"
-        place.write_text("\n".join(["path,split", *(f"./{name},train" for name in names)]))
-    else:
-        place = tmp_path / "candle"
-        (tmp_path / "split_csv").mkdir()
-        rows = ["object,split,label,image,mask", *(f"candle,train,normal,{n}," for n in names)]
-        (tmp_path / "split_csv" / "1cls.csv").write_text("\n".join(rows))
-    (tmp_path / "train.json").write_text(json.dumps({"data_folder": str(place)}))
-    config = SimpleNamespace(seed=0, data=SimpleNamespace(format=layout))
-    hashes = {name: sha256_of(tmp_path / name) for name in names}
-    detector: Any = SimpleNamespace(config=config, manifest={"training_images": hashes})
-    assert golden_images(detector, tmp_path, None) == [tmp_path / name for name in names]
 
 
 def edited(folder: Path, **changed: Any) -> None:
