@@ -71,6 +71,7 @@ def put(file: Path, content: str | bytes | dict[str, Tensor]) -> None:
     """Replace a file of a model, and make the manifest fit."""
     if isinstance(content, dict):
         content = save(content)
+    file.unlink()  # tensors may still lie in it
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     values = manifest_of(file.parent)
     values["files"][file.name] = file_entry(file)
