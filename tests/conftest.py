@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -312,3 +313,15 @@ def browser(window: Any) -> Iterator[Any]:
     yield window
     assert window.complaints() == []
     assert all(url.startswith("file:") and url.endswith(".html") for url in window.requests())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of four megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4000k", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk can't be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)

@@ -1,10 +1,8 @@
 """Runs of `infer` outlive what happens to them: killed processes, full disks, closed folders."""
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,18 +50,6 @@ def test_a_killed_run_is_resumed(
     assert 0 < done(output) < 80
     assert command("infer", [*arguments, "--resume"])[0] == 3
     assert result_files(output) == result_files(undisturbed)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of four megabytes."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4000k", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small disk can't be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_full_disk(

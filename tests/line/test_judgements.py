@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Command, write_part
-from running import Served, serving
 from test_record import answer
 
 from anomaly.datasets import open_dataset
@@ -18,7 +15,6 @@ from anomaly.errors import DataError
 from anomaly.line.feedback import confirmed_parts, judgements
 from anomaly.line.record import Keeping, Record
 from anomaly.line.report import Period, parts_of
-from anomaly.training.tuning import search
 
 
 def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
@@ -59,43 +55,19 @@ def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
         assert said() is None
 
 
-def post(served: Served, path: str, **body: Any) -> tuple[int, Any]:
-    sent, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    status, _, said = served.ask("POST", path, sent, kind)
-    return status, json.loads(said)
-
-
-@pytest.mark.slow
-def test_judged_parts_are_a_data_set(
-    run_folder: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Judged on the service, written as files, and read by what tests, tunes and explains."""
-    models = tmp_path / "models"
-    run = Path(shutil.copytree(run_folder, models / "disc"))
-    for i in range(6):
-        write_part(tmp_path / f"{i}.png", seed=600 + i, mark=(20 + 3 * i, 30))
-        write_part(tmp_path / f"good_{i}.png", seed=700 + i)
-    record = tmp_path / "line.sqlite"
-    with serving(models, record=record, keeping=Keeping(goods=1)) as served:
-        for i in range(6):
-            number = served.score((tmp_path / f"{i}.png").read_bytes())[1]["id"]
-            path = f"/v1/parts/{number}/feedback"
-            assert post(served, path, verdict="defect", defect_type="spot")[0] == 200
-            good = served.score((tmp_path / f"good_{i}.png").read_bytes())[1]
-            assert post(served, f"/v1/parts/{good['id']}/feedback", verdict="good")[0] == 200
-    judged = tmp_path / "judged" / "disc"
-    arguments = ["--record", record, "--pictures", judged.parent]
-    assert "6 good, 6 defective" in command("feedback", arguments)[1]
-    defects = [sample for sample in open_dataset("good_defect", judged).test if sample.is_defect]
-    assert [sample.defect_type for sample in defects] == ["spot"] * 6
-    named = ["--good", judged / "good", "--defects", judged / "defect"]
-    evaluation = ["--model", run, *named, "--output", tmp_path / "evaluation", "--device", "cpu"]
-    code, out, err = command("evaluate", evaluation)
-    assert (code, "image AUROC" in out) == (0, True), err
-    monkeypatch.setattr(search, "networks_on_disk", list)
-    data = ("data.format=good_defect", f"data.root={judged}", "data.category=null")
-    settings = [option for value in data for option in ("--set", value)]
-    tune = ["--config", run / "model" / "config.yaml", *settings, "--budget", "10s"]
-    code, out, err = command("tune", [*tune, "--output", tmp_path / "t.yaml", "--device", "cpu"])
-    assert (code, "of 6" in out) == (0, True), err
-    assert command("missed", [judged / "defect", "--model", run, "--device", "cpu"])[0] == 0
+def test_judged_parts_are_a_data_set(tmp_path: Path, command: Command) -> None:
+    """Written as files, and read by what evaluates, tunes and explains."""
+    record, judged = tmp_path / "line.sqlite", tmp_path / "judged"
+    with closing(Record(record, Keeping(goods=1))) as open_record:
+        for number in range(1, 5):
+            write_part(tmp_path / "part.png", seed=number)
+            part = answer("good" if number % 2 else "reject", number)
+            open_record.add([replace(part, file=(tmp_path / "part.png").read_bytes())])
+            verdict, kind = ("good", "") if number % 2 else ("defect", "spot")
+            open_record.add_feedback(verdict, who="Ann", part=number, defect_type=kind)
+    code, out, _ = command("feedback", ["--record", record, "--pictures", judged])
+    assert (code, "2 good, 2 defective" in out) == (0, True)
+    data = open_dataset("good_defect", judged / "disc")
+    assert [sample.defect_type for sample in data.test if sample.is_defect] == ["spot"] * 2
+    found = {sample.path.read_bytes() for sample in (*data.train, *data.test)}
+    assert len(found) == 4

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 import shutil
 import sqlite3
 import time
 from collections import Counter, namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -32,6 +33,8 @@ _ROW = Row(
     milliseconds=50.0,
 )
 _BEGIN = datetime(2026, 10, 24, tzinfo=UTC)
+DAY = Period(_BEGIN, _BEGIN + timedelta(days=1))
+Part = namedtuple("Part", "version outcome judged kind day once")
 
 
 @pytest.fixture(autouse=True)
@@ -56,32 +59,52 @@ def answer(score: float | None, at: datetime, number: int, model: str = "a" * 16
     return Answer("disc", row, b"file", b"heatmap %d" % number)
 
 
+def answers(*scores: float) -> list[Answer]:
+    return [answer(score, _BEGIN, i) for i, score in enumerate(scores)]
+
+
+def recorded(
+    folder: Path,
+    found: list[Answer],
+    said: Mapping[int, str] | None = None,
+    promised: float | None = None,
+    caught: float | None = None,
+) -> Path:
+    """A record of parts, of what people say of some, and of what the model's thresholds promise."""
+    with closing(Record(folder / "line.sqlite", Keeping(goods=1))) as record:
+        if promised is not None:
+            rate = asdict(rate_of(round(100 * promised), 100, promised))
+            line = {"levels": [], "same_scores": [], "caught": caught}
+            line |= {"rates": {"review": rate, "reject": rate}}
+            record.promises["a" * 16] = json.dumps(line)
+        record.add(found)
+        for part, words in (said or {}).items():
+            verdict, _, kind = words.partition(" ")
+            record.add_feedback(verdict, who="eva", part=part, defect_type=kind)
+    return record.file
+
+
+def table(files: dict[str, str], name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(files[f"{name}.csv"])))
+
+
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
     """Four days of parts, a new version on the third; half of what is flagged is judged."""
-    rng, file = random.Random(0), tmp_path / "line.sqlite"
-    record = Record(file, Keeping(goods=0.2))
-    times = (_BEGIN + timedelta(minutes=7 * i) for i in range(4 * 24 * 60 // 7))
-    scores = (rng.choice([None, 2.5, 1.5, *[rng.random()] * 17]) for _ in iter(int, 1))
-    record.add([
-        answer(s, at, rng.randrange(700), "ab"[at.day > 25] * 16)
-        for s, at in zip(scores, times, strict=False)
-    ])  # fmt: skip
-    rows = record.read("SELECT id, verdict FROM parts WHERE status = 'ok'", ())
-    for number, verdict in rows:
-        if rng.random() < (0.03 if verdict == "good" else 0.5):
-            said, kind = rng.choice([("good", ""), ("defect", "scratch"), ("defect", "dent")])
-            record.add_feedback(said, who="eva", part=number, defect_type=kind)
-    record.close()
-    return file
-
-
-def table(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
-Part = namedtuple("Part", "version outcome judged kind day once")
+    rng = random.Random(0)
+    times = [_BEGIN + timedelta(minutes=7 * i) for i in range(4 * 24 * 60 // 7)]
+    scores = [rng.choice([None, 2.5, 1.5, *[rng.random()] * 17]) for _ in times]
+    found = [
+        answer(score, at, rng.randrange(700), "ab"[at.day > 25] * 16)
+        for score, at in zip(scores, times, strict=True)
+    ]
+    kinds = ("good", "defect scratch", "defect dent")
+    said = {
+        number: rng.choice(kinds)
+        for number, one in enumerate(found, 1)
+        if one.row.verdict and rng.random() < (0.03 if one.row.verdict == "good" else 0.5)
+    }
+    return recorded(tmp_path, found, said)
 
 
 def parts_between(record: Path, begin: str, end: str) -> list[Part]:
@@ -91,12 +114,8 @@ def parts_between(record: Path, begin: str, end: str) -> list[Part]:
     version, and of all (`once`).
     """
     with closing(sqlite3.connect(record)) as db:
-        words = {
-            sha256: (verdict, kind)  # the last one stays
-            for sha256, verdict, kind in db.execute(
-                "SELECT sha256, verdict, defect_type FROM feedback ORDER BY id"
-            )
-        }
+        judged = db.execute("SELECT sha256, verdict, defect_type FROM feedback ORDER BY id")
+        words = {sha256: said for sha256, *said in judged}  # the last one stays
         rows = db.execute("SELECT model_id, status, verdict, sha256, time FROM parts").fetchall()
     rows = [row for row in rows if begin <= row[4] < end]
     last: dict[tuple[str, str], int] = {}
@@ -123,6 +142,9 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
     prices = ["--prices", "false-reject=4", "escape=250.5", "currency=EUR"]
     arguments = ["--record", record, *period, *prices, "--output", output]
     assert command("report", arguments)[:2] == (0, f"Look at {output / 'report.html'}\n")
+    code, _, err = command("report", arguments)
+    assert (code, "add --overwrite" in err) == (2, True)
+    files = {file.name: file.read_text("utf-8") for file in output.iterdir()}
     # Two local days, of which the first one has 25 hours.
     now = parts_between(record, "2026-10-24T22:00", "2026-10-26T23:00")
     before = parts_between(record, "2026-10-22T22:00", "2026-10-24T22:00")
@@ -132,21 +154,20 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
 
     false = both(outcome="reject", judged="good", once=True)
     escapes = both(outcome="good", judged="defect", once=True)
-    yields = {r["outcome"]: (int(r["parts"]), int(r["before"])) for r in table(output, "yield")}
+    yields = {r["outcome"]: (int(r["parts"]), int(r["before"])) for r in table(files, "yield")}
     assert yields == {
         "all parts": (len(now), len(before)),
         **{name: both(outcome=name) for name in ("good", "review", "reject", "unreadable")},
         "false rejects": false,
         "escapes": escapes,
     }
-    shares = [float(row["share"]) for row in table(output, "yield")]
+    shares = [float(row["share"]) for row in table(files, "yield")]
     assert shares == pytest.approx([parts / len(now) for parts, _ in yields.values()])
-    for verdict, *parts in (row.values() for row in table(output, "judgements")):
-        said = [
-            count(now, outcome=verdict, judged=word, once=True) for word in ("good", "defect", "")
-        ]
+    for verdict, *parts in (row.values() for row in table(files, "judgements")):
+        words = ("good", "defect", "")
+        said = [count(now, outcome=verdict, judged=word, once=True) for word in words]
         assert [*map(int, parts)] == said
-    for version, row in zip("ab", table(output, "versions"), strict=True):
+    for version, row in zip("ab", table(files, "versions"), strict=True):
         own = [part for part in now if part.version == version * 16]
         right = count(own, outcome="good", judged="good")
         right += count(own, outcome="reject", judged="defect")
@@ -154,17 +175,17 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
         judged = sum(outcome in ("good", "reject") for outcome in said)
         assert (row["model and version"], int(row["parts"])) == (f"disc {version * 16}", len(own))
         assert float(row["agreement"]) == pytest.approx(right / judged)
-    for row in table(output, "kinds"):
+    for row in table(files, "kinds"):
         for verdict in ("reject", "review", "good"):
             kind = row["kind of defect"]
             assert int(row[verdict]) == count(now, outcome=verdict, kind=kind, once=True) > 0
     days = Counter[str]()
-    for row in table(output, "times"):
+    for row in table(files, "times"):
         days[row["time"][:10]] += int(row["parts"])
     assert days == Counter(part.day for part in now)
     cost = 4 * false[0] + 250.5 * escapes[0]
-    assert table(output, "cost")[-1]["cost"] == f"{cost:,.2f} EUR"
-    page = (output / "report.html").read_text("utf-8")
+    assert table(files, "cost")[-1]["cost"] == f"{cost:,.2f} EUR"
+    page = files["report.html"]
     assert "Report of 2026-10-25 to 2026-10-26" in page
     assert "CEST (UTC+02:00) to CET (UTC+01:00)" in page
     assert f"Known cost: {cost:,.2f} EUR" in page
@@ -189,7 +210,6 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
          "2026-10-25 02:00 to 03:00"),
         ("2026-03-29 03:00", "2026-03-29 05:00", "2026-03-29 03:00 to 05:00",
          "2026-03-29 00:00 to 03:00"),
-        ("2026-10-25", "2026-10-25", "2026-10-25", "2026-10-24"),
         ("2026-10-25 06:00", "2026-10-26 06:00", "2026-10-25 06:00 to 2026-10-26 06:00",
          "2026-10-24 06:00 to 2026-10-25 06:00"),
     ],
@@ -199,75 +219,55 @@ def test_periods_and_those_before(begin: str, end: str, period: str, before: str
     assert (str(found), str(found.before)) == (period, before)
 
 
-def test_without_feedback_nothing_is_claimed(tmp_path: Path, command: Command) -> None:
-    record = Record(tmp_path / "line.sqlite")
-    record.add([answer(2.5, _BEGIN, i) for i in range(3)])
-    record.add_feedback("good", who="eva", sha256="f" * 64)  # of an image that was never scored
-    record.close()
-    arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
-    assert command("report", arguments)[0] == 0
-    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+def test_without_feedback_nothing_is_claimed(tmp_path: Path) -> None:
+    file = recorded(tmp_path, answers(2.5, 2.5, 2.5))
+    with closing(Record(file)) as record:
+        record.add_feedback("good", who="eva", sha256="f" * 64)  # an image that was never scored
+    files = report(file, DAY, {})
+    page = files["report.html"]
     assert "No good or rejected part has been judged" in page
     assert "0.00 % of 3 parts are called good" in page
     assert 'class="answer "' in page  # neither good nor bad news
     assert "no part on record" in page  # before
     assert "not known to this record" in page
-    yields = {r["outcome"]: r["parts"] for r in table(tmp_path / "out", "yield")}
+    yields = {r["outcome"]: r["parts"] for r in table(files, "yield")}
     assert (yields["all parts"], yields["reject"], yields["escapes"]) == ("3", "3", "0")
     assert yields["false rejects"] == "unknown: no rejected part was judged"
-    assert not table(tmp_path / "out", "cost")
-    code, _, err = command("report", arguments)
-    assert (code, "add --overwrite" in err) == (2, True)
-    assert command("report", [*arguments, "--overwrite"])[0] == 0
+    assert not table(files, "cost")
 
 
 def test_each_version_is_held_to_its_own_promise(
     run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
     """Parts of a model and of the same one with other thresholds, which take its folder's place."""
-    run, record = tmp_path / "disc", Record(tmp_path / "line.sqlite")
-    shutil.copytree(run_folder, run)
-    promised = []
-    for at in (_BEGIN, _BEGIN + timedelta(hours=1)):
-        model = load_model(run, torch.device("cpu"))
-        assert model.thresholds is not None
-        promised.append(model.thresholds.calibration.review.false_rejects)
-        record.promises[model.model_id] = Version.of(model, run / "model", "").promise
-        record.add([answer(2.5, at, 3 * i, model.model_id) for i in range(300)])
-        lower = ["--model", run, "--threshold", 0.99 * model.thresholds.image]
-        assert command("calibrate", lower)[0] == 0
-    for part in range(1, 251):
-        record.add_feedback("good", who="eva", part=part)
-    record.close()
-    shutil.rmtree(run)
-    arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
-    assert command("report", arguments)[0] == 0
-    rows = table(tmp_path / "out", "promises")
+    run, promised = shutil.copytree(run_folder, tmp_path / "disc"), []
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        for at in (_BEGIN, _BEGIN + timedelta(hours=1)):
+            model = load_model(run, torch.device("cpu"))
+            assert model.thresholds is not None
+            promised.append(model.thresholds.calibration.review.false_rejects.expected)
+            record.promises[model.model_id] = Version.of(model, run / "model", "").promise
+            record.add([answer(2.5, at, 3 * i, model.model_id) for i in range(60)])
+            lower = ["--model", run, "--threshold", 0.99 * model.thresholds.image]
+            assert command("calibrate", lower)[0] == 0
+        for part in range(1, 51):
+            record.add_feedback("good", who="eva", part=part)
+    files = report(record.file, DAY, {})
+    rows, page = table(files, "promises"), files["report.html"]
     assert [row["compared"] for row in rows] == ["more"] * 4
-    assert [float(row["about"]) for row in rows[::2]] == [rate.expected for rate in promised]
-    assert promised[0].expected < promised[1].expected
-    assert [float(row["seen"]) for row in rows] == [1, pytest.approx(250 / 300)] * 2
-    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert [float(row["about"]) for row in rows[::2]] == promised
+    assert promised[0] < promised[1]
+    assert [float(row["seen"]) for row in rows] == [1, pytest.approx(50 / 60)] * 2
     assert 'class="answer reject"' in page
     assert "The scores have drifted" in page
     # One model, whose scores are watched by its last thresholds.
-    assert page.count("above the median") == page.count("of 600 parts") // page.count("<li>") == 1
+    assert page.count("above the median") == page.count("of 120 parts") // page.count("<li>") == 1
 
 
-def test_false_rejects_and_escapes_are_held_to_the_promise(
-    tmp_path: Path, command: Command
-) -> None:
-    record, rate = Record(tmp_path / "line.sqlite"), asdict(rate_of(1, 100, 0.01))
-    rates = dict.fromkeys(("review", "reject"), rate)
-    promise = {"rates": rates, "levels": [], "same_scores": [], "caught": 0.9}
-    record.promises["a" * 16] = json.dumps(promise)
-    record.add([answer(2.5 if i < 40 else 0.5, _BEGIN, i) for i in range(100)])
-    for part in (*range(1, 31), 99):
-        record.add_feedback("defect" if part == 99 else "good", who="eva", part=part)
-    record.close()
-    arguments = ["--record", record.file, "--from", "2026-10-24", "--output", tmp_path / "out"]
-    assert command("report", arguments)[0] == 0
-    rows = table(tmp_path / "out", "promises")
+def test_false_rejects_and_escapes_are_held_to_the_promise(tmp_path: Path) -> None:
+    said = dict.fromkeys(range(1, 31), "good") | {99: "defect"}
+    found = answers(*[2.5] * 40, *[0.5] * 60)
+    rows = table(report(recorded(tmp_path, found, said, 0.01, 0.9), DAY, {}), "promises")
     assert [(row["promised share"], float(row["seen"]), row["compared"]) for row in rows] == [
         ("parts flagged", 0.4, "more"),
         ("good parts rejected", 0.3, "more"),
@@ -288,10 +288,11 @@ def test_false_rejects_and_escapes_are_held_to_the_promise(
     ],
 )
 def test_refusals(
-    changed: dict[str, str], message: str, record: Path, tmp_path: Path,
+    changed: dict[str, str], message: str, tmp_path: Path,
     command: Command, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    recorded(tmp_path, answers(0.5))
     Path("words.txt").write_text("words")
     with closing(sqlite3.connect("other.sqlite")) as db, db:
         db.execute("CREATE TABLE parts (number INTEGER)")
@@ -302,29 +303,10 @@ def test_refusals(
     assert not Path("out").exists()
 
 
-def promised_record(folder: Path, rate: float, answers: list[Answer]) -> Record:
-    """A record of parts whose model promises the same rate of both thresholds."""
-    record = Record(folder / "line.sqlite", Keeping(goods=1))
-    rates = dict.fromkeys(("review", "reject"), asdict(rate_of(round(100 * rate), 100, rate)))
-    promise = {"rates": rates, "levels": [], "same_scores": [], "caught": None}
-    record.promises["a" * 16] = json.dumps(promise)
-    record.add(answers)
-    return record
-
-
-def page_of(record: Record) -> str:
-    record.close()
-    end = _BEGIN + timedelta(days=1)
-    return report(record.file, Period(_BEGIN, end), {"escape": "250"})["report.html"]
-
-
 def test_an_image_that_was_sent_again_is_judged_once(tmp_path: Path) -> None:
     escape, overruled = answer(0.5, _BEGIN, 1), answer(2.5, _BEGIN, 2)
-    record = promised_record(tmp_path, 0.05, [escape, escape, overruled, overruled, overruled])
-    record.add_feedback("defect", who="eva", part=1, defect_type="dent")
-    record.add_feedback("good", who="eva", part=4)
-    record.close()
-    files = report(record.file, Period(_BEGIN, _BEGIN + timedelta(days=1)), {"escape": "250"})
+    found, said = [escape, escape, *[overruled] * 3], {1: "defect dent", 4: "good"}
+    files = report(recorded(tmp_path, found, said, 0.05), DAY, {"escape": "250"})
     assert "escapes,1," in files["yield.csv"]
     assert "false rejects,1," in files["yield.csv"]
     assert "dent,0,0,1" in files["kinds.csv"]
@@ -333,8 +315,8 @@ def test_an_image_that_was_sent_again_is_judged_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_is_no_zero_and_no_good_news(tmp_path: Path) -> None:
-    parts = [answer(2.5 if i < 4 else 0.5, _BEGIN, i) for i in range(100)]
-    page = page_of(promised_record(tmp_path, 0.05, parts))
+    file = recorded(tmp_path, answers(*[2.5] * 4, *[0.5] * 96), promised=0.05)
+    page = report(file, DAY, {"escape": "250"})["report.html"]
     assert 'class="answer good"' in page  # as many are flagged as promised
     assert "unknown: no part called good was judged" in page
     assert page.count("unknown: no rejected part was judged") >= 2  # yield, promises
@@ -344,35 +326,31 @@ def test_an_unknown_is_no_zero_and_no_good_news(tmp_path: Path) -> None:
 
 
 def test_few_parts_are_not_compared(tmp_path: Path) -> None:
-    page = page_of(promised_record(tmp_path, 0.05, [answer(0.5, _BEGIN, i) for i in range(5)]))
+    page = report(recorded(tmp_path, answers(*[0.5] * 5), promised=0.05), DAY, {})["report.html"]
     assert 'class="answer "' in page
     assert "as promised" not in page
     assert page.count("unknown: fewer than 20 parts") == 2
 
 
 def test_a_shift_with_a_dark_lamp_is_no_good_news(tmp_path: Path) -> None:
-    parts = [answer(0.5 if i > 4 else 1.5, _BEGIN, i) for i in range(200)]
-    dark = [answer(1.5, _BEGIN, i) for i in range(200, 260)]
-    parts += [replace(part, row=replace(part.row, reason="darker")) for part in dark]
-    page = page_of(promised_record(tmp_path, 0.03, parts))
+    found = answers(*[1.5] * 5, *[0.5] * 195, *[1.5] * 60)
+    found[200:] = [replace(part, row=replace(part.row, reason="darker")) for part in found[200:]]
+    page = report(recorded(tmp_path, found, promised=0.03), DAY, {})["report.html"]
     assert 'class="answer review"' in page
     assert "60 parts not judged by their score: check lamp, lens and product." in page
 
 
 def test_only_parts_near_a_threshold_are_listed_as_near(tmp_path: Path) -> None:
     scores = [0.75, 0.85, 1.15, 1.35, 1.65, 1.9, 2.3, 2.5, 4.0]
-    parts = [answer(score, _BEGIN, i) for i, score in enumerate(scores)]
-    page = page_of(promised_record(tmp_path, 0.05, parts))
+    page = report(recorded(tmp_path, answers(*scores)), DAY, {})["report.html"]
     listed = [s for s in scores if f"<br>score {s:.4g}, " in page]
     assert listed == [0.85, 1.15, 1.65, 1.9, 2.3]  # thresholds: 1 and 2
 
 
 def test_an_empty_period_is_a_sentence(tmp_path: Path, command: Command) -> None:
-    record = promised_record(tmp_path, 0.05, [answer(0.5, _BEGIN, 1)])
-    record.close()
-    arguments = ["--record", record.file, "--from", "2027-01-01", "--to", "2027-01-02",
-                 "--prices", "escape=3", "--output", tmp_path / "out"]  # fmt: skip
-    code, out, _ = command("report", arguments)
+    period = ["--from", "2027-01-01", "--to", "2027-01-02", "--prices", "escape=3"]
+    record = recorded(tmp_path, answers(0.5))
+    code, out, _ = command("report", ["--record", record, *period, "--output", tmp_path / "out"])
     assert code == 0
     assert "holds no part of 2027-01-01 to 2027-01-02, CET (UTC+01:00)" in out
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
@@ -382,16 +360,15 @@ def test_an_empty_period_is_a_sentence(tmp_path: Path, command: Command) -> None
 
 def test_the_hour_that_comes_twice_is_two_hours(tmp_path: Path) -> None:
     midnight = datetime(2026, 10, 24, 22, tzinfo=UTC)  # in Berlin
-    parts = [answer(0.5, midnight + timedelta(minutes=30 * i), i) for i in range(10)]
-    record = promised_record(tmp_path, 0.05, parts)
-    record.close()
+    found = [answer(0.5, midnight + timedelta(minutes=30 * i), i) for i in range(10)]
+    file = recorded(tmp_path, found)
     period = Period.of("2026-10-25", "2026-10-25 04:00")
-    times = report(record.file, period, {})["times.csv"].splitlines()[1:]
+    times = report(file, period, {})["times.csv"].splitlines()[1:]
     hours = ("00:00 UTC+02:00", "01:00 UTC+02:00", "02:00 UTC+02:00", "02:00 UTC+01:00",
              "03:00 UTC+01:00")  # fmt: skip
     assert times == [f"2026-10-25 {hour},2,2,0,0" for hour in hours]
     second = Period.of("2026-10-25T02:00+01:00", "2026-10-25 03:00")
-    assert "all parts,2," in report(record.file, second, {})["yield.csv"]
+    assert "all parts,2," in report(file, second, {})["yield.csv"]
 
 
 def test_the_service_shows_the_last_hours(served: Served, product: Path) -> None:
