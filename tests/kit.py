@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -27,6 +27,12 @@ def touch(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
+
+
+def tiny(**settings: Any) -> dict[str, Any]:
+    """Settings of a fit: the tests' own network, on few pixels unless `image` is given."""
+    network = {"name": "tiny", "weights": "random"}
+    return {"backbone": network, "image": {"area": 64}, "precision": "fp32", **settings}
 
 
 def until(happened: Callable[[], object], seconds: float = 120) -> None:

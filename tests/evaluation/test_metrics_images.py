@@ -163,21 +163,16 @@ def test_classes_without_an_overlap_leave_the_figures_open_below(n_good, n_defec
     assert (got["recall_at_frr_0.05"][0] > 0) == (n_good == 209)
 
 
-def test_intervals_are_seeded_and_undefined_without_a_class():
-    scores, labels = np.arange(20.0) % 7, np.arange(20) % 3 == 0
-    once = image_intervals(scores, labels, draws=50, seed=5)
-    assert once == image_intervals(scores, labels, draws=50, seed=5)
-    assert once != image_intervals(scores, labels, draws=50, seed=6)
+def test_intervals_are_seeded_keep_every_draw_and_are_undefined_without_a_class():
+    scores, labels = np.arange(700.0) % 661, np.arange(700) % 2 == 0
+    once = image_intervals(scores, labels, draws=1400, seed=5)
+    assert once == image_intervals(scores, labels, draws=1400, seed=5)
+    more = image_intervals(scores, labels, draws=2000, seed=6)  # more numbers than come at once
+    assert once != more
+    for name, interval in more.items():
+        assert interval == pytest.approx(once[name], abs=0.03)
     assert set(image_intervals(scores, labels & False).values()) == {None}
     assert set(image_intervals([], []).values()) == {None}
-
-
-def test_intervals_in_several_chunks_keep_every_draw():
-    """The second takes more numbers than are drawn at once."""
-    scores, labels = np.arange(700.0) % 661, np.arange(700) % 2 == 0
-    one, other = (image_intervals(scores, labels, draws=draws) for draws in (1400, 2000))
-    for name, interval in other.items():
-        assert interval == pytest.approx(one[name], abs=0.03)
 
 
 def test_curves_are_scikit_learns():

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import Command, write_part
-from kit import table
+from kit import table, tiny
 
 import anomaly
 from anomaly.scoring.image_statistics import (
@@ -71,8 +71,7 @@ def test_of_a_handful_of_images_only_blank_ones_are_known_to_be_odd() -> None:
     rng = np.random.default_rng(0)
     dark, blank = rng.integers(0, 3, (96, 120, 3), np.uint8), np.zeros((96, 120, 3), np.uint8)
     good = [rng.integers(90, 110, (96, 120, 3), np.uint8) for _ in range(4)]
-    settings = {"backbone": {"name": "tiny", "weights": "random"}, "image": {"area": 64}}
-    detector = anomaly.fit(good, settings, device="cpu", channels="rgb")
+    detector = anomaly.fit(good, tiny(), device="cpu", channels="rgb")
     first, second = detector.predict([dark, blank], channels="rgb")
     assert first.reason == ""
     assert (second.verdict != "good", "a blank image" in second.reason) == (True, True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import tiny
 from scipy import ndimage
 
 import anomaly
@@ -93,9 +94,7 @@ def test_the_smallest_defect_is_part_of_every_score(
 ) -> None:
     """Images and thresholds go by the level of the area."""
     model = {"halo_damping": 0, "spacing_neighbours": 0, "smallest_defect": {"area": 300}}
-    network = {"name": "tiny", "weights": "random"}
-    settings = {"backbone": network, "image": {"area": 64}, "model": model, "precision": "fp32"}
-    detector = anomaly.fit(product / "train" / "good", settings, device="cpu")
+    detector = anomaly.fit(product / "train" / "good", tiny(model=model), device="cpu")
     predicted: Any = detector.predict(product / "test" / "spot" / "000.png")
     height, width = predicted.view.size
     maps = network_map(predicted.patch_scores[None], (height, width), predicted.smoothing)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kit import tiny
 
 import anomaly
 from anomaly.imaging.geometry import Sizing, Tiling
@@ -76,13 +77,8 @@ def _texture(size: int, seed: int, spot: tuple[int, int] | None = None) -> np.nd
     return cv2.merge([grey, grey, grey])
 
 
-def _train(size: int, model_size: int = 500, **image: Any) -> Model:
-    settings = {
-        "backbone": {"name": "tiny", "weights": "random"},
-        "image": image,
-        "model": {"coreset_size": model_size},
-        "precision": "fp32",
-    }
+def _train(size: int, **image: Any) -> Model:
+    settings = tiny(image=image, model={"coreset_size": 500})
     good = [_texture(size, seed) for seed in range(4)]
     return anomaly.fit(good, settings, device="cpu", channels="bgr", calibrate=False).model
 

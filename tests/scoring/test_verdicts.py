@@ -10,6 +10,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from kit import tiny
 from moving_parts import SIZE, draw
 
 import anomaly
@@ -57,11 +58,7 @@ def test_a_reason_makes_a_verdict_stricter_never_milder(
 def model() -> Model:
     """Learned from plates that lie higher or lower; their upper half counts."""
     parts = [draw((0, 0, height), seed) for seed, height in enumerate(HEIGHTS)]
-    settings = {
-        "backbone": {"name": "tiny", "weights": "random"},
-        "image": {"area": 128, "align": "shift", "region": UPPER},
-        "precision": "fp32",
-    }
+    settings = tiny(image={"area": 128, "align": "shift", "region": UPPER})
     with pytest.MonkeyPatch.context() as patch:
         told: list[str] = []
         patch.setattr(

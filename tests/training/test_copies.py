@@ -8,15 +8,9 @@ import cv2
 import numpy as np
 import pytest
 from conftest import with_note, write_part
+from kit import tiny
 
 import anomaly
-
-SETTINGS = {
-    "backbone": {"name": "tiny", "weights": "random"},
-    "image": {"area": 64},
-    "precision": "fp32",
-    "batch_size": 3,
-}
 
 
 @pytest.mark.parametrize("kind", ["patchcore", "padim"])
@@ -26,7 +20,7 @@ def test_files_of_the_same_pixels_are_copies(
     """They were held out one by one, and scored by models that had learned the same picture."""
     for i in range(6):
         write_part(tmp_path / f"{i:03}.png", seed=i)
-    settings = {**SETTINGS, "model": {"kind": kind, "dimensions": 20, "coreset_ratio": 1.0}}
+    settings = tiny(model={"kind": kind, "dimensions": 20, "coreset_ratio": 1.0})
     expected = anomaly.fit(tmp_path, settings, device="cpu").thresholds
     assert "are copies" not in caplog.text
     for number, source in enumerate(sorted(tmp_path.iterdir())):
@@ -47,7 +41,7 @@ def test_copies_of_one_picture_give_no_thresholds(
     for i in range(5):
         with_note(product / "train" / "good" / "000.png", tmp_path / f"{i}.png", i)
     with pytest.raises(anomaly.AnomalyError, match="2 different training images, not 1"):
-        anomaly.fit(tmp_path, SETTINGS, device="cpu")
+        anomaly.fit(tmp_path, tiny(), device="cpu")
     assert (
         "4 of 5 training images are copies of others, which leaves 1 different images"
         in caplog.text
@@ -61,6 +55,6 @@ def test_turned_and_mirrored_pictures_are_no_copies(caplog: pytest.LogCaptureFix
     parts = [part, part[::-1], part[:, ::-1], part[::-1, ::-1]]
     with caplog.at_level(logging.WARNING, "anomaly"):
         anomaly.fit(
-            [np.ascontiguousarray(one) for one in parts], SETTINGS, device="cpu", channels="rgb"
+            [np.ascontiguousarray(one) for one in parts], tiny(), device="cpu", channels="rgb"
         )
     assert "are copies" not in caplog.text

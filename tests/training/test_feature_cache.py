@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit import tiny
 
 import anomaly
 from anomaly.errors import OutputError
@@ -21,13 +22,8 @@ BYTES = 4 * (24 * 64 + 32 * 16 + 64 * 56)
 def _train(shapes: list[tuple[int, int]], image: dict[str, Any], **model: object) -> None:
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 255, (*shape, 3), dtype=np.uint8) for shape in shapes]
-    settings = {
-        "backbone": {"name": "tiny", "weights": "random", "layers": ["layer2", "layer3"]},
-        "image": {"area": 64, **image},
-        "precision": "fp32",
-        "batch_size": 2,
-        "model": model,
-    }
+    settings = tiny(image={"area": 64, **image}, batch_size=2, model=model)
+    settings["backbone"]["layers"] = ["layer2", "layer3"]
     anomaly.fit(images, settings, device="cpu", calibrate=False, channels="rgb")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import FAST, Command
+from kit import tiny
 from moving_parts import draw
 
 import anomaly
@@ -139,9 +140,7 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
         samples.append(Sample(file, file.name))
     *train, far, usual = samples
     image = {"area": 128, "align": "shift"}
-    config = Config.model_validate(
-        {"backbone": {"name": "tiny", "weights": "random"}, "image": image, "precision": "fp32"}
-    )
+    config = Config.model_validate(tiny(image=image))
     images = Images(tuple(train), (far, usual), (usual, far))
     device = torch.device("cpu")
     features = Features(config, images, device=device, scratch=tmp_path, workers=1)

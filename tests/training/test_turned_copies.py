@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from kit import tiny
 
 import anomaly
 from anomaly.datasets.samples import listed
@@ -19,11 +21,6 @@ from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, turn_of, turned
 
-SETTINGS = {
-    "backbone": {"name": "tiny", "weights": "random"},
-    "image": {"area": 64},
-    "precision": "fp32",
-}
 SHAPE = (64, 96)
 
 
@@ -38,9 +35,8 @@ def _parts(count: int) -> list[np.ndarray]:
     return parts
 
 
-def _settings(copies: str, **model: object) -> dict[str, object]:
-    chosen = {"turned_copies": copies, "coreset_ratio": 1.0}
-    return SETTINGS | {"model": chosen | model}
+def _settings(copies: str, **model: object) -> dict[str, Any]:
+    return tiny(model={"turned_copies": copies, "coreset_ratio": 1.0} | model)
 
 
 @cache

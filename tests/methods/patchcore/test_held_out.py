@@ -87,11 +87,12 @@ class _Apart(PatchList):
             yield function(PatchList([batch]))
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_how_images_are_parted_changes_nothing(share: float) -> None:
+    """Nor is anything drawn in the place of what went where no share of the patches is."""
     batches = _batches(4)
     bank, projection = _fit(batches, 0.2)
-    how = {"projection": projection, "share": share}
+    how, known = {"projection": projection, "share": share}, {str(o) for o in bank.origins.tolist()}
     for one, other in zip(
         banks_without(bank, batches, FOLDS, **how),
         banks_without(bank, _Apart(batches.batches), FOLDS, **how),
@@ -99,3 +100,4 @@ def test_how_images_are_parted_changes_nothing(share: float) -> None:
     ):
         assert torch.equal(one.origins, other.origins)
         assert torch.equal(one.vectors, other.vectors)
+        assert ({str(o) for o in one.origins.tolist()} <= known) == (share == 0)

@@ -50,13 +50,6 @@ def in_clusters() -> tuple[Tensor, Tensor]:
     return blobs(3000, 64), blobs(300, 64, seed=1)
 
 
-def near_few_dimensions() -> tuple[Tensor, Tensor]:
-    g = seeded(1)
-    mix = torch.randn(40, 300, generator=g)
-    bank = torch.randn(2000, 40, generator=g) @ mix + 0.3 * torch.randn(2000, 300, generator=g) + 9
-    return bank, bank[:200] + torch.randn(200, 300, generator=g)
-
-
 def closer_than_products_can_tell() -> tuple[Tensor, Tensor]:
     """Bank vectors in bunches of 8 that differ by less than what float32 leaves of large norms."""
     g = seeded(3)
@@ -83,7 +76,6 @@ def without_structure() -> tuple[Tensor, Tensor]:
 
 SITUATIONS = [
     in_clusters,
-    near_few_dimensions,
     closer_than_products_can_tell,
     in_the_bank,
     far_from_everything,
