@@ -14,7 +14,7 @@ from conftest import Command, write_part
 from kit import table
 
 import anomaly
-from anomaly.cli import infer_watch
+from anomaly.cli import infer
 from anomaly.errors import OutputError
 from anomaly.inference import watch as watching
 from anomaly.inference.outputs import Outputs
@@ -66,7 +66,7 @@ def shift(
     ) -> tuple[int, str, str]:
         stand_in = StandIn(happenings)
         monkeypatch.setattr(watching, "time", stand_in)
-        monkeypatch.setattr(infer_watch, "Stopping", lambda: stand_in)
+        monkeypatch.setattr(infer, "Stopping", lambda: stand_in)
         base = ["--model", run_folder, "--input", tmp_path / "line", "--watch"]
         return command("infer", [*base, "--output", tmp_path / output, *flags])
 
