@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ from anomaly.cli.common_options import (
 )
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.datasets.inputs import find_inputs, passed_over, say_passed_over
+from anomaly.datasets.inputs import find_inputs, passed_over
 from anomaly.errors import DataError, OutputError, first_of, visible
 from anomaly.evaluation.weaknesses import JudgedImage, Run, lines, of_images
 from anomaly.files.outputs import (
@@ -45,16 +45,16 @@ from anomaly.files.writing import claim, from_json, remove_drafts
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
-from anomaly.inference.journal import Finished, RunJournal, exit_code_of
+from anomaly.inference.journal import Finished, RunJournal
 from anomaly.inference.outputs import OutputOptions, Outputs, about_model
-from anomaly.inference.rows import Row, counts_of, learned_by, say_counts, total_of
+from anomaly.inference.rows import Counts, Row, learned_by
 from anomaly.inference.run import Predict, infer_files, resumable
-from anomaly.inference.watch import WatchJournal, stamp_of, watch
+from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.encoding import Thumbnails
 from anomaly.report.gallery import write_gallery
 from anomaly.report.tables import passed_in_evaluation
 from anomaly.scoring.pipeline import Model
-from anomaly.storage.folder import MANIFEST, find_model, model_id
+from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     found = find_inputs(options.input, options.list)
     total = len(found.paths)
     if found.passed_over:
-        log.log(NOTE, say_passed_over(found.passed_over))
+        log.log(NOTE, found.passed_over)
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
     # The decoding processes start while this one imports torch.
     with (
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         model = load_model(options.model, device, options.precision)
         about = outputs.about(model, found.sha256)
         if is_complete:
-            code = exit_code_of(options.output / DONE, about)
+            code = RunJournal.finished(options.output / DONE, about)
             print(f"the run in {options.output} is complete; there is nothing to resume")
             return code
         cluster = opened.enter_context(joined_cluster(options, device))
@@ -193,8 +193,7 @@ def _finish(
     output: Path, journal: RunJournal, rows: list[Row], model_name: str, begun: float
 ) -> int:
     """Note that a run is complete, and return the command's exit code."""
-    scored = sum(row.status == "ok" for row in rows)
-    code = 0 if scored == len(rows) else 3 if scored else 2
+    code = Counts.of(rows).exit_code
     when = {
         "model_name": model_name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -206,7 +205,7 @@ def _finish(
 
 
 def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) -> None:
-    print(say_counts(counts_of(rows), total))
+    print(Counts.of(rows).line(total))
     reasons = [
         f"{row.verdict}: {row.path}: {row.reason}" for row in rows if row.verdict and row.reason
     ]
@@ -227,8 +226,8 @@ def _watch(options: argparse.Namespace, outputs: Outputs) -> int:
     claim(options.output, () if resume else INFER, overwrite=options.overwrite)
     remove_drafts(options.output, FOLDERS)
     with suppress(DataError):  # a folder that can't be listed now is tried again
-        if others := [file for folder in options.input for file in passed_over(folder)]:
-            log.log(NOTE, say_passed_over(others))
+        if others := passed_over(options.input):
+            log.log(NOTE, others)
     with Decoders(wanted_threads(options)) as decoders, Stopping() as stop:
         device, _ = device_and_threads(options)
         model = load_model(options.model, device, options.precision)
@@ -246,8 +245,8 @@ def _watch(options: argparse.Namespace, outputs: Outputs) -> int:
             )
             page = f", all shown in {file}"
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
-    print(f"{say_counts(counts)}; rows in {options.output / 'results.csv'}{page}")
-    return 0 if counts["ok"] == total_of(counts) else 3 if counts["ok"] else 2
+    print(f"{counts.line()}; rows in {options.output / 'results.csv'}{page}")
+    return counts.exit_code
 
 
 def _follow(
@@ -258,7 +257,7 @@ def _follow(
     decoders: Decoders,
     stop: Stopping,
     thumbnails: Thumbnails | None,
-) -> Counter[str]:
+) -> Counts:
     """Score what arrives until a signal comes, a line for each image.
 
     Returns:
@@ -267,7 +266,7 @@ def _follow(
     Raises:
         OutputError: results can't be written; those that could are kept.
     """
-    counts: Counter[str] = Counter()
+    counts = Counts()
     flagged: Counter[bool] = Counter()
     learned = learned_by(model)
     limits = model.thresholds
@@ -277,7 +276,7 @@ def _follow(
     def on_row(finished: Finished) -> None:
         nonlocal is_warned
         row = finished.row
-        counts.update(counts_of([row]))
+        counts.update(Counts.of([row]))
         print(_line(row), flush=True)
         # What is flagged whatever its score says nothing of the promise.
         if row.verdict and not row.reason and row.image_sha256 not in learned:
@@ -310,35 +309,8 @@ def _follow(
             options=outputs.options,
             thumbnails=thumbnails,
             trouble=log.warning,
-            looking=_warner_of_changes(model),
         )
     return counts
-
-
-def _warner_of_changes(model: Model) -> Callable[[], None]:
-    """A function that warns when a folder holds another model than was loaded from it."""
-    folder, current = model.folder, model.model_id
-    assert folder is not None  # it was loaded
-    known = stamp_of(folder / MANIFEST)
-
-    def look() -> None:
-        nonlocal current, known
-        stamp = stamp_of(folder / MANIFEST)
-        if stamp in (None, known):
-            return
-        known, before = stamp, current
-        with suppress(OSError):  # replaced once more
-            current = model_id(folder)
-        if current != before:
-            log.warning(
-                "the model in %s has changed to %s. Images are still scored with model %s; "
-                "to use the new one, stop this and start again with another --output",
-                folder,
-                current,
-                model.model_id,
-            )
-
-    return look
 
 
 def _rows_so_far(output: Path) -> Iterator[Row]:

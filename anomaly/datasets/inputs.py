@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +38,12 @@ class Found:
         paths: the image files, each once, in order of their names.
         groups: the part that an image shows, by its path; those that a list says nothing of are
             missing.
-        passed_over: the other files in the folders, whose names aren't pictures'.
+        passed_over: a line on the folders' other files; empty without any.
     """
 
     paths: list[Path]
     groups: dict[str, str]
-    passed_over: tuple[Path, ...] = ()
+    passed_over: str = ""
 
     @property
     def sha256(self) -> str:
@@ -92,24 +92,26 @@ def find_inputs(
         wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
         if not wanted:
             raise DataError("give --input, --list, or both")
-        there = f" ({say_passed_over(sorted(others))})" if others else ""
+        there = f" ({_without_suffix(others)})" if others else ""
         raise DataError(f"no images in {', '.join(wanted)}{there}")
-    return Found(sorted(paths), groups, tuple(sorted(others)))
+    return Found(sorted(paths), groups, _without_suffix(others))
 
 
-def passed_over(folder: Path) -> list[Path]:
-    """The files in a folder that aren't images by their names.
+def passed_over(folders: Iterable[Path]) -> str:
+    """A line on the files in folders that aren't images by their names; empty without any.
 
     Raises:
-        DataError: the folder, or one inside it, can't be listed.
+        DataError: a folder, or one inside it, can't be listed.
     """
-    return [file for file in list_files(folder) if not is_image(file)]
+    files = itertools.chain.from_iterable(map(list_files, folders))
+    return _without_suffix(set(itertools.filterfalse(is_image, files)))
 
 
-def say_passed_over(files: Sequence[object]) -> str:
-    """What is said of files in folders whose names aren't pictures'."""
+def _without_suffix(files: set[Path]) -> str:
+    if not files:
+        return ""
     count = "1 file is" if len(files) == 1 else f"{len(files)} files are"
-    named = some([*map(str, files)])
+    named = some([*map(str, sorted(files))])
     return f"{count} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …): {named}"
 
 

@@ -145,7 +145,7 @@ class RunJournal(Journal):
         Args:
             done: the other file.
             exit_code: of the run.
-            more: further values for it; `exit_code_of` ignores them.
+            more: further values for it; `finished` ignores them.
 
         Raises:
             OutputError: the disk is full.
@@ -153,27 +153,27 @@ class RunJournal(Journal):
         write(done, as_json({"about": self.about, "exit_code": exit_code, **(more or {})}))
         self.file.unlink(missing_ok=True)
 
+    @staticmethod
+    def finished(done: Path, about: Mapping[str, object]) -> int:
+        """The exit code of a run that is complete.
 
-def exit_code_of(done: Path, about: Mapping[str, object]) -> int:
-    """The exit code of a run that is complete.
+        Args:
+            done: the file that `finish` has written.
+            about: what the rows of the wanted run depend on.
 
-    Args:
-        done: the file that `RunJournal.finish` has written.
-        about: what the rows of the wanted run depend on.
-
-    Raises:
-        OutputError: it was another run, or the file is missing or damaged.
-    """
-    try:
-        record = from_json(done.read_bytes())
-        found, code = dict(record["about"]), int(record["exit_code"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise OutputError(
-            f"{done.parent} holds results, but {done.name}, which describes the run, is missing "
-            f"or damaged; give another --output, or add --overwrite to start again"
-        ) from None
-    _check_same(done.parent, found, json.loads(json.dumps(about)))
-    return code
+        Raises:
+            OutputError: it was another run, or the file is missing or damaged.
+        """
+        try:
+            record = from_json(done.read_bytes())
+            found, code = dict(record["about"]), int(record["exit_code"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise OutputError(
+                f"{done.parent} holds results, but {done.name}, which describes the run, is "
+                "missing or damaged; give another --output, or add --overwrite to start again"
+            ) from None
+        _check_same(done.parent, found, json.loads(json.dumps(about)))
+        return code
 
 
 def _check_same(output: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:

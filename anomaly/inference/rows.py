@@ -270,34 +270,41 @@ _UNUSABLE = ("unreadable", "unsupported", "failed")
 _VERDICTS = {"good": "good", "review": "to review", "reject": "rejected"}
 
 
-def counts_of(rows: Iterable[Row]) -> Counter[str]:
-    """Number of rows by status and by verdict."""
-    return Counter(word for row in rows for word in (row.status, row.verdict))
+class Counts(Counter[str]):
+    """Numbers of images by status and by verdict."""
 
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Counts:
+        """The numbers of some rows."""
+        return cls(word for row in rows for word in (row.status, row.verdict))
 
-def total_of(counts: Counter[str]) -> int:
-    """Number of images."""
-    return sum(counts[status] for status in ("ok", *_UNUSABLE))
+    @property
+    def images(self) -> int:
+        """Number of images, scored or not."""
+        return sum(self[status] for status in ("ok", *_UNUSABLE))
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all images were scored, 3 if some were, 2 if none was."""
+        return 0 if self["ok"] == self.images else 3 if self["ok"] else 2
+
+    def line(self, images: int | None = None) -> str:
+        """A line on how many images were scored, with which verdicts.
+
+        Args:
+            images: number of images, if not all have a row.
+        """
+        summary = f"{self['ok']} of {self.images if images is None else images} images scored"
+        verdicts = ""
+        if any(self[verdict] for verdict in _VERDICTS):
+            verdicts = ", ".join(f"{self[verdict]} {word}" for verdict, word in _VERDICTS.items())
+        elif self["ok"]:
+            verdicts = "no verdicts, because the model has no thresholds"
+        unusable = [f"{self[status]} {status}" for status in _UNUSABLE if self[status]]
+        outcomes = ", ".join([word for word in (verdicts, *unusable) if word])
+        return f"{summary}: {outcomes}" if outcomes else summary
 
 
 def learned_by(model: Model) -> frozenset[str]:
     """sha256 of a model's training images."""
     return frozenset(model.manifest["training_images"].values())
-
-
-def say_counts(counts: Counter[str], total: int | None = None) -> str:
-    """A line on how many images were scored, with which verdicts.
-
-    Args:
-        counts: see `counts_of`.
-        total: number of images, if not all have a row.
-    """
-    summary = f"{counts['ok']} of {total_of(counts) if total is None else total} images scored"
-    verdicts = ""
-    if any(counts[verdict] for verdict in _VERDICTS):
-        verdicts = ", ".join(f"{counts[verdict]} {word}" for verdict, word in _VERDICTS.items())
-    elif counts["ok"]:
-        verdicts = "no verdicts, because the model has no thresholds"
-    unusable = [f"{counts[status]} {status}" for status in _UNUSABLE if counts[status]]
-    outcomes = ", ".join([word for word in (verdicts, *unusable) if word])
-    return f"{summary}: {outcomes}" if outcomes else summary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lin
 from anomaly.inference.run import Inputs, infer
 from anomaly.maps.encoding import Thumbnails
 from anomaly.scoring.pipeline import Model
+from anomaly.storage.folder import MANIFEST, model_id
 
 _POLL_SECONDS = 0.5
 # Largest share of the time for listing the folders.
@@ -207,7 +209,6 @@ def watch(
     options: OutputOptions = DEFAULTS,
     thumbnails: Thumbnails | None = None,
     trouble: Callable[[str], None] = lambda message: None,
-    looking: Callable[[], None] = lambda: None,
 ) -> None:
     """Score the files in the folders and new ones until stopped.
 
@@ -224,17 +225,17 @@ def watch(
         stopped: whether to stop.
         options: what to write for each image.
         thumbnails: as for `infer`.
-        trouble: called with the folders' error, once until it ends.
-        looking: called before the folders are listed.
+        trouble: called with the folders' error, once until it ends; and when the model's folder
+            holds another model.
 
     Raises:
         OutputError: results can't be written.
     """
-    arrivals = Arrivals(folders, journal.earlier, settle)
+    arrivals, look = Arrivals(folders, journal.earlier, settle), _warner_of_changes(model, trouble)
     complaint = reported = ""
     numbers: dict[str, int] = {}  # for repeated names
     while not stopped():
-        looking()
+        look()
         begun = time.monotonic()
         try:
             ready = arrivals.poll(begun)
@@ -260,3 +261,27 @@ def _pause(until: float, stopped: Callable[[], bool]) -> None:
     """Sleep in short steps, since a signal doesn't end a sleep."""
     while not stopped() and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _POLL_SECONDS))
+
+
+def _warner_of_changes(model: Model, trouble: Callable[[str], None]) -> Callable[[], None]:
+    """A function that warns when a folder holds another model than was loaded from it."""
+    folder, current = model.folder, model.model_id
+    assert folder is not None  # it was loaded
+    known = stamp_of(folder / MANIFEST)
+
+    def look() -> None:
+        nonlocal current, known
+        stamp = stamp_of(folder / MANIFEST)
+        if stamp in (None, known):
+            return
+        known, before = stamp, current
+        with suppress(OSError):  # replaced once more
+            current = model_id(folder)
+        if current != before:
+            trouble(
+                f"the model in {folder} has changed to {current}. Images are still scored with "
+                f"model {model.model_id}; to use the new one, stop this and start again with "
+                "another --output"
+            )
+
+    return look

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anomaly.errors import OutputError
-from anomaly.inference.journal import Finished, RunJournal, exit_code_of
+from anomaly.inference.journal import Finished, RunJournal
 from anomaly.inference.rows import Row
 
 
@@ -65,8 +65,8 @@ def test_a_finished_run_says_what_it_was(tmp_path: Path) -> None:
         journal.add([_finished(0)])
     journal.finish(tmp_path / "done", 3)
     assert [file.name for file in tmp_path.iterdir()] == ["done"]
-    assert exit_code_of(tmp_path / "done", about) == 3
+    assert RunJournal.finished(tmp_path / "done", about) == 3
     with pytest.raises(OutputError, match="another images"):
-        exit_code_of(tmp_path / "done", about | {"images": ("x",)})
+        RunJournal.finished(tmp_path / "done", about | {"images": ("x",)})
     with pytest.raises(OutputError, match="missing or damaged"):
-        exit_code_of(tmp_path / "nowhere", about)
+        RunJournal.finished(tmp_path / "nowhere", about)
