@@ -1,4 +1,4 @@
-"""Defects that were called good: kept, and in the way of versions that miss them."""
+"""Defects that were called good: kept from the page, and in the way of versions that miss them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from browser import Browser
 from conftest import Command, run_command, train_arguments, write_part
 from kit import until
 from running import serving
+from test_line_page import opened
 
 from anomaly.errors import OutputError
 from anomaly.line import registry
@@ -26,8 +28,13 @@ def faint(tmp_path: Path) -> Path:
     return tmp_path / "faint.png"
 
 
-def test_a_defect_that_was_called_good_is_kept(
-    run_folder: Path, product: Path, tmp_path: Path, faint: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_page_keeps_a_defect_that_was_called_good(
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    faint: Path,
+    window: Browser,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "_LOOK_SECONDS", 0.05)
     run = Path(shutil.copytree(run_folder, tmp_path / "models" / "disc"))
@@ -38,14 +45,20 @@ def test_a_defect_that_was_called_good_is_kept(
         part = f"/v1/parts/{served.score(faint.read_bytes())[1]['id']}"
         status, said = served.post(f"{part}/missed")
         assert (status, "isn't a defect that was called good" in said["detail"]) == (409, True)
-        assert served.post(f"{part}/feedback", verdict="defect")[0] == 200
-        status, said = served.post(f"{part}/missed")
-        assert "known missed defect: part-" in said["feedback"]["note"]
+        opened(window, served, "live")
+        hidden = "document.getElementById('missed').hidden"
+        assert window.evaluate(hidden)
+        window.until("performance.now() > 700", True)
+        window.press("d")
+        window.until(hidden, False)
+        window.press("m")
+        window.until(hidden, True)
+        window.open("about:blank")
+        assert "known missed defect: part-" in served.get(part)["feedback"]["note"]
         (kept,) = (run / "golden" / "missed").iterdir()
         assert kept.read_bytes() == faint.read_bytes()
         # The model goes on with it: checked anew, and ready.
-        until(lambda: "known" in served.get("/v1/models/disc")["checked"])
-        assert "known defects caught: 0 of 1" in served.get("/v1/models/disc")["checked"]
+        until(lambda: "known defects caught: 0 of 1" in served.get("/v1/models/disc")["checked"])
         assert served.ask("GET", "/v2/health/ready")[0] == 200
 
 

@@ -94,7 +94,9 @@ class Attack:
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNK = b"8000\r\n" + bytes(0x8000) + b"\r\n"
+LATE = Attack(408, b"Content-Length: 60000\r\n\r\n", bytes(1000), bytes(150))  # fast, yet too late
 ATTACKS = [
+    LATE,
     Attack(413, b"Content-Length: 5000000000\r\n\r\n", drip=bytes(1000)),
     Attack(413, CHUNKED + b"\r\n", CHUNK * 40, CHUNK),
     Attack(400, CHUNKED + b"\r\n", b"1\r\nx\r\n" * 1000),
@@ -106,7 +108,6 @@ ATTACKS = [
     Attack(400, b"X: " + b"x" * 9000 + b"\r\n\r\n"),
     Attack(408, b"Content-Length: 18\r\n\r\n", b"{"),
     Attack(408, b"Content-Length: 60000\r\n\r\n", b"{", b" "),
-    Attack(408, b"Content-Length: 60000\r\n\r\n", bytes(1000), bytes(150)),  # fast, yet too late
     Attack(0, b"X:"),
     Attack(0, b"X: ", drip=b"x"),
 ]
@@ -159,11 +160,13 @@ def test_no_attack_on_any_route_lasts_or_keeps_others_out(guarded: Served) -> No
     kept, own, slowest = HTTPConnection("127.0.0.1", guarded.port, timeout=20), set(), 0.0
     with ThreadPoolExecutor(len(ATTACKS) * len(ROUTES) + 2) as pool:
         answers: list[tuple[Attack, tuple[str, str], Future[bytes]]] = []
+        ended: list[Attack] = []
         for method, path in ROUTES:
             start = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + SHOWN
             for attack in ATTACKS:
                 sent = start + attack.head + attack.body
                 found = pool.submit(told, guarded.port, sent, attack.drip)
+                found.add_done_callback(lambda _, attack=attack: ended.append(attack))
                 answers.append((attack, (method, path), found))
         silent = pool.submit(told, guarded.port, b"")
         reads_nothing = pool.submit(is_ended_that_reads_nothing, guarded.port)
@@ -177,8 +180,10 @@ def test_no_attack_on_any_route_lasts_or_keeps_others_out(guarded: Served) -> No
     kept.close()
     assert slowest < 5
     assert len(own) == 1  # who asks now and then stays connected
-    found = [(attack, route, future.result()) for attack, route, future in answers]
-    assert not [(*one[:2], one[2][:200]) for one in found if not one[0].is_met(one[2])]
+    told_all = [(attack, route, future.result()) for attack, route, future in answers]
+    assert not [(*one[:2], one[2][:200]) for one in told_all if not one[0].is_met(one[2])]
+    too_slow = [attack for attack in ended if attack.status == 408]
+    assert too_slow[-len(ROUTES) :] == [LATE] * len(ROUTES)  # the sooner the slower they are
     assert silent.result() == b""
     assert reads_nothing.result()
 
