@@ -71,6 +71,15 @@ def _refused_by_evaluate(run_folder: Path, folder: Path, kind: str) -> Fault:
     return fault
 
 
+def _refused_by_fit(dataset: Dataset, kind: str) -> Fault:
+    """The fault of this kind, whose sentence training refuses the images with."""
+    (fault,) = _faults(dataset, kind)
+    with pytest.raises(DataError) as refused:
+        anomaly.fit(dataset, SETTINGS, device="cpu")
+    assert (fault.severity, str(refused.value)) == (Severity.WRONG, fault.detail)
+    return fault
+
+
 def test_one_picture_as_good_and_as_a_defect_in_the_test_split(
     run_folder: Path, tmp_path: Path
 ) -> None:
@@ -104,12 +113,8 @@ def test_masks_that_contradict_their_images(run_folder: Path, tmp_path: Path) ->
 def test_a_defect_among_the_training_images(tmp_path: Path) -> None:
     folder = write_product(tmp_path / "disc", n_train=4)
     _in_other_bytes(folder / "test/spot/001.png", folder / "train/good/z.bmp")
-    dataset = open_dataset("mvtec", folder)
-    (fault,) = _faults(dataset, "two_labels")
+    fault = _refused_by_fit(open_dataset("mvtec", folder), "two_labels")
     assert fault.name == "test/spot/001.png"
-    with pytest.raises(DataError) as refused:
-        anomaly.fit(dataset, SETTINGS, device="cpu")
-    assert str(refused.value) == fault.detail
 
 
 def test_a_defect_that_the_model_has_learned_as_good(run_folder: Path, product: Path) -> None:
@@ -122,12 +127,7 @@ def test_a_defect_that_the_model_has_learned_as_good(run_folder: Path, product: 
 def test_images_that_are_all_equal(tmp_path: Path) -> None:
     write_part(tmp_path / "0.png", seed=0)
     _in_other_bytes(tmp_path / "0.png", tmp_path / "1.bmp")
-    dataset = open_dataset("folder", tmp_path)
-    (fault,) = _faults(dataset, "too_few_images")
-    assert fault.severity is Severity.WRONG
-    with pytest.raises(DataError) as refused:
-        anomaly.fit(dataset, SETTINGS, device="cpu")
-    assert str(refused.value) == fault.detail
+    _refused_by_fit(open_dataset("folder", tmp_path), "too_few_images")
 
 
 def _frame(seed: int) -> np.ndarray:

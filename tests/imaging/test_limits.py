@@ -100,24 +100,18 @@ def test_limits_hold_and_say_which(
         assert isinstance(fine, NetworkInput)
         monkeypatch.setattr(decoder_pool, "CLOCK_SECONDS", 2.0)
         found.append(decoders.load(asleep))
+        # Functions are limited likewise.
+        ended, seen = decoders.map(read_image, [files["mortal"], files["fine"]])
+        with pytest.raises(ImageError, match="No such file"):
+            decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
+    assert isinstance(ended, ImageError)
+    assert (ended.status, says["mortal"] in str(ended)) == ("failed", True)
+    assert seen.size == (96, 120)
     for (name, reason), item in zip(says.items(), found, strict=True):
         assert isinstance(item, UnusableImage)
         assert item.status == ("unsupported" if name == "hog" else "failed")
         assert f"{name}.png" in item.reason
         assert reason in item.reason
-
-
-@needs_proc
-def test_functions_are_limited_likewise(bad_parser: None, tmp_path: Path) -> None:
-    for name in ("mortal.png", "fine.png"):
-        write_part(tmp_path / name, seed=1)
-    with Decoders(1) as decoders:
-        ended, fine = decoders.map(read_image, [tmp_path / "mortal.png", tmp_path / "fine.png"])
-        with pytest.raises(ImageError, match="No such file"):
-            decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
-    assert isinstance(ended, ImageError)
-    assert (ended.status, "has crashed 2 decoding processes" in str(ended)) == ("failed", True)
-    assert fine.size == (96, 120)
 
 
 def test_large_images_get_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

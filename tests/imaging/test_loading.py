@@ -101,12 +101,6 @@ def test_a_list_without_whole_batches_is_split_into_the_others(
     assert sorted(again) == sorted(kept)
 
 
-def test_an_odd_sized_image_waits_for_four_batches_at_most() -> None:
-    items = [_item(i, (32, 64) if i == 0 else (32, 32)) for i in range(11)]
-    found = [[one.index for one in batch] for batch in by_shape(items, 2)]  # type: ignore[union-attr]
-    assert found == [[1, 2], [3, 4], [5, 6], [0], [7, 8], [9, 10]]
-
-
 def _item(index: int, size: tuple[int, int] | None) -> NetworkInput | UnusableImage:
     if size is None:
         return UnusableImage(index, "unreadable", "")

@@ -23,25 +23,16 @@ def _two_threads() -> object:
         yield
 
 
-def test_a_block_gives_the_threads_back_whatever_happens_in_it() -> None:
-    assert threads() == {2}
-    with one_blas_thread():
-        with one_blas_thread():
-            assert threads() == {1}
-        assert threads() == {1}
-    assert threads() == {2}
-    with pytest.raises(ZeroDivisionError), one_blas_thread():
-        1 / 0  # noqa: B018
-    assert threads() == {2}
-
-
-def test_blocks_that_overlap_end_with_the_last() -> None:
+def test_blocks_give_the_threads_back_with_the_last_whatever_happens() -> None:
     first, second = ExitStack(), ExitStack()
     first.enter_context(one_blas_thread())
     second.enter_context(one_blas_thread())
     first.close()
     assert threads() == {1}
     second.close()
+    assert threads() == {2}
+    with pytest.raises(ZeroDivisionError), one_blas_thread():
+        1 / 0  # noqa: B018
     assert threads() == {2}
 
 
