@@ -35,7 +35,6 @@ def test_a_camera_judges_each_frame_and_keeps_what_is_not_good(elsewhere: Path) 
         camera.inspect(None, "nothing.avi", elsewhere)
 
 
-@pytest.mark.slow
 def test_a_folder_is_sent_though_the_service_is_away_at_first(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

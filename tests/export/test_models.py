@@ -81,6 +81,15 @@ def test_the_whole_graph_needs_nothing_of_this_program(run_folder: Path, bank_ex
         assert (nearest == np.asarray(expected.nearest)).mean() > 0.99  # ties fall either way
 
 
+def with_network(model: Model, name: str, layers: list[str]) -> Model:
+    """The model with another network, of random weights."""
+    full, extractor = build(name), truncate(build(name), layers)
+    load_state(extractor.network, read_weights(name, "random", 0)[0], full, "a test")
+    backbone = model.config.backbone.model_copy(update={"name": name})
+    config = model.config.model_copy(update={"backbone": backbone})
+    return replace(model, config=config, extractor=extractor)
+
+
 class Same(nn.Sequential):
     """Convolutions as TensorFlow pads them."""
 
@@ -102,21 +111,38 @@ def test_networks_of_several_kinds_embed_as_torch_does_in_both_engines(
     name: str, layers: list[str], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BACKBONES, "same", Backbone(Same))
-    full, extractor = build(name), truncate(build(name), layers)
-    load_state(extractor.network, read_weights(name, "random", 0)[0], full, "a test")
-    model = load_model(run_folder, "cpu", "fp32")
-    backbone = model.config.backbone.model_copy(update={"name": name})
-    config = model.config.model_copy(update={"backbone": backbone})
-    model = replace(model, config=config, extractor=extractor)
+    model = with_network(load_model(run_folder, "cpu", "fp32"), name, layers)
     said = write_graph(model, tmp_path, "onnx")
     graphs = [Graph(tmp_path / said["file"], engine, "fp32", 2) for engine in ("onnx", "openvino")]
     for shape in ((1, 3, 64, 96), (3, 3, 160, 128)):
         images = torch.rand(*shape)
         with torch.inference_mode():
-            expected = model.scorer.align(extractor(model.normalise(images))).numpy()
+            expected = model.scorer.align(model.extractor(model.normalise(images))).numpy()
         for graph in graphs:
             (found,) = graph(images.numpy())
             np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+class Unending(nn.Module):
+    """What follows the first layer takes neither its output nor images of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 16, 2, 2)
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)) + torch.zeros(16, 1, 1))
+
+
+def test_a_network_that_cannot_run_to_its_end_is_told_in_words(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKBONES, "unending", Backbone(Unending))
+    model = with_network(load_model(run_folder, "cpu", "fp32"), "unending", ["first"])
+    said = "unending doesn't run to its end on images of 128×160; train with another backbone"
+    with pytest.raises(ModelError, match=said):
+        write_graph(model, tmp_path, "onnx")
 
 
 def test_what_an_export_says_of_itself(run_folder: Path, bank_export: Path) -> None:
