@@ -4,17 +4,27 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, train_arguments, with_note, write_part, write_product
+from conftest import (
+    Command,
+    run_command,
+    train_arguments,
+    with_note,
+    write_part,
+    write_product,
+)
+from kit import table
 
 import anomaly
 from anomaly.training.feature_cache import CachedFeatures
 
+Calibrate = Callable[..., tuple[int, str]]
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")
 
 
@@ -38,6 +48,17 @@ def defects(tmp_path: Path) -> Path:
     return tmp_path / "defects"
 
 
+@pytest.fixture
+def calibrate(run: Path, command: Command) -> Calibrate:
+    """Runs the command on one's own run, or another; its exit code and all that it says."""
+
+    def change(*options: object, model: Path = run) -> tuple[int, str]:
+        code, out, err = command("calibrate", ["--model", model, *options, "--device", "cpu"])
+        return code, out + err
+
+    return change
+
+
 def _thresholds(run: Path) -> dict[str, Any]:
     return json.loads((run / "model" / "thresholds.json").read_text())
 
@@ -53,35 +74,30 @@ def _files(run: Path) -> dict[str, str]:
 
 
 def test_without_calibration_there_are_no_verdicts_until_calibrate_finds_some(
-    product: Path, good: Path, tmp_path: Path, command: Command
+    product: Path, good: Path, tmp_path: Path, command: Command, calibrate: Calibrate
 ) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "free"
     code, out, _ = command("train", [*train_arguments(product, run), "--no-calibrate"])
     assert (code, "no thresholds" in out) == (0, True)
     assert _thresholds(run) is None
-    code, _, err = command("calibrate", ["--model", run, "--device", "cpu"])
-    assert (code, "--good" in err) == (2, True)
-    code, out, _ = command("calibrate", ["--model", run, "--good", good, "--device", "cpu"])
-    assert (code, "10 good images" in out) == (0, True)
+    code, said = calibrate(model=run)
+    assert (code, "--good" in said) == (2, True)
+    code, said = calibrate("--good", good, model=run)
+    assert (code, "10 good images" in said) == (0, True)
     assert _history(run)[0]["before"] is None
     spots = sorted((product / "test" / "spot").iterdir())
     assert [p.verdict for p in anomaly.load(run, device="cpu").predict(spots)] == ["reject"] * 3
 
 
 def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
-    run: Path,
-    product: Path,
-    tmp_path: Path,
-    command: Command,
-    caplog: pytest.LogCaptureFixture,
+    run: Path, product: Path, tmp_path: Path, command: Command, calibrate: Calibrate
 ) -> None:
     before = _files(run)
     old = _thresholds(run)["reject"]["value"]
-    by_hand = ["--threshold", 2 * old, "--review-threshold", old]
-    code, out, _ = command("calibrate", ["--model", run, *by_hand, "--device", "cpu"])
+    code, said = calibrate("--threshold", 2 * old, "--review-threshold", old)
     assert code == 0
-    assert "times the highest score of the good images" in caplog.text
-    assert f"review threshold {old:.5g}" in out
+    assert "times the highest score of the good images" in said
+    assert f"review threshold {old:.5g}" in said
     after = _files(run)
     assert {name: after[name] for name in SAME} == {name: before[name] for name in SAME}
     assert after["manifest.json"] != before["manifest.json"]
@@ -94,87 +110,82 @@ def test_a_change_by_hand_is_on_record_and_changes_nothing_else(
 
     infer = ["--model", run, "--input", product / "test", "--output", tmp_path / "out"]
     assert command("infer", infer)[0] == 0
-    rows = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
-    for row in map(json.loads, rows):
+    for row in table(tmp_path / "out"):
         assert row["threshold_label"] == "by hand"
         assert row["model_id"] == line["model_after"]
-        score, review, reject = row["image_score"], row["review_threshold"], row["threshold"]
+        keys = ("image_score", "review_threshold", "threshold")
+        score, review, reject = (float(row[key]) for key in keys)
         expected = "good" if score <= review else "review" if score <= reject else "reject"
         assert row["verdict"] == expected
     assert _files(run) == after
 
     # The way back: the rates that the model was trained with give its thresholds again.
-    assert command("calibrate", ["--model", run, "--device", "cpu"])[0] == 0
-    assert "thresholds by hand are replaced by thresholds calibrated" in caplog.text
+    code, said = calibrate()
+    assert (code, "thresholds by hand are replaced by thresholds calibrated" in said) == (0, True)
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
-    assert len(_history(run)) == 2
-    code, out, _ = command("calibrate", ["--model", run, "--device", "cpu"])
-    assert (code, "nothing was changed" in out) == (0, True)
+    code, said = calibrate()
+    assert (code, "nothing was changed" in said) == (0, True)
     assert len(_history(run)) == 2
 
 
 def test_a_change_that_loses_known_defects_is_refused_unless_somebody_agrees(
-    run: Path, product: Path, defects: Path, command: Command, caplog: pytest.LogCaptureFixture
+    run: Path, defects: Path, calibrate: Calibrate
 ) -> None:
-    before, arguments = _files(run), ["--model", run, "--threshold", 9.0, "--device", "cpu"]
-    code, out, err = command("calibrate", [*arguments, "--defects", defects])
-    assert (code, "add --yes" in err) == (1, True)
-    assert "known defects caught: 7 of 7 before, 0 after" in out  # those of the test split, too
-    assert re.search(r"known good parts flagged: \d of 3 before, 0 after", out)
-    assert "7 known defects now caught would be called good (" in caplog.text
+    before = _files(run)
+    code, said = calibrate("--threshold", 9.0, "--defects", defects)
+    assert (code, "add --yes" in said) == (1, True)
+    assert "known defects caught: 7 of 7 before, 0 after" in said  # those of the test split, too
+    assert re.search(r"known good parts flagged: \d of 3 before, 0 after", said)
+    assert "7 known defects now caught would be called good (" in said
     assert _files(run) == before
     detector = anomaly.load(run, device="cpu")
     with pytest.raises(anomaly.AnomalyError, match=r"3 known defects now caught .* force=True"):
         detector.calibrate(threshold=9.0)
     assert detector.calibrate(threshold=9.0, force=True).thresholds is not None
     # What is missed already refuses nothing.
-    assert command("calibrate", [*arguments, "--yes"])[0] == 0
-    code, out, _ = command("calibrate", [*arguments[:2], "--threshold", 8.0, "--device", "cpu"])
-    assert (code, "Still missed, as before: 3." in out) == (0, True)
+    assert calibrate("--threshold", 9.0, "--yes")[0] == 0
+    code, said = calibrate("--threshold", 8.0)
+    assert (code, "Still missed, as before: 3." in said) == (0, True)
 
 
-def test_each_change_can_be_undone_until_none_is_left(run: Path, command: Command) -> None:
+def test_each_change_can_be_undone_until_none_is_left(run: Path, calibrate: Calibrate) -> None:
     states = [_thresholds(run)]
-    arguments = ["--model", run, "--device", "cpu"]
     for threshold in (0.002, 0.003):
-        assert command("calibrate", [*arguments, "--threshold", threshold])[0] == 0
+        assert calibrate("--threshold", threshold)[0] == 0
         states.append(_thresholds(run))
     for earlier in (1, 0):
-        code, out, err = command("calibrate", [*arguments, "--undo"])
-        assert (code, "3 of 3 before, 3 after" in out) == (0, True), err
+        code, said = calibrate("--undo")
+        assert (code, "3 of 3 before, 3 after" in said) == (0, True), said
         assert _thresholds(run) == states[earlier]
-    code, _, err = command("calibrate", [*arguments, "--undo"])
-    assert (code, "nothing to undo" in err) == (2, True)
+    code, said = calibrate("--undo")
+    assert (code, "nothing to undo" in said) == (2, True)
     assert [line["asked"] for line in _history(run)][2:] == 2 * [{"undo": True}]
 
 
 def test_what_was_taken_as_a_defect_never_counts_as_good_later(
-    run: Path, production: Path, command: Command, caplog: pytest.LogCaptureFixture
+    run: Path, production: Path, calibrate: Calibrate
 ) -> None:
     """Nor does what was given as a defect, whatever form the next calibration has."""
-    arguments = ["--model", run, "--yes", "--device", "cpu"]
-    unsorted = [*arguments, "--production", production, "--at-most-defective"]
-    assert command("calibrate", [*unsorted, "5%"])[0] == 0
+    unsorted = ["--yes", "--production", production, "--at-most-defective"]
+    assert calibrate(*unsorted, "5%")[0] == 0
     (taken,) = _history(run)[-1]["images"]["taken as defects"].values()
-    assert command("calibrate", [*unsorted, "0%"])[0] == 0
-    assert "--production left out: 1 taken as defects before" in caplog.text
+    code, said = calibrate(*unsorted, "0%")
+    assert (code, "--production left out: 1 taken as defects before" in said) == (0, True)
     good = json.loads((run / "model" / "calibration.json").read_text())
     assert (len(good["names"]), taken in good["hashes"]) == (39, False)
-    given = ["--defects", production / good["names"][0]]
-    assert command("calibrate", [*arguments, *given])[0] == 0
-    for form in ([], ["--review-rate", "0.1"], ["--production", production, *unsorted[-1:], "0%"]):
-        assert command("calibrate", [*arguments, *form])[0] == 0
+    assert calibrate("--yes", "--defects", production / good["names"][0])[0] == 0
+    for form in ([], ["--review-rate", "0.1"], [*unsorted[1:], "0%"]):
+        assert calibrate("--yes", *form)[0] == 0
         kept = json.loads((run / "model" / "calibration.json").read_text())
         assert {taken, good["hashes"][0]}.isdisjoint(kept["hashes"])
 
 
 def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
-    run: Path, product: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+    run: Path, product: Path, tmp_path: Path, calibrate: Calibrate
 ) -> None:
     (run / "train.json").unlink()
-    unchecked = ["--model", run, "--good", product / "test" / "good", "--yes", "--device", "cpu"]
-    assert command("calibrate", unchecked)[0] == 0
-    assert "make sure that these images" in caplog.text
+    code, said = calibrate("--good", product / "test" / "good", "--yes")
+    assert (code, "make sure that these images" in said) == (0, True)
     moved = tmp_path / "moved"
     shutil.copytree(product, moved / product.name)
     # An image that is gone doesn't make the others fair game.
@@ -182,19 +193,20 @@ def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
     (moved / product.name / "test" / "spot" / "000.png").symlink_to(tmp_path / "nowhere.png")
     (tmp_path / "some").mkdir()
     shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
-    arguments = ["--model", run, "--good", tmp_path / "some", "--device", "cpu", "--data-root"]
-    code, _, err = command("calibrate", [*arguments, moved])
-    assert (code, "none of 1 --good can be used: 1 of the test split" in err) == (2, True)
-    code, _, err = command("calibrate", [*arguments, tmp_path / "absent"])
-    assert (code, str(tmp_path / "absent") in err) == (2, True)
+    for root, says in (
+        (moved, "none of 1 --good can be used: 1 of the test split"),
+        (tmp_path / "absent", str(tmp_path / "absent")),
+    ):
+        code, said = calibrate("--good", tmp_path / "some", "--data-root", root)
+        assert (code, says in said) == (2, True), said
 
 
 def test_one_odd_good_image_is_named_and_can_be_left_out(
-    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, command: Command, calibrate: Calibrate, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in range(12):
         write_part(tmp_path / "parts" / f"{i:03}.png", seed=i, mark=(30, 60) if i == 7 else None)
-    run = tmp_path / "run"
+    run = tmp_path / "odd"
     code, out, _ = command("train", train_arguments(tmp_path / "parts", run, "data.format=folder"))
     assert code == 0
     assert "12 training images, each scored by a model that hasn't seen it" in out
@@ -214,35 +226,34 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert "Remove images that aren't good and train again" in out
 
     before = _files(run)
-    common = ["--model", run, "--device", "cpu"]
-    code, out, _ = command("calibrate", [*common, "--without", "007.png"])
+    code, said = calibrate("--without", "007.png", model=run)
     assert code == 0
-    assert "at most 24 %" in out  # 1 − 0.05^(1/11)
-    assert "thresholds calibrated on 11 training images" in out
-    assert "left out by hand: 1 (007.png)" in out
-    assert "the model has still learned" in out
+    assert "at most 24 %" in said  # 1 − 0.05^(1/11)
+    assert "thresholds calibrated on 11 training images" in said
+    assert "left out by hand: 1 (007.png)" in said
+    assert "the model has still learned" in said
     assert _thresholds(run)["reject"]["value"] == first["reject_without"]
     (line,) = _history(run)
     assert line["asked"] == {"without": ["007.png"]}
     assert line["left_out"] == {"007.png": first["score"]}
 
-    code, _, err = command("calibrate", [*common, "--without", "nowhere.png"])
-    assert (code, "no good image is called nowhere.png" in err) == (2, True)
+    code, said = calibrate("--without", "nowhere.png", model=run)
+    assert (code, "no good image is called nowhere.png" in said) == (2, True)
     # Without the option all images count again, and it says so.
-    assert command("calibrate", common)[0] == 1
-    assert "counted now: 007.png" in caplog.text
-    assert "Rejected before: 1 of 12 good images (007.png: " in caplog.text
+    code, said = calibrate(model=run)
+    assert (code, "counted now: 007.png" in said) == (1, True)
+    assert "Rejected before: 1 of 12 good images (007.png: " in said
     caplog.clear()
     again = anomaly.load(run, device="cpu").calibrate(reject_rate=0.02, force=True)
     assert again.thresholds is not None
     assert again.thresholds.images == 12
     assert "left out before, counted now: 007.png" in caplog.text
-    assert command("calibrate", [*common, "--yes"])[0] == 0
+    assert calibrate("--yes", model=run)[0] == 0
     assert _files(run) | {"history.jsonl": ""} == before | {"history.jsonl": ""}
 
 
 def test_good_images_that_cannot_count_are_left_out_and_said(
-    run: Path, product: Path, good: Path, defects: Path, tmp_path: Path, command: Command,
+    run: Path, product: Path, good: Path, defects: Path, tmp_path: Path, calibrate: Calibrate,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     before = _files(run)
@@ -252,30 +263,30 @@ def test_good_images_that_cannot_count_are_left_out_and_said(
         shutil.copy(product / "test" / kind / "001.png", tmp_path / "tested" / f"{name}.png")
     cap = tmp_path / "dark" / "lens_cap.png"
     cv2.imwrite(str(cap), np.full((96, 120, 3), 1, np.uint8))
-    arguments = ["--model", run, "--device", "cpu", "--good"]
     for folder, says in (
         (product / "train" / "good", "12 that the model has learned from"),
         (tmp_path / "tested", "none of 2 --good can be used: 2 of the test split"),
         (tmp_path / "dark", "all 1 good images would be flagged whatever"),
     ):
-        code, _, err = command("calibrate", [*arguments, folder])
-        assert (code, says in err) == (2, True), err
+        code, said = calibrate("--good", folder)
+        assert (code, says in said) == (2, True), said
     assert _files(run) == before
 
     shutil.copy(product / "train" / "good" / "000.png", good / "learned.png")
     shutil.copy(good / "003.png", good / "copy.png")
     (good / "text.png").write_bytes((good / "001.png").read_bytes()[:500])
-    mixed = [good, tmp_path / "tested", tmp_path / "dark", "--defects", defects]
-    code, out, _ = command("calibrate", [*arguments, *mixed, "--false-reject-rate", "0.2"])
-    assert (code, "thresholds calibrated on 10 good images" in out) == (3, True)
+    mixed = ["--good", good, tmp_path / "tested", tmp_path / "dark", "--defects", defects]
+    code, said = calibrate(*mixed, "--false-reject-rate", "0.2")
+    assert code == 3
     for says in (
+        "thresholds calibrated on 10 good images",
         "--good left out: 1 that the model has learned from, 2 of the test split or known as "
         "defects, 1 that are copies of others",
         "text.png",
         f"left out: {cap}: all its pixels",
+        "of 4 defects 4 rejected: 100.0 %, 39.8 to 100.0 %",
     ):
-        assert says in caplog.text
-    assert "of 4 defects 4 rejected: 100.0 %, 39.8 to 100.0 %" in out
+        assert says in said
     line = _history(run)[-1]
     assert line["defects_found"]["rejected"]["count"] == 4
     assert {name: len(images) for name, images in line["images"].items()} == {
@@ -291,7 +302,7 @@ def test_good_images_that_cannot_count_are_left_out_and_said(
 
 
 def test_contradictions_are_refused(
-    run: Path, good: Path, defects: Path, tmp_path: Path, command: Command
+    run: Path, good: Path, defects: Path, tmp_path: Path, calibrate: Calibrate
 ) -> None:
     before = _files(run)
     named = defects.rename(defects.with_name("NG parts"))
@@ -306,36 +317,31 @@ def test_contradictions_are_refused(
         ([good, "--defects", tmp_path / "bad"], f"{good / '003.png'} is given as good and as a"),
         ([good, "--defects", good / "005.png"], f"{good / '005.png'} is given as good and as a"),
     ):
-        code, _, err = command("calibrate", ["--model", run, "--device", "cpu", "--good", *given])
-        assert (code, says in err, "zzz.png" in err) == (2, True, False), err
+        code, said = calibrate("--good", *given)
+        assert (code, says in said, "zzz.png" in said) == (2, True, False), said
     with pytest.raises(anomaly.AnomalyError, match="NG parts would be taken as good"):
         anomaly.load(run, device="cpu").calibrate([named / "000.png"])
     assert _files(run) == before
 
 
 def test_what_raises_the_threshold_is_named_among_further_images_too(
-    run: Path, good: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+    run: Path, good: Path, tmp_path: Path, calibrate: Calibrate
 ) -> None:
     """Of two folders with the same file names, and with what was left out before."""
-    caplog.set_level("INFO")
     shutil.copytree(good, tmp_path / "lots" / "a")
     for i in range(10):
         write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i, mark=(30, 60 - i))
         if i not in (3, 7):
             write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i)
-    arguments = ["--model", run, "--device", "cpu"]
     lots = ["--good", tmp_path / "lots" / "a", tmp_path / "lots" / "b"]
-    lots += ["--without", "lots/b/003.png", "--yes"]
-    assert command("calibrate", [*arguments, *lots])[0] == 0
+    code, said = calibrate(*lots, "--without", "lots/b/003.png", "--yes")
     advice = f"anomaly calibrate --model {run} --without b/003.png b/007.png"
-    assert advice in caplog.text
-    code, out, _ = command("calibrate", [*arguments, "--without", "b/003.png", "b/007.png"])
-    assert (code, "thresholds calibrated on 18 good images" in out) == (0, True)
+    assert (code, advice in said) == (0, True)
+    code, said = calibrate("--without", "b/003.png", "b/007.png")
+    assert (code, "thresholds calibrated on 18 good images" in said) == (0, True)
 
 
-def test_from_a_program_one_image_is_one_and_none_is_told(
-    run: Path, good: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_from_a_program_one_image_is_one_and_none_is_told(run: Path, good: Path) -> None:
     detector = anomaly.load(run, device="cpu")
     picture = cv2.cvtColor(cv2.imread(str(good / "000.png")), cv2.COLOR_BGR2RGB)
     one = detector.calibrate(picture, channels="rgb")
@@ -349,19 +355,17 @@ def test_from_a_program_one_image_is_one_and_none_is_told(
 
 
 def test_defects_among_good_images_raise_no_threshold_unless_somebody_agrees(
-    run: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    run: Path, tmp_path: Path, calibrate: Calibrate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lot = tmp_path / "lot"
     for i in range(8):
         write_part(lot / f"part {i}.png", seed=900 + i, mark=(40, 50) if i == 0 else None)
     before, old = _files(run), _thresholds(run)["reject"]["value"]
-    arguments = ["--model", run, "--good", lot, "--device", "cpu"]
-    code, out, err = command("calibrate", arguments)
-    assert (code, "--yes" in err) == (1, True)
-    assert f"reject threshold {old:.4g} -> " in out
-    assert f"the reject threshold rises from {old:.4g} to " in caplog.text
-    assert "Rejected before: 1 of 8 good images (part 0.png" in caplog.text
+    code, said = calibrate("--good", lot)
+    assert (code, "--yes" in said) == (1, True)
+    assert f"reject threshold {old:.4g} -> " in said
+    assert f"the reject threshold rises from {old:.4g} to " in said
+    assert "Rejected before: 1 of 8 good images (part 0.png" in said
     assert _files(run) == before
     with pytest.raises(anomaly.AnomalyError, match=r": 1 of 8 .* force=True"):
         anomaly.load(run, device="cpu").calibrate(lot)
@@ -373,7 +377,7 @@ def test_defects_among_good_images_raise_no_threshold_unless_somebody_agrees(
     for answer in ("", "no", "y"):
         assert _files(run) == before
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
-        assert command("calibrate", arguments)[0] == (0 if answer == "y" else 1)
+        assert calibrate("--good", lot)[0] == (0 if answer == "y" else 1)
     assert _thresholds(run)["reject"]["value"] == forced.image
 
 
@@ -394,7 +398,7 @@ def test_scrambled_test_labels_leave_every_byte_of_the_model_as_it_was(
 
 def test_an_evaluation_says_which_of_its_images_chose_the_thresholds(
     run: Path, evaluated: Path, good: Path, defects: Path, tmp_path: Path, command: Command,
-    caplog: pytest.LogCaptureFixture,
+    calibrate: Calibrate,
 ) -> None:  # fmt: skip
     for i in range(3):
         write_part(tmp_path / "other" / "good" / f"{i}.png", seed=700 + i)
@@ -407,20 +411,19 @@ def test_an_evaluation_says_which_of_its_images_chose_the_thresholds(
         return json.loads(text)["categories"]["disc"]
 
     assert figures(evaluated)["n_threshold_images"] == 0
-    common, output = ["--model", run, "--device", "cpu"], tmp_path / "figures"
+    output = tmp_path / "figures"
     test = ["--good", tmp_path / "other" / "good", "--defects", tmp_path / "other" / "spot"]
     for chosen, count in (
         (["--threshold", 1], 4),  # perhaps chosen by these defects
         (["--false-reject-rate", 0.02], 3),  # no defect chooses rates
     ):
-        given = ["--good", good, "--defects", defects, *chosen, "--yes"]
-        assert command("calibrate", [*common, *given])[0] == 0
-        caplog.clear()
-        assert command("evaluate", [*common, *test, "--output", output, "--overwrite"])[0] == 0
-        said = f"{count} of 10 test images were used to choose the thresholds"
+        assert calibrate("--good", good, "--defects", defects, *chosen, "--yes")[0] == 0
+        arguments = ["--model", run, *test, "--output", output, "--overwrite"]
+        code, _, err = command("evaluate", arguments)
+        says = f"{count} of 10 test images were used to choose the thresholds"
         page = (output / "disc" / "report.html").read_text()
         assert figures(output)["n_threshold_images"] == count
-        assert (said in caplog.text, said in page) == (True, True)
+        assert (code, says in err, says in page) == (0, True, True)
 
 
 def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Command) -> None:
@@ -433,18 +436,18 @@ def test_lots_are_kept_whole_and_said(product: Path, tmp_path: Path, command: Co
 
 
 def test_good_scores_of_0_allow_a_threshold_by_hand(
-    product: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    product: Path, tmp_path: Path, calibrate: Calibrate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each image is like what the others taught: copies, where training doesn't notice that."""
     monkeypatch.setattr(CachedFeatures, "pictures", lambda features: features.hashes)
     source = product / "train" / "good" / "000.png"
     for i in range(4):
         with_note(source, tmp_path / "same" / product.name / f"{i}.png", i)
-    run = tmp_path / "run"
+    run = tmp_path / "alike"
     settings = ["data.format=folder", f"data.root={tmp_path / 'same'}", "model.coreset_ratio=1.0"]
-    assert command("train", train_arguments(product, run, *settings))[0] == 0
-    code, _, err = command("calibrate", ["--model", run, "--threshold", 1])
-    assert code == 0, err
+    run_command("train", train_arguments(product, run, *settings))
+    code, said = calibrate("--threshold", 1, model=run)
+    assert code == 0, said
 
 
 @pytest.fixture
@@ -461,22 +464,21 @@ def production(tmp_path: Path) -> Path:
 
 
 def test_production_images_find_thresholds_though_some_are_defective(
-    run: Path, product: Path, production: Path, command: Command
+    run: Path, product: Path, production: Path, calibrate: Calibrate
 ) -> None:
-    arguments = ["--model", run, "--production", production, "--at-most-defective", "5%"]
+    arguments = ["--production", production, "--at-most-defective", "5%"]
     before = _files(run)
-    code, out, err = command("calibrate", arguments)
-    assert (code, "add --yes" in err) == (1, True)
+    code, said = calibrate(*arguments)
+    assert (code, "add --yes" in said) == (1, True)
     assert _files(run) == before
-    flagged = re.search(r"production images flagged: (\d+) of 40 before, ", out)
+    flagged = re.search(r"production images flagged: (\d+) of 40 before, ", said)
     assert flagged is not None
     assert int(flagged[1]) > 20
-    code, out, err = command("calibrate", [*arguments, "--yes", "--data-root", product.parent])
+    code, said = calibrate(*arguments, "--yes", "--data-root", product.parent)
     assert code == 0
-    assert "calibrated on 40 production images, at most 2 of them defective" in out
-    assert re.search(r"treated as defects, half of the 2 .*: 0(07|31).png", out)
-    assert {"007.png", "031.png"} <= set(re.findall(r"\d{3}\.png", out))
-    assert "known defects caught: 3 of 3 before, 3 after" in out
+    assert "calibrated on 40 production images, at most 2 of them defective" in said
+    assert re.search(r"treated as defects, half of the 2 .*: 0(07|31).png", said)
+    assert "known defects caught: 3 of 3 before, 3 after" in said
     record = _history(run)[-1]
     assert record["asked"] == {"at_most_defective": 0.05, "data_root": str(product.parent)}
     assert len(record["images"]["production"]) == 40
@@ -487,10 +489,10 @@ def test_production_images_find_thresholds_though_some_are_defective(
 
 
 def test_production_images_that_are_all_good_are_good_images(
-    run: Path, good: Path, tmp_path: Path, command: Command
+    run: Path, good: Path, tmp_path: Path, calibrate: Calibrate
 ) -> None:
     other = Path(shutil.copytree(run, tmp_path / "other"))
     options = ["--production", good, "--at-most-defective", "0%", "--yes"]
-    assert command("calibrate", ["--model", run, *options])[0] == 0
-    assert command("calibrate", ["--model", other, "--good", good, "--yes"])[0] == 0
+    assert calibrate(*options)[0] == 0
+    assert calibrate("--good", good, "--yes", model=other)[0] == 0
     assert _thresholds(run) == _thresholds(other)

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import pytest
 from conftest import Command
 
 
@@ -19,17 +18,20 @@ def _damaged(run: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("name", ["infer", "infer --watch", "explain", "evaluate"])
 def test_a_model_that_cannot_be_loaded_leaves_earlier_results(
-    name: str, run_folder: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
-    name, *more = name.split()
+    run_folder: Path, product: Path, inferred: Path, explained: Path, evaluated: Path,
+    tmp_path: Path, command: Command,
+) -> None:  # fmt: skip
+    damaged = ["--model", _damaged(run_folder, tmp_path / "damaged"), "--overwrite"]
     folder = product / "test" / "spot"
-    given = {"infer": ["--input", folder], "explain": ["--input", folder / "000.png"]}.get(name, [])
-    rest = [*given, "--output", tmp_path / "out"]
-    assert command(name, ["--model", run_folder, *rest])[0] == 0
-    before = _files(tmp_path / "out")
-    damaged = ["--model", _damaged(run_folder, tmp_path / "damaged"), *rest, *more]
-    code, _, err = command(name, [*damaged, "--overwrite"])
-    assert (code, "scorer.safetensors" in err) == (2, True)
-    assert _files(tmp_path / "out") == before
+    for name, made, more in (
+        ("infer", inferred, ["--input", folder]),
+        ("infer", inferred, ["--input", folder, "--watch"]),
+        ("explain", explained, ["--input", folder / "000.png"]),
+        ("evaluate", evaluated, []),
+    ):
+        output = Path(shutil.copytree(made, tmp_path / "out"))
+        code, _, err = command(name, [*damaged, *more, "--output", output])
+        assert (code, "scorer.safetensors" in err) == (2, True), err
+        assert _files(output) == _files(made)
+        shutil.rmtree(output)

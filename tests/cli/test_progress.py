@@ -32,10 +32,3 @@ def test_a_short_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         for i in range(5):
             line("scoring", i, 5)
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(12.3, "12 s"), (95, "1.6 min"), (3000, "50 min"), (9000, "2.5 h")]
-)
-def test_time_left(seconds: float, said: str) -> None:
-    assert logging_setup._time_left(seconds) == f"about {said} left"

@@ -16,7 +16,7 @@ _EXTENSION = """
 import signal, time
 try:
     signal.raise_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    time.sleep(0.1)
 except BaseException:
     raise ImportError("failed to import") from None
 """
@@ -25,24 +25,23 @@ except BaseException:
 _AT_WORK = """
 import signal, time
 from anomaly.cli import stopping
-stopping.PATIENCE_SECONDS = 0.5
+stopping.PATIENCE_SECONDS = 0.2
 with stopping.Stopping(then="send it again") as stop:
     stop.at_work = True
     signal.raise_signal(signal.SIGTERM)
-    time.sleep(1.5)
+    time.sleep(0.6)
     stop.at_work = False
     print("finished", flush=True)
-    while {hangs}:
+    while True:
         pass
 """
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_what_was_accepted_is_finished_whatever_time_it_takes(hangs: bool) -> None:
-    command = [sys.executable, "-c", _AT_WORK.format(hangs=hangs)]
+def test_what_was_accepted_is_finished_whatever_time_it_takes() -> None:
+    command = [sys.executable, "-c", _AT_WORK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("finished\n", 143 if hangs else 0)
-    assert ("interrupted; send it again" in done.stderr) is hangs
+    assert (done.stdout, done.returncode) == ("finished\n", 143)
+    assert "interrupted; send it again" in done.stderr
 
 
 @pytest.mark.parametrize("politely", [False, True])
@@ -58,7 +57,8 @@ def test_an_import_is_finished_first(
             if politely:
                 signal.raise_signal(signal.SIGTERM)  # noted; the second one interrupts
             importlib.import_module("slow_extension")
-            time.sleep(2)
+            for _ in range(200):
+                time.sleep(0.01)
 
     with pytest.raises(Interrupted) as caught:
         work()

@@ -21,24 +21,20 @@ def _write(folder: Path, text: str, name: str = "part.yaml") -> Path:
     return file
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda f: f.stem)
-def test_every_shipped_config_is_valid(file: Path) -> None:
-    for kind in METHODS:
-        config = load_config(file, [f"model.kind={kind}"])
-        assert config.name == file.stem
-        assert config.model.kind == kind
-
-
-def test_mvtec_configs_carry_the_papers_setting() -> None:
-    files = sorted(CONFIGS.glob("mvtec_*.yaml"))
-    assert len(files) == 15
-    for file in files:
-        config = load_config(file.name, folders=[CONFIGS])
-        assert config.data.category == file.stem.removeprefix("mvtec_")
-        assert config.backbone.name == "wide_resnet50_2"
-        assert (config.image.resize, config.image.crop) == (256, 224)
-        assert config.model.coreset_ratio == 0.1
-        assert config.model.image_score == "max"
+def test_every_shipped_config_is_valid_and_mvtecs_carry_the_papers_setting() -> None:
+    mvtec = []
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        for kind in METHODS:
+            config = load_config(file.name, [f"model.kind={kind}"], folders=[CONFIGS])
+            assert (config.name, config.model.kind) == (file.stem, kind)
+        if file.stem.startswith("mvtec_"):
+            mvtec.append(config)
+            assert config.data.category == file.stem.removeprefix("mvtec_")
+            assert config.backbone.name == "wide_resnet50_2"
+            assert (config.image.resize, config.image.crop) == (256, 224)
+            assert config.model.coreset_ratio == 0.1
+            assert config.model.image_score == "max"
+    assert len(mvtec) == 15
 
 
 def test_a_base_may_be_one_that_comes_with_the_program(tmp_path: Path) -> None:
@@ -62,31 +58,19 @@ def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
     assert load_config(file, ["model.coreset_ratio=1e-2"]).model.coreset_ratio == 0.01
 
 
-@pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("image", [{}, {"resize": 256}, {"resize": 256, "crop": 224}])
-def test_the_image_score_does_not_hang_on_how_images_are_sized(
-    kind: str, image: dict[str, int]
-) -> None:
-    values = {"model": {"kind": kind}, "image": image}
-    assert Config.model_validate(values).image_score_in_force == "map_top_percent"
-    chosen = {"model": {"kind": kind, "image_score": "max"}, "image": image}
-    assert Config.model_validate(chosen).image_score_in_force == "max"
-
-
-def test_one_aspect_is_for_padim_alone_and_only_where_it_is_kept() -> None:
-    needs = {
-        (kind, resize): Config.model_validate(
-            {"model": {"kind": kind}, "image": {"resize": resize}}
-        ).one_aspect
-        for kind in METHODS
-        for resize in (None, 256)
-    }
-    assert [which for which, so in needs.items() if so] == [("padim", None)]
-
-
-def test_reweighting_needs_a_bank() -> None:
+def test_what_the_method_and_the_size_decide() -> None:
+    one_aspect = []
+    for kind in METHODS:
+        for image in ({}, {"resize": 256}, {"resize": 256, "crop": 224}):
+            values = {"model": {"kind": kind}, "image": image}
+            config = Config.model_validate(values)
+            assert config.image_score_in_force == "map_top_percent"
+            one_aspect += [(kind, image)] if config.one_aspect else []
+            chosen = {"model": {"kind": kind, "image_score": "max"}, "image": image}
+            assert Config.model_validate(chosen).image_score_in_force == "max"
+    assert one_aspect == [("padim", {})]
     both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
-    assert both.image_score_in_force == "map_top_percent"
+    assert both.image_score_in_force == "map_top_percent"  # reweighting needs a bank
 
 
 def _bomb(joined: str) -> str:
@@ -102,7 +86,6 @@ def _bomb(joined: str) -> str:
         ("sede: 3", "unknown key 'sede'; did you mean 'seed'?"),
         ("model: {coreset_rato: 0.1}", "unknown key 'model.coreset_rato'; did you mean"),
         ("model: {coreset_ratio: 2}", "model.coreset_ratio is 2: must be 1 or less"),
-        ("model: {coreset_ratio: much}", "model.coreset_ratio is 'much'"),
         ("model: {kind: patchcor}", "model.kind is 'patchcor'"),
         ("model: {embedding: levels}", "model.embedding is 'levels': must be 'sharp', 'concat'"),
         ("model: 3", "model is 3"),
@@ -110,16 +93,11 @@ def _bomb(joined: str) -> str:
         ("image: {resize: 64, crop: 224}", "image.crop is 224, larger than image.resize (64)"),
         ("name: a/b", "name is 'a/b'"),
         ("name: ..", "name is '..': must be a name, without / and \\ and with no dot in front"),
-        ("name: .hidden", "name is '.hidden'"),
         ("data: {category: [a, b]}", "data.category as a list is no longer supported; train a "),
         ("data: {category: 3}", "data.category is 3: must be text (put it in quotes)"),
-        ("data: {category: {a: 1}}", "data.category is {'a': 1}: must be text"),
         ("seed: -1", "seed is -1"),
         ("- a\n- b", "must hold `key: value` lines"),
         pytest.param("[" * 5000, " line 1: this is nested more than 20 levels deep", id="deep"),
-        pytest.param(
-            "- " * 5000, "line 1: this is nested more than 20 levels deep", id="deep lists"
-        ),
         pytest.param(_bomb("[{}]"), "line 6: there are more than 50,000 values", id="lists"),
         pytest.param(_bomb("{{<<: [{}]}}"), "there are more than 50,000 values", id="mappings"),
         (
@@ -133,17 +111,17 @@ def _bomb(joined: str) -> str:
         ),
         ("seed: 010", "line 1: 010 isn't a plain number; write it in at most 40 digits"),
         ("seed: 0x1f", "isn't a plain number"),
-        ("seed: 1:30", "isn't a plain number"),
         ("model: {smoothing: 1:30.5}", "isn't a plain number"),
-        pytest.param(f"seed: {'9' * 400}", "isn't a plain number", id="400 digits"),
         pytest.param(f"seed: {'9' * 6000}", "isn't a plain number", id="6000 digits"),
         ("model: {smoothing: .nan}", "model.smoothing is nan: must be a finite number"),
-        ("model: {smoothing: 1.0e+400}", "model.smoothing is inf: must be a finite number"),
         ("seed: 2020-01-01", "seed is '2020-01-01': must be a whole number"),
         ("model:\n\tkind: padim", " line 2, column 1: this isn't valid YAML"),
         ("seed: 1\nname: a\ab", " line 2: this isn't valid YAML"),
         ("model: {kind: padim, kind: padim}", "line 1: kind is also in line 1"),
         ("1: 2", "unknown key '1'"),
+        ("? [a, b]\n: 1", "isn't valid YAML"),
+        ("a: &x {area: 96}\nimage: {<<: *x, tile: 512}", "unknown key 'a'"),  # keys are merged
+        ("image:\n  area: 96\nseed: 1\nimage:\n  tile: 512", "line 4: image is also in line 1"),
         pytest.param(f"base: {'x' * 5000}", "there is no base xxx", id="long base"),
         ("a: [1", "line 1, column 6: this isn't valid YAML"),
         ("base: nowhere.yaml", "there is no base nowhere.yaml"),
@@ -177,13 +155,7 @@ def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: 
     assert str(caught.value).startswith(f"--set {override}")
 
 
-WENT = [
-    *("data.format=coco", "data.category as a list", "model.arrangement", "model.border_damping"),
-    *("model.components", "model.kind=subspace", "model.variance", "rules", "zones"),
-]
-
-
-@pytest.mark.parametrize("entry", WENT)
+@pytest.mark.parametrize("entry", GONE)
 def test_what_went_is_refused_with_what_to_do_instead(tmp_path: Path, entry: str) -> None:
     key, _, value = entry.partition("=")
     says = f"{entry} is no longer supported; {GONE[entry]}"
@@ -203,20 +175,21 @@ def _leaves(section: type[BaseModel], above: str = "") -> Iterator[str]:
             yield from _leaves(inner, f"{above}{name}.")
 
 
-@pytest.mark.parametrize("key", [*_leaves(Config), "image.region.polygons", "image.ignore.png"])
-def test_no_message_is_pydantics(tmp_path: Path, key: str) -> None:
-    file, told = _write(tmp_path, ""), []
-    values = ("null", "x/y", "-1", "1e400", ".nan", "[[1]]", "{}", "{a: 1}", "[]", "'" + "9" * 200)
-    for value in values:
-        override = f"{key}={value.replace(chr(39), '')}"
-        try:
-            load_config(file, [override])
-        except ConfigError as error:
-            told.append((override, str(error)))
-    assert told
-    for override, message in told:
-        assert all(li.strip().startswith(f"--set {override}: ") for li in message.splitlines())
-        assert not re.search(r"nput should|pydantic|tuple|\bdict|valid|can't be used", message)
+def test_no_message_is_pydantics(tmp_path: Path) -> None:
+    file = _write(tmp_path, "")
+    values = ("null", "x/y", "-1", "1e400", ".nan", "[[1]]", "{}", "{a: 1}", "[]", "9" * 200)
+    for key in [*_leaves(Config), "image.region.polygons", "image.ignore.png"]:
+        told = []
+        for value in values:
+            override = f"{key}={value}"
+            try:
+                load_config(file, [override])
+            except ConfigError as error:
+                told.append((override, str(error)))
+        assert told, key
+        for override, message in told:
+            assert all(li.strip().startswith(f"--set {override}: ") for li in message.splitlines())
+            assert not re.search(r"nput should|pydantic|tuple|\bdict|valid|can't be used", message)
 
 
 def test_a_mistake_is_told_where_it_is(tmp_path: Path) -> None:
@@ -279,28 +252,8 @@ def test_an_override_without_effect_is_told(
     assert says in caplog.text
 
 
-def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "part.yaml"
-    file.write_text("image:\n  area: 96\nseed: 1\nimage:\n  tile: 512\n")
-    with pytest.raises(ConfigError, match=r"part.yaml line 4: image is also in line 1"):
-        load_config(file)
-    file.write_text("? [a, b]\n: 1\n")
-    with pytest.raises(ConfigError, match="isn't valid YAML"):
-        load_config(file)
-    file.write_text("a: &x {area: 96}\nimage: {<<: *x, tile: 512}\n")
-    with pytest.raises(ConfigError, match="unknown key 'a'"):  # merged keys are as ever
-        load_config(file)
-
-
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("data.root=/data/good #2", "/data/good #2"),
-        ("data.root=2024", "2024"),
-        ("data.root=2024-11-25", "2024-11-25"),
-        ("data.root='/data/good #2'", "/data/good #2"),
-    ],
-)
-def test_an_override_of_a_path_is_taken_as_it_is(tmp_path: Path, override: str, value: str) -> None:
-    (tmp_path / "part.yaml").write_text("")
-    assert str(load_config(tmp_path / "part.yaml", [override]).data.root) == value
+def test_an_override_of_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    file = _write(tmp_path, "")
+    for path in ("/data/good #2", "2024", "2024-11-25"):
+        assert str(load_config(file, [f"data.root={path}"]).data.root) == path
+    assert str(load_config(file, ["data.root='/data/good #2'"]).data.root) == "/data/good #2"
