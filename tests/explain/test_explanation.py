@@ -63,11 +63,6 @@ def good_of(model: Model, *folders: Path) -> GoodImages:
     return GoodImages(model, TrainingImages(model.manifest["training_images"], files))
 
 
-def highest(scores: np.ndarray) -> tuple[int, int]:
-    row, column = np.unravel_index(scores.argmax(), scores.shape)
-    return int(row), int(column)
-
-
 @settings(max_examples=50)
 @given(arrays(np.float32, (7, 9), elements=st.floats(0, 9, width=16)), st.floats(0, 10))
 def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: float) -> None:
@@ -135,7 +130,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     model = load_model(run_folder, CPU)
     item = loaded(model, product / "test" / "spot" / "000.png")
     (prediction,) = model.score([item])
-    patches = [highest(prediction.patch_scores), (0, 0), (2, 5)]
+    patches = [worst_patches(prediction.patch_scores, (), CENTRES)[0], (0, 0), (2, 5)]
     good = good_of(model, product)
     bank = model.scorer
     assert isinstance(bank, MemoryBank)
@@ -163,7 +158,11 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
     (prediction,) = model.score([item])
     height, width = prediction.patch_scores.shape
     good = good_of(model, product / "train" / "good")
-    patches = [highest(prediction.patch_scores), (height - 1, 0), (2, width - 1)]
+    patches = [
+        worst_patches(prediction.patch_scores, (), CENTRES)[0],
+        (height - 1, 0),
+        (2, width - 1),
+    ]
     for patch, near in zip(patches, good.nearest(item, patches), strict=True):
         assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         box = patch_box(item.view, (height, width), *patch)
@@ -184,24 +183,17 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
         from_model(tmp_path / "model", CPU)
 
 
-def test_padim_compares_with_the_same_place_on_several_good_images(
-    padim_folder: Path, product: Path
+def test_methods_that_keep_no_patches_show_the_same_place_on_several_good_images(
+    padim_folder: Path, product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(padim_folder, CPU)
-    item = loaded(model, product / "test" / "good" / "000.png")
-    ((*near,),) = good_of(model, product).nearest(item, [(3, 4)])
+    """The place may be on an image of another shape; a method from outside learns no places."""
+    padim, known = load_model(padim_folder, CPU), product / "test" / "good" / "000.png"
+    ((*near,),) = good_of(padim, product).nearest(loaded(padim, known), [(3, 4)])
     assert len({patch.image for patch in near}) == 5
     assert {(patch.row, patch.column, patch.distance) for patch in near} == {(3, 4, None)}
-
-
-def test_the_same_place_on_an_image_of_another_shape(
-    product: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A method from outside keeps no patches, and learns no places."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "methods"))
     monkeypatch.setitem(METHODS, "mean", Method("Mean embedding", "mean_embedding"))
     model = fit(product / "train" / "good", kind="mean")
-    known = product / "test" / "good" / "000.png"
     cv2.imwrite(str(tmp_path / "tall.png"), cv2.resize(cv2.imread(str(known)), (60, 300)))
     item = loaded(model, tmp_path / "tall.png")
     good = good_of(model, product / "train" / "good")

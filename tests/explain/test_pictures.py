@@ -7,29 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anomaly.explain import pictures
 from anomaly.explain.evidence import patch_box
-from anomaly.explain.pictures import (
-    MARK,
-    Box,
-    absent,
-    beside,
-    colored,
-    fitted,
-    glowing,
-    patch_crop,
-    resized,
-    shortened,
-    signed,
-    stacked,
-    text_line,
-)
+from anomaly.explain.pictures import Box
 from anomaly.imaging.geometry import AxisView, View
 
 VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
 
 
 def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
-    picture = colored(np.array([[0.0, 1.0, 2.0, np.nan, np.inf]]))
+    picture = pictures.colored(np.array([[0.0, 1.0, 2.0, np.nan, np.inf]]))
     assert picture.shape == (1, 5, 3)
     assert picture.dtype == np.uint8
     brightness = picture.astype(int).sum(axis=2)[0]
@@ -40,22 +27,22 @@ def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
     assert yellow[0] > yellow[2]
     for value in (0.0, 3.0, np.nan):
         with np.errstate(all="raise"):
-            constant = colored(np.full((2, 2), value))
+            constant = pictures.colored(np.full((2, 2), value))
         assert len(np.unique(constant.reshape(-1, 3), axis=0)) == 1
 
 
 def test_what_is_high_glows_and_signed_values_lie_around_mid_grey() -> None:
     values = np.zeros((4, 6))
     values[2, 3] = 1
-    shown = glowing(np.full((40, 60, 3), (200, 100, 0), np.uint8), values)
+    shown = pictures.glowing(np.full((40, 60, 3), (200, 100, 0), np.uint8), values)
     assert shown.shape == (40, 60, 3)
     spread = np.ptp(shown.astype(int), axis=2)
     assert spread[5, 5] == 0  # grey
     assert spread[25, 35] > 50
     assert shown[25, 35].sum() > shown[5, 5].sum()
-    shown = signed(np.array([[[-1.0, 0.0, 1.0], [-0.5, 0.5, 2.0]]]))
+    shown = pictures.signed(np.array([[[-1.0, 0.0, 1.0], [-0.5, 0.5, 2.0]]]))
     assert shown[0, 0, 0] < shown[0, 0, 1] == 128 < shown[0, 0, 2]
-    assert (signed(np.zeros((2, 2, 3))) == 128).all()
+    assert (pictures.signed(np.zeros((2, 2, 3))) == 128).all()
 
 
 def ink(picture: np.ndarray) -> np.ndarray:
@@ -68,15 +55,15 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
     """Tall, tiny and wide pictures: no title is cut, none runs into its neighbour."""
     titles = ["what the network sees of its worst tile", "pixels that move the score: |gradient|"]
     blank = np.full((*size, 3), 200, np.uint8)
-    both = beside([(title, blank) for title in titles], gap=8)
+    both = pictures.beside([(title, blank) for title in titles], gap=8)
     column = (both.shape[1] - 8) // 2
     for i, title in enumerate(titles):
-        words = [(text_line(word, 4000) < 128).all(axis=2).sum() for word in title.split()]
+        words = [(pictures.text_line(word, 4000) < 128).all(axis=2).sum() for word in title.split()]
         panel = both[: -size[0] - 8, 8 + i * column : 8 + (i + 1) * column]
         assert (panel < 128).all(axis=2).sum() == pytest.approx(sum(words), rel=0.1)
         assert ink(panel).max() < column - 8  # the gap stays free
     assert (both[-size[0] - 8 : -8] == 200).all(axis=2).sum() == 2 * size[0] * size[1]
-    under = stacked([both, blank[:, :2]])
+    under = pictures.stacked([both, blank[:, :2]])
     assert under.shape == (both.shape[0] + size[0], both.shape[1], 3)
     assert (under[-size[0] :, 2:] == 255).all()
 
@@ -84,8 +71,8 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
 @settings(max_examples=30)
 @given(st.text("abc 0123_-", min_size=1, max_size=120), st.integers(60, 400))
 def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
-    short = shortened(text, width)
-    columns = ink(text_line(short, 4000))
+    short = pictures.shortened(text, width)
+    columns = ink(pictures.text_line(short, 4000))
     assert columns.size == 0 or columns.max() < width
     if short != text:
         beginning, _, end = short.partition("...")
@@ -108,25 +95,27 @@ def test_a_crop_shows_the_patch_in_its_middle_with_a_frame(top: int, left: int) 
     picture[top : top + 10, left : left + 10] = (0, 200, 0)
     before = picture.copy()
     box = Box(top, left, top + 10, left + 10)
-    crop = patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
+    crop = pictures.patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
     assert crop.shape == (140, 140, 3)
     assert (crop[64:76, 64:76] == (0, 200, 0)).all()
-    frame = (crop == MARK).all(axis=2)
+    frame = (crop == pictures.MARK).all(axis=2)
     rows, columns = np.flatnonzero(frame.any(axis=1)), np.flatnonzero(frame.any(axis=0))
     assert (rows[0], columns[0], rows[-1], columns[-1]) == (59, 59, 80, 80)
     if top < 20:
         assert (crop[:10] == 255).all()  # beyond the border
-    assert patch_crop(picture, box, 50).shape == (50, 50, 3)  # shrunk
+    assert pictures.patch_crop(picture, box, 50).shape == (50, 50, 3)  # shrunk
     np.testing.assert_array_equal(picture, before)
 
 
 def test_pictures_fit_the_page_and_keep_their_edges() -> None:
     for shape, expected in (((40, 80), (60, 120)), ((800, 400), (120, 60))):
         picture = np.full((*shape, 3), 90, np.uint8)
-        assert fitted(picture, 120).shape == (*expected, 3)
-        assert (fitted(picture, 120) == 90).all()
+        assert pictures.fitted(picture, 120).shape == (*expected, 3)
+        assert (pictures.fitted(picture, 120) == 90).all()
     pixels = np.array([[[0] * 3, [255] * 3]], np.uint8)
-    np.testing.assert_array_equal(resized(pixels, 2, 6), np.repeat(np.repeat(pixels, 2, 0), 3, 1))
-    tile = absent("changed since training")
+    np.testing.assert_array_equal(
+        pictures.resized(pixels, 2, 6), np.repeat(np.repeat(pixels, 2, 0), 3, 1)
+    )
+    tile = pictures.absent("changed since training")
     assert tile.shape == (150, 150, 3)
     assert (tile < 150).any()

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,20 +76,9 @@ def test_a_run_that_was_broken_off_ends_with_the_same_page(
     inputs = [product / "test", product / "train"]  # more than one batch
     arguments = ["--model", run_folder, "--input", *inputs, "--output"]
     assert command("infer", [*arguments, whole])[0] == 0
-
-    class Soon:
-        """Stands in for a signal that comes at once."""
-
-        exit_code, signal = 130, 2
-
-        def __enter__(self) -> "Soon":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    with monkeypatch.context() as patch:
-        patch.setattr(infer, "Stopping", Soon)
+    with monkeypatch.context() as patch:  # a signal comes at once
+        soon = SimpleNamespace(exit_code=130, signal=2)
+        patch.setattr(infer, "Stopping", lambda: nullcontext(soon))
         assert command("infer", [*arguments, broken])[0] == 130
     assert not (broken / "results.html").exists()
     code, _, err = command("infer", [*arguments, broken, "--resume", "--masks"])

@@ -6,28 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Command, result_files, write_part
+from conftest import Command, result_files, run_command, write_part
 from kit import unprivileged, until
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images for a few batches, one of them broken."""
+    """Images for a few batches."""
     folder = tmp_path_factory.mktemp("inputs")
     for i in range(80):
         write_part(folder / f"{i % 7}" / f"{i:02}.png", i, mark=(30, 50) if i % 9 == 0 else None)
-    (folder / "3" / "10.png").write_bytes((folder / "3" / "10.png").read_bytes()[:500])
     return folder
 
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs: Path, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run that nothing happens to writes."""
-    from anomaly.cli import main
-
     output = tmp_path_factory.mktemp("undisturbed") / "out"
-    arguments = ["--model", run_folder, "--input", inputs, "--output", output]
-    assert main(["infer", *map(str, arguments)]) == 3
+    run_command("infer", ["--model", run_folder, "--input", inputs, "--output", output])
     return output
 
 
@@ -48,7 +44,7 @@ def test_a_killed_run_is_resumed(
         until(lambda: done(output) or process.poll() is not None)
         process.kill()
     assert 0 < done(output) < 80
-    assert command("infer", [*arguments, "--resume"])[0] == 3
+    assert command("infer", [*arguments, "--resume"])[0] == 0
     assert result_files(output) == result_files(undisturbed)
 
 
@@ -69,15 +65,13 @@ def test_a_full_disk(
     assert f"{finished} of 80 images are done" in err
     # Whatever has its final name is whole.
     left = result_files(output)
-    left.pop("results.partial.jsonl")
     pictures = {name: data for name, data in left.items() if name.startswith("heatmaps/")}
-    assert len(pictures) >= finished - 1
+    assert len(pictures) >= finished
     assert all(whole[name] == data for name, data in pictures.items())
-    assert set(left) - set(pictures) <= {"results.csv", "results.jsonl", "heatmap_scale.png"}
-    if "results.csv" in left:
-        assert left["results.csv"].count(b"\n") == finished + 1
+    others = {"results.csv", "results.jsonl", "heatmap_scale.png", "results.partial.jsonl"}
+    assert set(left) - set(pictures) <= others
     ballast.unlink()
-    assert command("infer", [*arguments, "--resume"])[0] == 3
+    assert command("infer", [*arguments, "--resume"])[0] == 0
     assert result_files(output) == whole
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ Shift = Callable[..., tuple[int, str, str]]
 
 
 def nothing() -> None:
-    pass
+    """Let time pass."""
 
 
 class StandIn:
@@ -37,12 +38,6 @@ class StandIn:
         self._happenings = itertools.chain(happenings, [nothing] * 2)
         self.signal: int | None = None
         self._now = 0.0
-
-    def __enter__(self) -> "StandIn":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def monotonic(self) -> float:
         return self._now
@@ -66,7 +61,7 @@ def shift(
     ) -> tuple[int, str, str]:
         stand_in = StandIn(happenings)
         monkeypatch.setattr(watching, "time", stand_in)
-        monkeypatch.setattr(infer, "Stopping", lambda: stand_in)
+        monkeypatch.setattr(infer, "Stopping", lambda: nullcontext(stand_in))
         base = ["--model", run_folder, "--input", tmp_path / "line", "--watch"]
         return command("infer", [*base, "--output", tmp_path / output, *flags])
 
