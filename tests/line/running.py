@@ -71,6 +71,12 @@ class Served:
         status, _, body = self.ask("POST", path, data)
         return status, json.loads(body)
 
+    def figures(self) -> dict[str, float]:
+        """What Prometheus is told, by name and labels."""
+        lines = self.ask("GET", "/metrics")[2].decode().splitlines()
+        said = (line.rpartition(" ") for line in lines if line[0] != "#")
+        return {name: float(value) for name, _, value in said}
+
     def settled(self) -> bool:
         """Whether each model is ready or has failed."""
         with suppress(OSError):  # it doesn't listen yet

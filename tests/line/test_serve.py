@@ -174,18 +174,11 @@ def test_the_description_has_examples_of_what_is_answered(served: Served, produc
 
 
 def test_metrics_count_what_was_answered(served: Served, product: Path) -> None:
-    def counted() -> dict[str, float]:
-        lines = served.ask("GET", "/metrics")[2].decode().splitlines()
-        return {
-            name: float(value)
-            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
-        }
-
-    before = counted()
+    before = served.figures()
     data = (product / "test" / "spot" / "000.png").read_bytes()
     assert served.score(data)[0] == 200
     assert served.score(data[:-40])[0] == 422
-    after = counted()
+    after = served.figures()
     for name, more in (
         ('anomaly_parts_total{model="disc",status="ok",verdict="reject"}', 1),
         ('anomaly_parts_total{model="disc",status="unreadable",verdict=""}', 1),
@@ -247,21 +240,18 @@ def test_health_alarms_and_figures_say_what_is_wrong(run_folder: Path, tmp_path:
     (tmp_path / "line" / "disc" / "model" / "scorer.safetensors").unlink()
     file = tmp_path / "line" / "line.sqlite"
 
-    def said() -> tuple[str, str, list[tuple[str, str, str]], list[str]]:
+    def said() -> tuple[str, str, list[tuple[str, str, str]], tuple[float, float]]:
         health = json.loads(served.ask("GET", "/v2/health/ready")[2])
-        alarms = served.get("/v1/alarms")["alarms"]
-        figures = served.ask("GET", "/metrics")[2].decode().splitlines()
         assert str(tmp_path) not in str(health)  # clients without a token ask, too
-        return (
-            health["reason"],
-            health["record"],
-            [(alarm["kind"], alarm["model"], alarm["severity"]) for alarm in alarms],
-            [line[15:] for line in figures if line.startswith("anomaly_record_")],
-        )
+        alarms = served.get("/v1/alarms")["alarms"]
+        named = [(alarm["kind"], alarm["model"], alarm["severity"]) for alarm in alarms]
+        found = served.figures()
+        figures = found["anomaly_record_trouble"], found["anomaly_record_changes"]
+        return health["reason"], health["record"], named, figures
 
     failed = ("failed", "disc", "error")
     with serving(tmp_path / "line") as served:
-        assert said() == ("disc has failed", "", [failed], ["trouble 0.0", "changes 0.0"])
+        assert said() == ("disc has failed", "", [failed], (0, 0))
         (alarm,) = served.get("/v1/alarms")["alarms"]
         assert "disc has failed" in alarm["text"]
         assert "scorer.safetensors" in alarm["reason"]
@@ -270,11 +260,11 @@ def test_health_alarms_and_figures_say_what_is_wrong(run_folder: Path, tmp_path:
         _, record, alarms, figures = said()
         assert record.startswith("line.sqlite was removed; a new record was created")
         assert alarms == [failed, ("record", "", "warning")]
-        assert figures == ["trouble 0.0", "changes 1.0"]
+        assert figures == (0, 1)
         file.write_bytes(b"words, and enough of them to be more than nothing")
         reason, _, alarms, figures = said()
         assert "parts can't be recorded: line.sqlite was overwritten" in reason
         assert alarms[0] == ("unwritable", "", "error")
-        assert figures == ["trouble 1.0", "changes 1.0"]
+        assert figures == (1, 1)
         file.unlink()
         assert said()[0] == "disc has failed"

@@ -87,8 +87,7 @@ def test_a_new_version_and_the_way_back_without_a_gap(
             assert (refused["state"], "spot/000.png" in refused["reason"]) == ("ready", True)
             assert served.ask("GET", "/v2/health/ready")[0] == 200
             assert served.get("/v1/alarms")["alarms"][0]["kind"] == "refused"
-            figures = served.ask("GET", "/metrics")[2].decode()
-            assert 'anomaly_version_refused{model="disc"} 1.0' in figures
+            assert served.figures()['anomaly_version_refused{model="disc"}'] == 1
             shutil.copy(product / "test" / "spot" / "000.png", golden / "spot" / "000.png")
             assert model(new)["reason"] == ""
         finally:
