@@ -38,6 +38,17 @@ def test_the_comparison_is_a_binomial_test_against_the_bounds(images: int) -> No
         assert (comparison == "fewer") == (binom.cdf(flagged, images, PROMISED.low) < 0.01)
 
 
+def test_of_many_images_the_comparison_is_hardly_less_sharp() -> None:
+    images, most = 100_000, PROMISED.at_most + DEFECT_SHARE * (1 - PROMISED.at_most)
+    for share, comparison in (
+        (0.9 * PROMISED.low, "fewer"),
+        (1.1 * PROMISED.low, "as promised"),
+        (0.9 * most, "as promised"),
+        (1.1 * most, "more"),
+    ):
+        assert compare_flagged(round(images * share), images, PROMISED) == comparison
+
+
 def test_images_like_the_training_images_seldom_seem_to_differ_however_often_one_looks() -> None:
     rng = np.random.default_rng(0)
     share = rng.beta(10, 200, 1000)  # of good parts above the tenth highest of 209 scores

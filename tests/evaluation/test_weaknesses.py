@@ -108,9 +108,14 @@ def test_good_parts_that_are_flagged(
     change: Callable[[Picture], Picture], says: str, does: str, run: Run, tmp_path: Path
 ) -> None:
     files = write(tmp_path / "good", change, range(100, 124))
-    first = of_images(run, judged(run, files, is_defect=False))[0]
+    images = judged(run, files, is_defect=False)
+    first = of_images(run, images)[0]
     assert says in first.what
     assert shlex.split(first.command)[:2] == ["anomaly", does]
+    if change is with_hole:  # unless they are defects: nobody has said so
+        first = of_images(run, [replace(image, is_defect=None) for image in images])[0]
+        assert "If most are defects, the thresholds are right" in first.remedy
+        assert shlex.split(first.command)[:2] == ["anomaly", "calibrate"]
 
 
 def test_defects_that_pass(run: Run) -> None:

@@ -77,10 +77,10 @@ def _texture(size: int, seed: int, spot: tuple[int, int] | None = None) -> np.nd
     return cv2.merge([grey, grey, grey])
 
 
-def _train(size: int, **image: Any) -> Model:
+def _train(size: int, *, calibrate: bool = False, **image: Any) -> Model:
     settings = tiny(image=image, model={"coreset_size": 500})
     good = [_texture(size, seed) for seed in range(4)]
-    return anomaly.fit(good, settings, device="cpu", channels="bgr", calibrate=False).model
+    return anomaly.fit(good, settings, device="cpu", channels="bgr", calibrate=calibrate).model
 
 
 def _predicted(model: Model, pictures: list[np.ndarray]) -> list[Prediction]:
@@ -142,7 +142,7 @@ def _resident(pid: int) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_a_hundred_megapixels_fit_into_two_gigabytes(tmp_path: Path) -> None:
     """The whole of `infer`, decoding process and pictures included."""
-    model = anomaly.AnomalyDetector(_train(1024, area=256, tile=512))
+    model = anomaly.AnomalyDetector(_train(1024, calibrate=True, area=256, tile=512))
     model.save(tmp_path / "run")
     large = np.tile(_texture(1000, 7), (10, 10, 1))
     cv2.imwrite(str(tmp_path / "large.png"), large, [cv2.IMWRITE_PNG_COMPRESSION, 1])

@@ -173,9 +173,10 @@ def test_folds_of_single_images_are_of_one_size_and_neighbours(images: int, fold
     assert [i for part in parts for i in part] == list(range(images))
 
 
-def _batch(image: int, rows: int = 2, masked: bool = False) -> PatchBatch:
+def _batch(image: int, rows: int = 2, masked: bool = False, width: int = 3) -> PatchBatch:
     inside = torch.ones(1, rows, 2, dtype=torch.bool) if masked else None
-    return PatchBatch(torch.zeros(1, rows, 2, 3), (image,), inside=inside)
+    embeddings = torch.full((1, 1, 1, 1), float(image)).expand(1, rows, 2, width)
+    return PatchBatch(embeddings, (image,), inside=inside)
 
 
 def _view(width: int = 64, whole: bool = True) -> Any:
@@ -193,3 +194,9 @@ def test_images_of_one_kind_are_joined_and_others_stay_apart() -> None:
         found = list(joined([_batch(0), second], {0: _view(), 1: view}))
         assert [len(batch.images) for batch in found] == sizes
         assert [image for batch in found for image in batch.images] == [0, 1]
+    # At most 16 images, or 32 MB; each with its own patches.
+    for width, sizes in ((3, [16, 4]), (5_000_000, [1] * 20)):
+        batches = [_batch(i, width=width) for i in range(20)]
+        found = list(joined(batches, dict.fromkeys(range(20), _view())))
+        assert [len(batch.images) for batch in found] == sizes
+        assert [x for batch in found for x in batch.embeddings[:, 0, 0, 0]] == list(range(20))

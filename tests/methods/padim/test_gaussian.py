@@ -8,7 +8,9 @@ from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError, OutputError
 from anomaly.methods.base import PatchBatch
+from anomaly.methods.padim.accumulator import SampleStore
 from anomaly.methods.padim.fitter import GaussianFitter
+from anomaly.methods.padim.gaussian import scorer
 
 GRID = (3, 4)
 CHANNELS = 24
@@ -104,6 +106,15 @@ def test_training_is_deterministic_wherever_samples_wait(count):
 
 
 @pytest.mark.parametrize("kind", ["random", "orthogonal"])
+@pytest.mark.parametrize("count", [12, 60])
+def test_tensors_are_the_whole_model(kind, count):
+    model, test = GaussianFitter(16, kind).fit(batched(embeddings(count))), embeddings(4, seed=1)
+    again = scorer(model.tensors(), {}, device=test.device)
+    assert torch.equal(again.score(test).scores, model.score(test).scores)
+    assert torch.equal(model.to("cpu").score(test).scores, model.score(test).scores)
+
+
+@pytest.mark.parametrize("kind", ["random", "orthogonal"])
 def test_embeddings_may_come_projected(kind):
     train, test = embeddings(30), embeddings(4, seed=1)
     fitter = GaussianFitter(8, kind, seed=3)
@@ -184,6 +195,14 @@ def test_regularisation_that_vanishes_beside_the_variances_is_refused(channels):
         GaussianFitter(channels, regularisation=named / 2).fit(train)
     tensors = GaussianFitter(channels, regularisation=named).fit(train).tensors().values()
     assert all(bool(t.isfinite().all()) for t in tensors)
+
+
+def test_samples_wait_in_memory_up_to_the_limit():
+    image = 7 * 3 * 4  # bytes
+    store = SampleStore((8, 7, 3), torch.device("cpu"), 5 * image)
+    for images in (2, 4, 4, 4):
+        store.append(torch.ones(2, 7, 3))
+        assert store.nbytes == images * image
 
 
 def test_a_full_disk_says_where_and_what_to_do(monkeypatch):

@@ -87,6 +87,13 @@ class _Apart(PatchList):
             yield function(PatchList([batch]))
 
 
+def test_one_fold_is_refused() -> None:
+    batches = _batches()
+    bank, projection = _fit(batches, 0.2)
+    with pytest.raises(ValueError, match="two folds"):
+        next(banks_without(bank, batches, [tuple(range(6))], projection=projection))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_how_images_are_parted_changes_nothing(share: float) -> None:
     """Nor is anything drawn in the place of what went where no share of the patches is."""

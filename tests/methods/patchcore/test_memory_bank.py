@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 
 from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, DataError, ModelError
-from anomaly.methods.base import PatchBatch
+from anomaly.methods.base import PatchBatch, PatchScores
 from anomaly.methods.patchcore.bank import MemoryBank, scorer
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
@@ -156,6 +156,8 @@ def test_reweighting_needs_company() -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         replace(bank, reweighting=1).image_scores(queries, scored)
     assert torch.equal(bank.image_scores(queries, scored), scored.scores.flatten(1).amax(1))
+    with pytest.raises(ValueError, match="no bank vectors"):
+        bank.image_scores(queries, PatchScores(scored.scores))
 
 
 def test_what_cannot_be_a_bank_is_refused() -> None:
