@@ -18,42 +18,51 @@ _NAMES = st.text(st.characters(blacklist_characters="/\0", codec="utf-8"), min_s
 _FILES = st.lists(st.lists(_NAMES, min_size=1, max_size=3), min_size=1, max_size=6)
 
 
-def _fits(name: str) -> bool:
-    return all(len(os.fsencode(part)) <= 255 for part in name.split("/"))
+def _named(paths: list[Path], *inputs: Path) -> list[str]:
+    """Names of pictures, each of its own, and none that of a folder of others."""
+    names = picture_names(paths, inputs)
+    files = {name.casefold() for name in names}
+    files |= {str(Path(name).with_suffix(".tiff")).casefold() for name in names}
+    assert len(files) == 2 * len(paths)
+    assert files.isdisjoint(str(f).casefold() for name in names for f in Path(name).parents)
+    for name in names:
+        parts = Path(name).parts
+        assert name.endswith(".png")
+        assert not {"/", ".."} & {*parts}
+        assert max(len(os.fsencode(part)) for part in (*parts, f"{parts[-1]}.tiff")) <= 255
+    return names
 
 
 @settings(max_examples=40)
 @given(_FILES)
 def test_pictures_have_names_of_their_own_that_fit(files: list[list[str]]) -> None:
-    paths = [Path("/data", *(part.strip(".") or "x" for part in parts)) for parts in files]
-    names = picture_names(paths, [])
-    assert len({name.casefold() for name in names}) == len(names)
-    assert all(name.endswith(".png") and _fits(f"{name}.tiff") for name in names)
+    _named([Path("/data", *(part.strip(".") or "x" for part in parts)) for parts in files])
 
 
 def test_short_names_are_kept_and_long_ones_told_apart() -> None:
     same = "ä" * 120
     paths = [Path("/in", n) for n in ("a.png", "b.PNG", "c.tif", f"{same}1.png", f"{same}2.png")]
-    names = picture_names(paths, [])
+    names = _named(paths)
     assert names[:3] == ["a.png", "b.png", "c.tif.png"]
-    assert len(set(names)) == 5
-    assert all(name.startswith("ä" * 100) and _fits(name) for name in names[3:])
-    assert picture_names(paths[3:], []) == names[3:]  # whatever else there is
-    names = picture_names([Path("/in", JAPANESE, f"{JAPANESE}.bmp")], [Path("/in")])
-    assert names[0].startswith("in/検査画像")
-    assert _fits(names[0])
+    assert all(name.startswith("ä" * 100) for name in names[3:])
+    assert _named(paths[3:]) == names[3:]  # whatever else there is
+    (name,) = _named([Path("/in", JAPANESE, f"{JAPANESE}.bmp")], Path("/in"))
+    assert name.startswith("in/検査画像")
 
 
-def test_a_folder_with_a_pictures_name(tmp_path: Path) -> None:
-    """No picture has the name of a folder of pictures, in whatever order they come."""
+def test_odd_paths_have_names_inside_the_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = ["x.jpg", "x.jpg.png/y.bmp", "x.jpg.tiff/y.bmp", "X.JPG.PNG/z.png", "a.tiff/b/c.png"]
     for order in (inputs, inputs[::-1]):
-        names = picture_names([tmp_path / name for name in order], [tmp_path])
-        files = {name.casefold() for name in names}
-        files |= {str(Path(name).with_suffix(".tiff")).casefold() for name in names}
-        folders = {str(folder).casefold() for name in names for folder in Path(name).parents}
-        assert len(files) == 2 * len(inputs)
-        assert files.isdisjoint(folders)
+        _named([tmp_path / name for name in order], tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    names = _named([Path("../there/a.png"), Path("b.png"), Path("../../c.png")])
+    assert [Path(name).name for name in names] == ["a.png", "b.png", "c.png"]
+    odd = [Path(p) for p in ("..", "../..", "a/../..", ".", "/", "//", "//x/y.png", "z.png")]
+    for paths in (odd, *([one, Path("z.png")] for one in odd), *([one] for one in odd)):
+        _named(paths)
 
 
 def test_a_name_that_is_taken_gets_a_number() -> None:
@@ -72,25 +81,6 @@ def test_names_that_come_again_and_again_are_numbered_on() -> None:
     assert written == {"part.png", *(f"part~{i}.png" for i in range(2, 1001))}
     names = picture_names([Path("/in/other.png")], [], written.__contains__, numbers)
     assert names == ["other.png"]
-
-
-def test_pictures_stay_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    names = picture_names([Path("../there/a.png"), Path("b.png"), Path("../../c.png")], [])
-    assert not any(".." in Path(name).parts for name in names)
-    assert [Path(name).name for name in names] == ["a.png", "b.png", "c.png"]
-
-
-def test_what_is_no_file_has_a_picture_name_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    odd = [Path(p) for p in ("..", "../..", "a/../..", ".", "/", "//", "//x/y.png", "z.png")]
-    for paths in (odd, *([one, Path("z.png")] for one in odd), *([one] for one in odd)):
-        names = picture_names(paths, [])
-        assert len({*names}) == len(paths)
-        assert not any(".." in Path(name).parts or Path(name).is_absolute() for name in names)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="these are its own paths")

@@ -92,12 +92,6 @@ def test_masks_in_a_split_are_those_of_its_images(tmp_path: Path) -> None:
     assert all(s.mask_path == s.path.parent.with_name("masks") / s.path.name for s in defects)
 
 
-def test_one_mask_is_not_that_of_two_kinds_of_defect(tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", ["OK", "cut", "hole", "masks"])
-    with pytest.raises(DataError, match=r"would be the mask of .*; give each image its own mask"):
-        recognise(root)
-
-
 def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
     root = _images(tmp_path / "part", ["OK", "NG", "July"])
     name = os.fsdecode(b"K\xfchler.png")  # Windows-1252

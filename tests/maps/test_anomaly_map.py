@@ -108,15 +108,6 @@ def test_outside_the_crop_is_nan_and_nothing_else() -> None:
     np.testing.assert_allclose(anomaly_map[inside], 1, atol=1e-5)
 
 
-def test_strips_are_parts_of_the_whole() -> None:
-    view = Sizing(None, None, 256, 8).view((300, 500))
-    scores = np.random.default_rng(0).random((25, 41), dtype=np.float32)
-    whole = source_map(scores, view, 4.0)
-    np.testing.assert_allclose(
-        source_map(scores, view, 4.0, slice(120, 180)), whole[120:180], rtol=1e-6
-    )
-
-
 def test_image_scores() -> None:
     scores = torch.arange(400.0).reshape(2, 10, 20)
     maps = network_map(scores, (80, 160), 4.0)
