@@ -123,10 +123,8 @@ def _cost(
         cost = price(model, after, known, workers=workers, progress=progress)
     if "production" not in scored:
         return cost
-    compared = [
-        compare(image.path.name, *((one, image.score, image.reason) for one in (model, after)))
-        for image in scored["production"].images
-    ]
+    images = scored["production"].images
+    compared = compare(images, images, (model.thresholds, new))
     return Price({**cost.compared, PRODUCTION: compared})
 
 

@@ -157,7 +157,7 @@ def _report(categories: Sequence[Category], failures: Sequence[Failure], output:
             log.warning("%s: %s", category.name, note)
     for line in undefined(evaluations):
         print(line)
-    refused = [row.reason for e in evaluations for row in e.scored if row.image_score is None]
+    refused = [row.reason for e in evaluations for row in e.scored if row.score is None]
     for reason in first_of(refused):
         log.warning("not scored: %s", reason)
     for category in categories:

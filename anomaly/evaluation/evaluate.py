@@ -30,7 +30,8 @@ from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import Prediction, verdict
+from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scored import Scored
 
 log = logging.getLogger(__name__)
 
@@ -39,34 +40,6 @@ Mask = NDArray[np.bool_]
 # What else to do with an image while it is at hand: (prediction, sample, anomaly map, mask). The
 # mask is None for a defective image without one.
 Visit = Callable[[Prediction, Sample, Map, Mask | None], None]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One test image and what the detector said.
-
-    Attributes:
-        sample: the image.
-        image_score: None where it couldn't be scored.
-        reason: why it couldn't be scored, or isn't called good whatever its score.
-        image_sha256: of the file's bytes.
-    """
-
-    sample: Sample
-    image_score: float | None
-    reason: str = ""
-    image_sha256: str = ""
-
-    @property
-    def outlier(self) -> bool:
-        """Whether it isn't called good whatever its score."""
-        return self.image_score is not None and bool(self.reason)
-
-    def verdict(self, thresholds: Thresholds | None) -> str:
-        """`good`, `review` or `reject`, as `infer` says; empty without a score."""
-        if self.image_score is None:
-            return ""
-        return verdict(self.image_score, thresholds, self.reason)
 
 
 @dataclass(frozen=True)
@@ -96,7 +69,7 @@ class Evaluation:
     @property
     def usable(self) -> list[tuple[Scored, float]]:
         """The images that have a score, with it."""
-        return [(row, row.image_score) for row in self.scored if row.image_score is not None]
+        return [(row, row.score) for row in self.scored if row.score is not None]
 
     @property
     def n_good(self) -> int:
@@ -167,12 +140,12 @@ def score_test_split(
                     raise contrary
                 mask = _mask(masks, sample, result.view.source, mask_above)
             except ImageError as error:
-                scored[result.index] = Scored(sample, None, str(error))
+                scored[result.index] = Scored(sample, None, str(error), status=error.status)
             else:
                 if mask is not None and sample.is_defect and not mask.any():
                     mask = None  # or it would count as a good image's
                     unmarked.append(str(sample.mask_path))
-                scored[result.index] = Scored(sample, result.score, result.reason, result.sha256)
+                scored[result.index] = Scored.of(sample, result)
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)
@@ -202,7 +175,7 @@ def score_test_split(
 
 def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -> Evaluation:
     """The figures of scored images."""
-    known = [(r.image_score, r.sample) for r in rows if r.image_score is not None]
+    known = [(r.score, r.sample) for r in rows if r.score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     chosen_with = threshold_images(detector)
     figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
@@ -213,8 +186,8 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,
-        sum(row.image_sha256 in chosen_with for row in rows),
-        sum(detector.config.has_chosen(row.image_sha256) for row in rows),
+        sum(row.sha256 in chosen_with for row in rows),
+        sum(detector.config.has_chosen(row.sha256) for row in rows),
     )
 
 

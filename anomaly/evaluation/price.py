@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image, described
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import verdict
+from anomaly.scoring.scored import Scored, score
 from anomaly.storage.golden import golden_of, is_missed
 
 if TYPE_CHECKING:
@@ -150,40 +150,39 @@ def price(
     compared = {}
     for kind, samples in known.items():
         shown = partial(progress, kind)
-        old = _scored(before, samples, workers, shown)
-        new = old if after.scorer is before.scorer else _scored(after, samples, workers, shown)
-        compared[kind] = [
-            compare(sample.name, (before, *old[i]), (after, *new[i]))
-            for i, sample in enumerate(samples)
-            if i in old and i in new
-        ]
+        old = score(before, samples, workers=workers, progress=shown)
+        for one in old:
+            if one.score is None:
+                log.warning("skipped: %s", one.reason)
+        new = old
+        if after.scorer is not before.scorer:
+            new = score(after, samples, workers=workers, progress=shown)
+        compared[kind] = compare(old, new, (before.thresholds, after.thresholds))
     return Price(compared)
 
 
-def compare(name: str, *both: tuple[Model, float, str]) -> Compared:
-    """Compare an image's verdicts.
+def compare(
+    before: Sequence[Scored],
+    after: Sequence[Scored],
+    limits: tuple[Thresholds | None, Thresholds | None],
+) -> list[Compared]:
+    """Verdicts of images before and after; those without a score are left out.
 
     Args:
-        name: of the image.
-        both: a model, the image's score and the reason for review, before and after.
+        before: the images, as they were scored.
+        after: the same images, as they are scored after the change.
+        limits: thresholds before and after.
     """
-    old, new = (verdict(score, model.thresholds, reason) for model, score, reason in both)
-    return Compared(name, old, new, (both[0][1], both[1][1]))
-
-
-def _scored(
-    model: Model, samples: Sequence[Sample], workers: int, progress: partial[None]
-) -> dict[int, tuple[float, str]]:
-    """Score and reason for review of each usable image, by its place."""
-    scored = {}
-    results = model.score_all([sample.source for sample in samples], workers=workers)
-    for done, result in enumerate(results if samples else (), 1):
-        progress(done, len(samples))
-        if isinstance(result, UnusableImage):
-            log.warning("skipped: %s", result.reason)
-        else:
-            scored[result.index] = result.score, result.reason
-    return scored
+    return [
+        Compared(
+            old.sample.name,
+            old.verdict(limits[0]),
+            new.verdict(limits[1]),
+            (old.score, new.score),
+        )
+        for old, new in zip(before, after, strict=True)
+        if old.score is not None and new.score is not None
+    ]
 
 
 def unlike_training(before: Model, after: Model) -> str:

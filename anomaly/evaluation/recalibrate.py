@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
-import numpy as np
-
 from anomaly.calibration import (
     GoodScores,
     ThresholdChange,
@@ -24,56 +22,38 @@ from anomaly.errors import DataError, some
 from anomaly.evaluation.price import DEFECTS, evaluated_on, fresh, known_parts, price, samples_of
 from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
-from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
-from anomaly.maps.regions import strips
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scored import Scored, score
 from anomaly.storage.thresholds import change
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HeldOutImage:
-    """An image that the model hasn't learned from, with its score.
-
-    Attributes:
-        path: of the file; a mere name where the image came from memory.
-        score: the image score.
-        peak: the highest value of the anomaly map.
-        sha256: of the file.
-        reason: why it isn't called good whatever its score; empty where nothing speaks against it.
-    """
-
-    path: Path
-    score: float
-    peak: float
-    sha256: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class HeldOutScores:
-    """Images with their scores.
+    """Images that the model hasn't learned from, with their scores and peaks.
 
     Attributes:
-        images: those that were scored, in the order of their files.
-        refused: why others can't be used.
+        scored: all of them; some can't be used.
     """
 
-    images: tuple[HeldOutImage, ...]
-    refused: tuple[str, ...]
+    scored: Sequence[Scored]
 
     @property
-    def scores(self) -> tuple[float, ...]:
-        """The image scores."""
-        return tuple(image.score for image in self.images)
+    def images(self) -> list[Scored]:
+        """Those that have a score."""
+        return [one for one in self.scored if one.score is not None]
+
+    @property
+    def refused(self) -> list[str]:
+        """Reasons for which others can't be used."""
+        return [one.reason for one in self.scored if one.score is None]
 
     def named_hashes(self) -> dict[str, str]:
         """sha256 of each image that was scored, by its path."""
-        return {str(image.path): image.sha256 for image in self.images}
+        return {str(image.sample.path): image.sha256 for image in self.images}
 
     def good_scores(self) -> GoodScores:
         """What thresholds are found with, where all of these images are good.
@@ -84,8 +64,8 @@ class HeldOutScores:
         Raises:
             DataError: they are all like that.
         """
-        kept = [image for image in self.images if not image.reason]
-        outliers = [f"{image.path}: {image.reason}" for image in self.images if image.reason]
+        kept = [one for one in self.scored if one.score is not None and not one.reason]
+        outliers = [f"{one.sample.path}: {one.reason}" for one in self.images if one.reason]
         if not kept:
             raise DataError(
                 f"all {len(outliers)} good images would be flagged whatever their score "
@@ -100,8 +80,8 @@ class HeldOutScores:
                 some(outliers, "; "),
             )
         return GoodScores(
-            tuple(_names([image.path for image in kept])),
-            tuple(image.score for image in kept),
+            tuple(_names([image.sample.path for image in kept])),
+            tuple(image.score for image in kept if image.score is not None),
             tuple(image.peak for image in kept),
             f"{len(kept)} good images that the model hasn't learned from",
             hashes=tuple(image.sha256 for image in kept),
@@ -126,20 +106,10 @@ def score_held_out(
     Raises:
         DataError: none can be used.
     """
-    scored: dict[int, HeldOutImage] = {}
-    refused: list[str] = []
-    sources = [sample.source for sample in samples]
-    for done, result in enumerate(detector.score_all(sources, workers=workers), 1):
-        progress(done, len(samples))
-        if isinstance(result, UnusableImage):
-            refused.append(result.reason)
-            continue
-        scored[result.index] = HeldOutImage(
-            samples[result.index].path, result.score, _peak(result), result.sha256, result.reason
-        )
-    if not scored:
-        raise DataError(f"none of {len(samples)} images can be used: {'; '.join(refused[:3])}")
-    return HeldOutScores(tuple(scored[i] for i in sorted(scored)), tuple(refused))
+    held = HeldOutScores(score(detector, samples, workers=workers, peaks=True, progress=progress))
+    if not held.images:
+        raise DataError(f"none of {len(samples)} images can be used: {'; '.join(held.refused[:3])}")
+    return held
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -150,13 +120,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
     places = [path.absolute() for path in paths]
     common = Path(os.path.commonpath([place.parent for place in places]))
     return [place.relative_to(common).as_posix() for place in places]
-
-
-def _peak(result: Prediction) -> float:
-    # Rows outside the region to look at are NaN all along.
-    rows = strips(result.view.source)
-    peaks = [np.fmax.reduce(result.source_map(strip), axis=None) for strip in rows]
-    return float(np.fmax.reduce(peaks))
 
 
 def recalibrated(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
-from anomaly.evaluation.evaluate import Evaluation, Map, Mask, Scored, score_test_split
+from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics.images import Confusion
 from anomaly.evaluation.weaknesses import JudgedImage, Run, Weakness, of_images, width_of
 from anomaly.maps.encoding import encoded, jpeg, pixels_for
@@ -28,6 +28,7 @@ from anomaly.report.page import utc_now
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scored import Scored
 from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record

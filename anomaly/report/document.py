@@ -29,10 +29,10 @@ from anomaly.scoring.build import flatten
 from anomaly.version import __version__
 
 if TYPE_CHECKING:
-    from anomaly.evaluation.evaluate import Scored
     from anomaly.evaluation.metrics.curves import Curve
     from anomaly.report.category import Category, Tile
     from anomaly.report.gallery import Run
+    from anomaly.scoring.scored import Scored
 
 
 _STYLES = ("base.css", "report.css")
@@ -64,7 +64,7 @@ def report_html(category: Category) -> str:
     refused = [
         {"name": row.sample.name, "reason": row.reason.removeprefix(f"{row.sample.path}: ")}
         for row in evaluation.scored
-        if row.image_score is None
+        if row.score is None
     ]
     counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
     usable = evaluation.usable
@@ -182,7 +182,7 @@ def promise_shown(model: Category | Run, scores: ArrayLike, *, all_good: bool) -
 
 def _images(category: Category) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(category.evaluation.scored):
-        if row.image_score is not None:
+        if row.score is not None:
             yield _image(row, category.tiles[index])
 
 
@@ -191,8 +191,8 @@ def _image(row: Scored, tile: Tile) -> dict[str, Any]:
         "name": row.sample.name,
         "type": row.sample.defect_type,
         "defect": row.sample.is_defect,
-        "score": row.image_score,
-        "sha256": row.image_sha256,
+        "score": row.score,
+        "sha256": row.sha256,
         "odd": row.reason if row.outlier else "",
         "size": tile.size,
         "source": tile.source,
@@ -263,7 +263,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
         "model id": category.model_id,
         "backbone weights": backbone.get("weights_sha256") or "–",
         "training images": _digest(manifest.get("training_images", {}).values()),
-        "test images": _digest(row.image_sha256 for row in category.evaluation.scored),
+        "test images": _digest(row.sha256 for row in category.evaluation.scored),
     }
     learned = {
         "images learned from": images.get("learned", len(manifest.get("training_images", {}))),

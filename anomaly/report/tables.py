@@ -66,14 +66,14 @@ def scores_csv(evaluations: Sequence[Evaluation]) -> str:
     for evaluation in evaluations:
         limits = evaluation.thresholds
         for row in evaluation.scored:
-            sample, score = row.sample, row.image_score
+            sample, score = row.sample, row.score
             calibrated = None if score is None or limits is None else limits.calibrated(score)
             borders = (None, None) if limits is None else (limits.review, limits.image)
             rows.append(
                 (
                     *(evaluation.name, sample.name, sample.defect_type, int(sample.is_defect)),
                     *(score, calibrated, *borders),
-                    *(row.verdict(limits), row.reason, row.image_sha256),
+                    *(row.verdict(limits), row.reason, row.sha256),
                 )
             )
     return csv_text(rows)
@@ -236,7 +236,7 @@ def on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
     """Whether an image was scored in two evaluations: models that are compared, not added up."""
     seen: set[str] = set()
     for evaluation in evaluations:
-        own = {row.image_sha256 for row in evaluation.scored if row.image_sha256}
+        own = {row.sha256 for row in evaluation.scored if row.sha256}
         if own & seen:
             return True
         seen |= own

@@ -7,16 +7,18 @@ what anybody wants, so nothing is wrong with another answer, but that one that w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from anomaly.datasets import Sample
 from anomaly.errors import DataError, some, why
 from anomaly.files.outputs import GOLDEN, locked
 from anomaly.files.writing import as_json, from_json, sha256_of, short_name, write
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import suffix_of
+from anomaly.methods.base import Progress
+from anomaly.scoring.scored import score
 from anomaly.storage.folder import model_id, read_manifest
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def score_golden(
     paths: Sequence[Path],
     folder: Path,
     workers: int,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Answers:
     """What a model says today.
 
@@ -52,14 +54,15 @@ def score_golden(
     Returns:
         `image_score` and `verdict`, or None and the status, by the image's place in the folder.
     """
-    answers: Answers = {}
-    for result in model.score_all(paths, workers=workers):
-        name = paths[result.index].relative_to(folder).as_posix()
-        if isinstance(result, UnusableImage):
-            answers[name] = {"image_score": None, "verdict": result.status}
-        else:
-            answers[name] = {"image_score": result.score, "verdict": result.verdict}
-        progress(len(answers), len(paths))
+    samples = [Sample(path, path.relative_to(folder).as_posix()) for path in paths]
+    scored = score(model, samples, workers=workers, progress=progress)
+    answers = {
+        one.sample.name: {
+            "image_score": one.score,
+            "verdict": one.status if one.score is None else one.verdict(model.thresholds),
+        }
+        for one in scored
+    }
     return dict(sorted(answers.items()))
 
 

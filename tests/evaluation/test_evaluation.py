@@ -15,11 +15,12 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
-from anomaly.evaluation.evaluate import Evaluation, Scored, score_test_split
+from anomaly.evaluation.evaluate import Evaluation, score_test_split
 from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.imaging.read import read_mask
 from anomaly.report.tables import metrics_json, scores_csv, table
 from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scored import Scored
 from anomaly.storage.load import load_model
 
 
@@ -77,7 +78,7 @@ def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_liste
         open_dataset("mvtec", disc, None).test,
         visit=lambda prediction, sample, anomaly_map, mask: seen.append(sample.name),
     )
-    no_image, no_mask = (row for row in evaluation.scored if row.image_score is None)
+    no_image, no_mask = (row for row in evaluation.scored if row.score is None)
     assert (no_image.sample.name, no_mask.sample.name) == ("test/good/001.png", "test/spot/001.png")
     assert "001.png" in no_image.reason
     assert "001.png is left out, because its mask can't be used: " in no_mask.reason

@@ -13,10 +13,11 @@ from pixel_map import pixel_map
 
 from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
-from anomaly.evaluation.evaluate import Evaluation, Scored
+from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image
 from anomaly.report.category import Category, Tile, Tiles
+from anomaly.scoring.scored import Scored
 
 LIMIT = 10.0
 HOSTILE = (
@@ -69,7 +70,7 @@ def case(
         file = names[i] if i < len(names) else f"test/{kind}/{i:04}.png"
         sample = Sample(Path("/data") / f"{i}.png", file, kind)
         scored.append(Scored(sample, score, "", f"{name}{i}".encode("utf-8", "replace").hex()))
-    scores, labels = [s.image_score for s in scored], [s.sample.is_defect for s in scored]
+    scores, labels = [s.score for s in scored], [s.sample.is_defect for s in scored]
     pictures = {
         i: tiles[i % len(tiles)] if tiles else picture(s.sample.is_defect)
         for i, s in enumerate(scored)

@@ -12,12 +12,12 @@ from browser import Browser
 from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
 
 from anomaly.datasets import Sample
-from anomaly.evaluation.evaluate import Scored
 from anomaly.evaluation.metrics.images import confusion
 from anomaly.evaluation.weaknesses import Weakness
 from anomaly.report.category import Category
 from anomaly.report.document import FIGURES, report_html
 from anomaly.report.index import index_html
+from anomaly.scoring.scored import Scored
 
 
 def opened(browser: Browser, folder: Path, category: Category) -> Path:
@@ -33,7 +33,7 @@ def rescored(category: Category, rows: list[Scored]) -> Category:
 
 def verdict(row: Scored, review: float, reject: float) -> str:
     """The verdict that the page must show, written down once more."""
-    score = row.image_score or 0.0
+    score = row.score or 0.0
     return "reject" if score > reject else "review" if score > review or row.outlier else "good"
 
 
@@ -78,7 +78,7 @@ def test_counts_are_those_of_python_wherever_the_sliders_stand(
     browser: Browser, tmp_path: Path
 ) -> None:
     category = case(60, thresholds=limits(11.0, review=8.5))
-    highest = int(np.argmax([row.image_score or 0.0 for row in category.evaluation.scored]))
+    highest = int(np.argmax([row.score or 0.0 for row in category.evaluation.scored]))
     category = with_odd(category, (0, 3, 7, highest), "too dark")
     opened(browser, tmp_path, category)
     # The model's own thresholds, which say where they are from.
@@ -97,7 +97,7 @@ def test_counts_are_those_of_python_wherever_the_sliders_stand(
     # One gives way to the other, and a score exactly at a threshold isn't above it.
     low = slide(browser, "reject", 6.0)
     assert shown(browser) == expected(category, low, low)
-    score = category.evaluation.scored[0].image_score
+    score = category.evaluation.scored[0].score
     assert score is not None
     browser.set("reject-number", repr(score))
     assert shown(browser) == expected(category, low, score)
@@ -117,7 +117,7 @@ def test_filters_order_and_search(browser: Browser, tmp_path: Path) -> None:
     category = case(60, thresholds=limits(), names=named)
     opened(browser, tmp_path, category)
     rows = category.evaluation.scored
-    scores = {row.sample.name: row.image_score or 0 for row in rows}
+    scores = {row.sample.name: row.score or 0 for row in rows}
     assert [scores[name] for name in names(browser)] == sorted(scores.values(), reverse=True)
     assert {"Station…ft part 17.png", "0003.png"} <= set(browser.texts(".tile .file"))
 
@@ -254,10 +254,10 @@ def test_full_size_shows_every_pixel_of_a_tall_image(browser: Browser, tmp_path:
 def test_one_defect_shows_beside_hundreds_of_good_parts(browser: Browser, tmp_path: Path) -> None:
     category = case(301, thresholds=limits())
     rows = [
-        replace(row, sample=replace(row.sample, defect_type="good"), image_score=8.0 + i % 7 / 1e3)
+        replace(row, sample=replace(row.sample, defect_type="good"), score=8.0 + i % 7 / 1e3)
         for i, row in enumerate(category.evaluation.scored)
     ]
-    rows[-1] = replace(category.evaluation.scored[2], image_score=14.0)
+    rows[-1] = replace(category.evaluation.scored[2], score=14.0)
     opened(browser, tmp_path, rescored(category, rows))
     assert browser.texts(".bar.sound")[0].startswith("300 good from ")
     assert browser.texts(".bar.defect")[0].startswith("1 defective from ")
@@ -364,7 +364,7 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     rows = list(category.evaluation.scored)
     for i, name in enumerate(HOSTILE):
         sample = rows[i + 10].sample
-        rows[i + 10] = Scored(replace(sample, defect_type=name), rows[i + 10].image_score)
+        rows[i + 10] = Scored(replace(sample, defect_type=name), rows[i + 10].score)
     rows.append(Scored(Sample(Path("x"), HOSTILE[0], HOSTILE[0]), None, HOSTILE[1]))
     settings = {"model": {HOSTILE[0]: HOSTILE[1]}}
     category = replace(rescored(category, rows), model=HOSTILE[1], settings=settings)
