@@ -35,6 +35,12 @@ def tiny(**settings: Any) -> dict[str, Any]:
     return {"backbone": network, "image": {"area": 64}, "precision": "fp32", **settings}
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files in a folder, by their paths in it."""
+    files = (f for f in folder.rglob("*") if f.is_file())
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in files}
+
+
 def until(happened: Callable[[], object], seconds: float = 120) -> None:
     """Wait for something that another thread or process does."""
     end = time.monotonic() + seconds

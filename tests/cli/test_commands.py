@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
-from kit import table
+from kit import contents, table
 
 from anomaly.backbones.weights import search_folders
 from anomaly.cli import COMMANDS
@@ -287,6 +287,27 @@ def test_a_spoilt_model_folder_is_refused(run_folder: Path, tmp_path: Path) -> N
         spoil(model)
         with pytest.raises(ModelError, match=says):
             load_model(model, "cpu")
+
+
+def test_a_model_that_cannot_be_loaded_leaves_earlier_results(
+    run_folder: Path, product: Path, inferred: Path, explained: Path, evaluated: Path,
+    tmp_path: Path, command: Command,
+) -> None:  # fmt: skip
+    run = Path(shutil.copytree(run_folder, tmp_path / "damaged"))
+    _flip(run / "model" / "scorer.safetensors")
+    damaged = ["--model", run, "--overwrite"]
+    folder = product / "test" / "spot"
+    for name, made, more in (
+        ("infer", inferred, ["--input", folder]),
+        ("infer", inferred, ["--input", folder, "--watch"]),
+        ("explain", explained, ["--input", folder / "000.png"]),
+        ("evaluate", evaluated, []),
+    ):
+        output = Path(shutil.copytree(made, tmp_path / "out"))
+        code, _, err = command(name, [*damaged, *more, "--output", output])
+        assert (code, "scorer.safetensors" in err) == (2, True), err
+        assert contents(output) == contents(made)
+        shutil.rmtree(output)
 
 
 def test_options_have_help_may_be_repeated_and_their_examples_are_commands() -> None:

@@ -36,31 +36,6 @@ def test_defects_by_name_are_tested_with_and_never_learned(
         assert (code, "2 good, 2 defective" in out) == (0, True), err
 
 
-def test_start_asks_what_it_cannot_tell(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "part"
-    _parts(root / "OK", 8)
-    _parts(root / "July", 3, seed=100)
-    arguments = [root, "--output", tmp_path / "run", *SETTINGS, "--no-open"]
-    code, _, err = command("start", arguments)
-    assert (code, "July. Rename them (`good …`, `defect …`)" in err) == (2, True)
-    asked: list[str] = []
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-
-    def answer(question: str) -> str:
-        asked.append(question)
-        return "d"
-
-    monkeypatch.setattr("builtins.input", answer)
-    code, out, err = command("start", arguments)
-    assert code == 0, err
-    assert len(asked) == 1
-    assert "July" in asked[0]
-    assert "1 good, 3 defective" in out
-
-
 def test_names_of_files_that_tell_are_taken_at_their_word(command: Command, tmp_path: Path) -> None:
     root = _parts(tmp_path / "part", 10, name="OK_{}.png")
     _parts(root, 3, seed=100, name="NOK_{}.png")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from conftest import PYTHONPATH, write_part
+from kit import contents
 
 from anomaly.storage.folder import EXPORT, MANIFEST
 
@@ -130,13 +131,9 @@ def _places(root: Path) -> None:
     (root / "halves" / "half" / "model" / "scorer.safetensors").write_bytes(b"half of it")
 
 
-def _files(folder: Path) -> dict[Path, bytes]:
-    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
-
-
 def test_refusals_come_without_torch_and_change_nothing(tmp_path: Path) -> None:
     _places(tmp_path)
-    before = _files(tmp_path)
+    before = contents(tmp_path)
     refusals = [line.split(" -> ") for line in REFUSALS.strip().splitlines()]
     commands = ["--help", "train --help"] + [command for command, _ in refusals]
     done = subprocess.run(
@@ -156,5 +153,5 @@ def test_refusals_come_without_torch_and_change_nothing(tmp_path: Path) -> None:
     assert wrong == []
     for code, said, imported in (overview, helped):
         assert (code, "usage:" in said, imported) == (0, True, [])
-    assert _files(tmp_path) == before
+    assert contents(tmp_path) == before
     assert not (tmp_path / "o").exists()

@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import Command, write_part
+from kit import tiny
 
 import anomaly
 from anomaly.errors import AnomalyError
@@ -117,8 +118,7 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
 ) -> None:
     """Six training images don't show it, and twelve more do."""
     few = sorted((product / "train" / "good").iterdir())[:6]
-    settings = {"backbone": {"name": "tiny", "weights": "random"}, "image": {"area": 64}}
-    detector = anomaly.fit(few, settings, device="cpu")
+    detector = anomaly.fit(few, tiny(), device="cpu")
     assert detector.model.training_statistics is not None
     assert not detector.model.training_statistics.is_reliable
     detector.save(tmp_path / "run" / "model")
