@@ -13,9 +13,32 @@ from importlib.util import find_spec
 import yaml
 from conftest import REPOSITORY
 
+import anomaly
 from anomaly import __version__
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+NAMES = (
+    "AnomalyDetector AnomalyError Config ImageError Prediction evaluate fit load load_config "
+    "open_dataset tune"
+)
+
+
+def test_eleven_public_names_and_no_more() -> None:
+    assert sorted(anomaly.__all__) == NAMES.split()
+    for name in anomaly.__all__:
+        assert getattr(anomaly, name).__module__.startswith("anomaly.")
+    assert not hasattr(anomaly, "surprise")
+
+
+def test_importing_and_decoding_load_no_torch() -> None:
+    code = (
+        "import sys, anomaly, anomaly.datasets\n"
+        "import anomaly.imaging.loading, anomaly.maps.heatmap\n"
+        "assert not {'torch', 'torchvision', 'faiss', 'sklearn', 'scipy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_version_stands_in_one_place() -> None:
