@@ -2,7 +2,6 @@
 
 import hashlib
 import socket
-import time
 import urllib.error
 from pathlib import Path
 
@@ -75,26 +74,17 @@ def test_a_download_with_a_wrong_hash_is_refused_and_not_kept(tmp_path: Path) ->
     assert not any(path.is_file() for path in (tmp_path / "torch").rglob("*"))
 
 
-def test_no_network_names_the_file_and_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_opened", _no_network)
-    with pytest.raises(WeightsError) as caught:
-        weights.official_state("https://example.invalid/models/wide_resnet50_2-95faca4d.pth")
-    message = str(caught.value)
-    assert "can't be downloaded" in message
-    assert "wide_resnet50_2-95faca4d.pth" in message
-    assert "weights" in message
-    assert "checkpoints" in message
-
-
-def test_a_network_that_works_at_once_is_offered_instead(
+def test_no_network_names_the_file_its_places_and_a_network_that_works_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(weights, "_opened", _no_network)
     monkeypatch.setenv("ANOMALY_WEIGHTS", str(tmp_path))
-    with pytest.raises(
-        WeightsError, match=r"on this machine: --set backbone.name=timm/tf_efficientnet_l"
-    ):
+    with pytest.raises(WeightsError, match="can't be downloaded") as caught:
         read_weights("wide_resnet50_2", "imagenet", 0)
+    said = str(caught.value)
+    for part in ("wide_resnet50_2-95faca4d.pth", str(tmp_path), "weights", "checkpoints"):
+        assert part in said
+    assert "on this machine: --set backbone.name=timm/tf_efficientnet_l" in said
     (tmp_path / "resnet50-0676ba61.pth").write_bytes(b"")
     with pytest.raises(WeightsError, match=r"on this machine: --set backbone.name=resnet50$"):
         read_weights("wide_resnet50_2", "imagenet", 0)
@@ -102,13 +92,11 @@ def test_a_network_that_works_at_once_is_offered_instead(
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_PATIENCE", 0.2)
-    begun = time.perf_counter()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(WeightsError, match=r"can't be downloaded .* \(no answer within 0.2 s\)"),
     ):
         weights.official_state(f"http://127.0.0.1:{silent.getsockname()[1]}/tiny-00000000.pth")
-    assert time.perf_counter() - begun < 5
 
 
 def test_a_refusing_server_is_told_apart_from_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
