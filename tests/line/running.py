@@ -1,13 +1,9 @@
-"""The service in a thread or as a process of its own, and a client for it."""
+"""The service in a thread, and a client for it."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -16,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import PYTHONPATH
 from kit import until
 
 from anomaly.line.guard import Limits
@@ -114,37 +109,3 @@ def serving(
         finally:
             stop.set()
             thread.join()
-
-
-@dataclass
-class Process(Served):
-    """A service that runs as `anomaly serve` in a process of its own."""
-
-    process: subprocess.Popen[str] | None = None
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal; the exit code."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        with self.process:
-            return self.process.wait(30)
-
-
-def start(folder: Path, *options: str, path: str = PYTHONPATH) -> Process:
-    """Start a process for a folder of models, with a PYTHONPATH; its models may not be ready yet.
-
-    What it logs is in `serve.log` beside the folder.
-    """
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = ["serve", "--models", str(folder), "--port", "0", "--device", "cpu", *options]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anomaly", *command],
-        stdout=subprocess.PIPE,
-        stderr=(folder.parent / "serve.log").open("a"),
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    assert " at http://" in first, (first, (folder.parent / "serve.log").read_text())
-    return Process(int(first.rpartition(";")[0].rpartition(":")[2]), folder, process=process)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import quote
@@ -14,7 +16,7 @@ from urllib.parse import quote
 from conftest import Command
 from kit import until
 from receivers import Broker, Receiver
-from running import Process, start
+from running import Served
 from test_server import plain
 
 from anomaly.line.record import Record
@@ -23,7 +25,23 @@ RAW, NAME = b"bad\xe9\x1b\n", "bad\\udce9\\u001b\\n"
 CLIENTS = 4
 
 
-def send(served: Process, data: bytes, answered: dict[str, int]) -> None:
+def start(models: Path, options: list[str], path: str) -> tuple[Served, subprocess.Popen[str]]:
+    """Start the service, with a PYTHONPATH; what it logs is in `serve.log` beside the models."""
+    command = ["serve", "--models", str(models), "--port", "0", "--device", "cpu", *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anomaly", *command],
+        stdout=subprocess.PIPE,
+        stderr=(models.parent / "serve.log").open("a"),
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first.startswith(f"serving {NAME} at http://127.0.0.1:"), first
+    return Served(int(first.rpartition(";")[0].rpartition(":")[2]), models), process
+
+
+def send(served: Served, data: bytes, answered: dict[str, int]) -> None:
     """Send parts until the service is gone; notes the names and numbers of those answered."""
     for _ in range(10_000):
         name = f"{len(answered)}-{os.urandom(4).hex()}"
@@ -44,21 +62,29 @@ def test_every_answer_is_recorded_and_sent_on_though_it_is_killed(
     shutil.copytree(bank_export, models / os.fsdecode(RAW))
     data = (product / "test" / "spot" / "000.png").read_bytes()
     answered: dict[str, int] = {}
-    with Receiver() as receiver, Broker() as broker, ThreadPoolExecutor(CLIENTS) as pool:
+    with (
+        Receiver() as receiver,
+        Broker() as broker,
+        ThreadPoolExecutor(CLIENTS) as pool,
+        ExitStack() as ends,
+    ):
         options = ["--threads", "1", "--max-body", "1",
                    "--webhook", f"http://ada:secret-word@127.0.0.1:{receiver.port}/secret-path",
                    "--mqtt", f"mqtt://127.0.0.1:{broker.port}/line"]  # fmt: skip
         for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
             before = {*answered.values()}
-            served = start(models, *options, path=without_torch)
+            served, process = start(models, options, without_torch)
+            ends.callback(process.kill)
             until(served.settled)
             until(lambda: before <= {*receiver.ids} & {*broker.ids})  # noqa: B023
             clients = [pool.submit(send, served, data, answered) for _ in range(CLIENTS)]
-            until(lambda: len(answered) > len(before) + 20)  # noqa: B023
+            until(lambda: len(answered) > len(before) + 12)  # noqa: B023
             assert served.ask("POST", "/v1/models/x/score", bytes(1_000_001))[0] == 413
             said = command("serve", ["--models", models, "--port", 0])
             assert (said[0], "line.sqlite" in said[2]) == (2, True)  # another one writes to it
-            assert served.end(number) == code
+            process.send_signal(number)
+            with process:
+                assert process.wait(30) == code
             for client in clients:
                 client.result()
     for ids in (receiver.ids, broker.ids):
