@@ -348,7 +348,7 @@ def test_good_folders_may_have_other_names(tmp_path: Path) -> None:
         ("test_line_3/2.png", "contest/3.png", "lot 7/2024-05-01/1.png", "7.png"),
         ("no_defects/1.png", "defect-free/4.png", "good/5.txt", "OK/cam1/6.png", "good_2/7.png"),
     ):
-        root = tmp_path / "defect" / names[0]
+        root = tmp_path / "defect" / names[0] / "false_ok"  # nor does a product's name count
         touch(root, *names)
         images = [name for name in names if name.endswith(".png")]
         assert len(open_dataset("folder", root).train) == len(images)
@@ -380,9 +380,12 @@ def test_missing_folders(tmp_path: Path) -> None:
             open_dataset("mvtec", root, category)
 
 
-def test_unknown_format(tmp_path: Path) -> None:
+def test_another_format_is_suggested(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"did you mean .*'mvtec_loco'"):
         open_dataset("loco", tmp_path)
+    touch(tmp_path, "train/good/rgb/0.png")
+    with pytest.raises(DataError, match=r"data\.format=mvtec_3d"):
+        open_dataset("mvtec", tmp_path)
 
 
 def test_ground_truth_of_grey_masks(tmp_path: Path) -> None:

@@ -174,7 +174,11 @@ def test_an_image_that_cannot_be_drawn_is_failed(
 
 
 def test_what_commands_send_to_the_processes_loads_no_torch(
-    product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    product: Path,
+    run_folder: Path,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modules, send = {"anomaly.imaging.decoder_pool"}, decoder_worker.send
 
@@ -183,13 +187,13 @@ def test_what_commands_send_to_the_processes_loads_no_torch(
         send(stream, message)
 
     monkeypatch.setattr(decoder_pool, "send", noting)
-    run = tmp_path / "run"
-    config, output = train_arguments(product, run)[:-4], ["--device", "cpu", "--output"]
+    settings = train_arguments(product, tmp_path / "run")
+    model, output = ["--model", run_folder, "--device", "cpu"], ["--output", tmp_path / "results"]
     for name, arguments in (
-        ("check", config),
-        ("train", train_arguments(product, run)),
-        ("evaluate", ["--model", run, *output, tmp_path / "evaluation"]),
-        ("infer", ["--model", run, "--input", product / "test", *output, tmp_path / "results"]),
+        ("check", settings[:-4]),
+        ("train", [*settings, "--no-calibrate"]),
+        ("evaluate", [*model, "--output", tmp_path / "evaluation"]),
+        ("infer", [*model, "--input", product / "test", *output]),
     ):
         assert command(name, arguments)[0] == 0, name
     assert "anomaly.imaging.looks" in modules

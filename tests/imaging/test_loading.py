@@ -73,6 +73,7 @@ def test_tiles_are_views_of_the_same_picture(file: Path) -> None:
     assert tiled.pixels.size == 0
     np.testing.assert_array_equal(whole.decoded.pixels, tiled.decoded.pixels)
     assert whole.pixels.shape == (*whole.view.size, 3)
+    assert [len(batch) for batch in by_shape([tiled, tiled], 8)] == [1, 1]  # each at once
 
 
 @given(

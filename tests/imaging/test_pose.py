@@ -155,7 +155,7 @@ def test_surfaces_have_no_pose(kind: str) -> None:
 
 def test_what_fits_moving_parts() -> None:
     for turn, shift, words in ((180, 10, "=rigid"), (0, 20, "=shift"), (0, 1, "")):
-        given = poses(16, 5, turn, shift)
+        given = poses(12, 5, turn, shift)
         setting, advice = moving(
             [grey_picture(image(draw(pose, i))) for i, pose in enumerate(given)]
         )

@@ -148,7 +148,8 @@ def test_a_drawn_mask_travels_with_the_model(
         ("polygons", right),
     ):
         run = tmp_path / name
-        assert command("train", train_arguments(product, run, setting))[0] == 0
+        arguments = train_arguments(product, run, setting)
+        assert command("train", [*arguments, "--no-calibrate"])[0] == 0
         (tmp_path / "mask.png").unlink(missing_ok=True)
         (found,) = load_model(run, torch.device("cpu")).predict([product / "test/spot/000.png"])
         assert isinstance(found, Prediction)
@@ -173,14 +174,15 @@ def test_an_image_that_the_region_misses_or_does_not_fit_leaves_its_batch_alone(
     cv2.imwrite(str(good / "small.png"), np.full((20, 25, 3), 90, np.uint8))
     corner = "image.region={polygons: [[[0, 0], [30, 0], [30, 30], [0, 30]]], unit: pixels}"
     plain, run = tmp_path / "plain", tmp_path / "run"
-    assert command("train", train_arguments(product, run, corner))[0] == 3
+    learn = ["--no-calibrate", *train_arguments(product, run, corner)]
+    assert command("train", learn)[0] == 3
     refused = json.loads((run / "train.json").read_text())["refused"]
     assert sorted(refused) == ["train/good/0035.png", "train/good/small.png"]
     assert "no patch lies at least half inside" in refused["train/good/0035.png"]
     assert "polygon" in refused["train/good/small.png"]
     for name in ("0035.png", "small.png"):
         (good / name).unlink()
-    assert command("train", train_arguments(product, plain, corner))[0] == 0
+    assert command("train", [*learn, "--output", plain])[0] == 0
     one, other = (
         sorted(load_file(folder / "model" / "scorer.safetensors")["vectors"].tolist())
         for folder in (run, plain)
