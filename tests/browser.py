@@ -76,26 +76,18 @@ class Browser:
                 return dict(answer["result"])
             self.events.append(answer)
 
-    def open(self, page: Path | str, *, width: int = 1366, height: int = 768) -> float:
-        """Load a file or an address; returns the seconds until its scripts had run."""
+    def open(self, page: Path | str, *, width: int = 1366, height: int = 768) -> None:
+        """Load a file or an address, and wait until its scripts have run."""
         self.resize(width, height)
         address = page if isinstance(page, str) else page.as_uri()
-        started = time.perf_counter()
         self.call("Page.navigate", url=address)
-        while self.evaluate("document.readyState + location.href") != f"complete{address}":
-            time.sleep(0.005)
+        self.until("document.readyState + location.href", f"complete{address}", seconds=60)
         self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
-        return time.perf_counter() - started
 
     def resize(self, width: int, height: int) -> None:
         """The size of the window's inside, in CSS pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def prefer(self, **features: str) -> None:
         """Media features, `prefers_color_scheme="dark"` for one."""
@@ -162,11 +154,14 @@ class Browser:
             f"return [left + width / 2, top + height / 2]; }})"
             f"(document.querySelector({json.dumps(selector)}))"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left",
-                clickCount=1,
-            )  # fmt: skip
+        self.mouse(*box)
+
+    def mouse(self, x: float, y: float, *, to: tuple[float, float] | None = None) -> None:
+        """The mouse's button at a point of the window; let go at another one."""
+        end = to or (x, y)
+        for kind, at in (("Pressed", (x, y)), ("Moved", end), ("Released", end)):
+            mouse = {"x": at[0], "y": at[1], "button": "left", "buttons": 1, "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", **mouse)
 
     def print_to(self, file: Path) -> None:
         """The page as a PDF."""

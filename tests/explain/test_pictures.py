@@ -68,7 +68,6 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
     assert (under[-size[0] :, 2:] == 255).all()
 
 
-@settings(max_examples=30)
 @given(st.text("abc 0123_-", min_size=1, max_size=120), st.integers(60, 400))
 def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
     short = pictures.shortened(text, width)

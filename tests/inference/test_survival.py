@@ -75,34 +75,25 @@ def test_a_full_disk(
     assert result_files(output) == whole
 
 
-def test_folders_without_permission(run_folder: Path, tmp_path: Path) -> None:
-    write_part(tmp_path / "inputs" / "a.png", seed=1)
-    closed, locked = tmp_path / "inputs" / "closed", tmp_path / "locked"
-    write_part(tmp_path / "open" / "a.png", seed=1)
-    write_part(tmp_path / "open" / "b.png", seed=2)
-    (tmp_path / "open" / "b.png").chmod(0)
-    closed.mkdir(0)
+def test_folders_and_files_without_permission(run_folder: Path, tmp_path: Path) -> None:
+    """Refused before anything is scored."""
+    image, closed, locked = tmp_path / "a.png", tmp_path / "in" / "closed", tmp_path / "locked"
+    write_part(image, seed=1)
+    image.chmod(0)
+    closed.mkdir(0, parents=True)
     locked.mkdir(0o500)
-    commands = [
-        [
-            "infer",
-            "--model",
-            run_folder,
-            "--input",
-            tmp_path / inputs,
-            "--output",
-            tmp_path / output,
-        ]
-        for inputs, output in (("inputs", "one"), ("inputs/a.png", "locked/out"), ("open", "two"))
-    ]
+    infer = ["infer", "--model", run_folder, "--input"]
+    commands = (
+        [*infer, tmp_path / "in", "--output", tmp_path / "out"],
+        [*infer, image, "--output", locked / "out"],
+        ["region", image, "--output", tmp_path / "region.html"],
+    )
     try:
         unlisted, unwritable, unread = unprivileged(*commands)
     finally:
         closed.chmod(0o700)
-        locked.chmod(0o700)
-    assert unlisted[0] == unwritable[0] == 2
+    assert {code for code, _ in (unlisted, unwritable, unread)} == {2}
     assert f"{closed}: can't list this folder (Permission denied)" in unlisted[1]
     assert "Permission denied" in unwritable[1]
     assert str(locked) in unwritable[1]
-    assert unread[0] == 3
-    assert "b.png: it can't be read (Permission denied)" in unread[1]
+    assert "a.png: it can't be read (Permission denied)" in unread[1]

@@ -22,7 +22,6 @@ from anomaly.inference.rows import Row, as_csv, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of, read_scores
 from anomaly.line.record import Answer, Record
 from anomaly.line.slot import ModelSlot, Version
-from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import model_id
 from anomaly.storage.load import load_model
 
@@ -155,38 +154,29 @@ def test_rows_are_read_in_order_and_views_of_a_part_count_once(tmp_path: Path) -
         ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("other.jsonl", as_jsonl(rows("1" * 16, [1.0])), "1 of other models"),
-        ("torn.jsonl", json.dumps({"path": "a"}) + "\n{", "line 2"),
-        ("words.csv", "these,are,words\n", "lacks the column 'status'"),
-        ("empty.csv", "status,image_score,model_id\n", "no scored part"),
-        *(
-            (f"{score}.csv", f"status,image_score,model_id\nok,{score},{OTHER}", "no number")
-            for score in ("nan", "inf", "high")
-        ),
-    ],
-)
-def test_rows_that_cannot_be_used_are_refused(
-    name: str, content: str, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=said):
-        read_scores(tmp_path / name, [OTHER])
-
-
-def middle_of(model: Model) -> float:
-    """The median of a model's scores of good images."""
-    assert model.thresholds is not None
-    return float(np.median(model.thresholds.good.image))
+def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    scores = [(f"status,image_score,model_id\nok,{score},{OTHER}", "no number")
+              for score in ("nan", "inf", "high")]  # fmt: skip
+    for content, said in (
+        ("these,are,words\n", "lacks the column 'status'"),
+        ("status,image_score,model_id\n", "no scored part"),
+        (as_csv(rows("1" * 16, [1.0]), Row), "1 of other models"),
+        *scores,
+    ):
+        (tmp_path / "r.csv").write_text(content)
+        with pytest.raises(DataError, match=said):
+            read_scores(tmp_path / "r.csv", [OTHER])
+    (tmp_path / "torn.jsonl").write_text(json.dumps({"path": "a"}) + "\n{")
+    with pytest.raises(DataError, match="line 2"):
+        read_scores(tmp_path / "torn.jsonl", [OTHER])
 
 
 def test_the_service_sees_what_the_command_sees(
     run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
     loaded = load_model(run_folder, "cpu")
-    middle = middle_of(loaded)
+    assert loaded.thresholds is not None
+    middle = float(np.median(loaded.thresholds.good.image))
     scored = rows(loaded.model_id, [0.98 * middle] * 100 + [2 * middle] * 160)
     scored[3] = replace(scored[3], reason="another product?")
     scored[4] = replace(scored[4], model_id=OTHER)

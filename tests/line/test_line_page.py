@@ -164,9 +164,7 @@ def test_photograph_and_heatmap_can_be_looked_at_closely(
     page.call("Input.dispatchMouseEvent", type="mouseWheel", **wheel)
     page.until(f"{scale} > 2", True)
     place = page.evaluate(f"getComputedStyle({picture}).transform")
-    for kind, x in (("mousePressed", 400), ("mouseMoved", 430), ("mouseReleased", 430)):
-        mouse = {"x": x, "y": 400, "button": "left", "buttons": 1, "clickCount": 1}
-        page.call("Input.dispatchMouseEvent", type=kind, **mouse)
+    page.mouse(400, 400, to=(430, 400))
     page.until(f"getComputedStyle({picture}).transform !== '{place}'", True)
     arrive(served, page, product / "test" / "good" / "000.png")
     assert number(page) == looked_at  # it stays

@@ -30,11 +30,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def press_at(browser: Browser, *spots: tuple[float, float]) -> None:
     """The mouse's button at original pixels of the picture; let go at the last spot."""
     screen = "document.getElementById('picture').getScreenCTM()"
-    kinds = ("mousePressed", "mouseMoved", "mouseReleased")
-    for kind, (x, y) in zip(kinds, (spots[0], spots[-1], spots[-1]), strict=True):
-        at = browser.evaluate(f"new DOMPoint({x}, {y}).matrixTransform({screen}).toJSON()")
-        mouse = {"x": at["x"], "y": at["y"], "button": "left", "buttons": 1, "clickCount": 1}
-        browser.call("Input.dispatchMouseEvent", type=kind, **mouse)
+    places = [browser.evaluate(f"new DOMPoint({x}, {y}).matrixTransform({screen}).toJSON()")
+              for x, y in spots]  # fmt: skip
+    (x, y), *_, end = [(place["x"], place["y"]) for place in (places[0], places[-1])]
+    browser.mouse(x, y, to=end)
 
 
 def shown(browser: Browser, unit: str = "pixels") -> dict[str, Any]:
