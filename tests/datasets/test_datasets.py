@@ -180,8 +180,9 @@ def test_a_csv_list(tmp_path: Path) -> None:
         "a/2.png,ok,,validation,,\n"
         "\n"
         'b/"3".png,Gut,,test,part 7,\n'
-        "b/4.png,scratch,m/4.png,test,part 7,\n"
+        "b\\4.png,scratch,m\\4.png,test,part 7,\n"
     )
+    touch(tmp_path, "b/4.png", "m/4.png")  # as Windows has it, where these files are
     file = _list(tmp_path, text.replace('b/"3".png', '"b/3, big.png"'))
     for dataset in (
         open_dataset("csv", file),
@@ -252,18 +253,6 @@ def test_a_csv_list_without_splits_keeps_the_views_of_a_part_together(tmp_path: 
 def test_mistakes_in_a_list_name_the_line(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
         open_dataset("csv", _list(tmp_path, text))
-
-
-def test_a_list_with_windows_paths(tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    for name in ("1.png", "m.png"):
-        (tmp_path / "parts" / name).write_bytes(b"")
-    text = "path,label,mask\nparts\\1.png,scratch,parts\\m.png\nparts/2.png,good,\n"
-    data = open_dataset("csv", _list(tmp_path, text))
-    (part,) = data.test
-    assert (part.name, part.mask_path) == ("parts/1.png", tmp_path / "parts" / "m.png")
-    with pytest.raises(DataError, match=r"line 3 repeats parts/1\.png of line 2"):
-        open_dataset("csv", _list(tmp_path, "path\nparts/1.png\nparts\\1.png\n"))
 
 
 def test_lists_that_are_none(tmp_path: Path) -> None:

@@ -98,12 +98,12 @@ def test_limits_hold_and_say_which(
         once, *found, fine = decoders.load_all(enumerate(files.values()))
         assert isinstance(once, NetworkInput)  # the second time it was read
         assert isinstance(fine, NetworkInput)
-        monkeypatch.setattr(decoder_pool, "CLOCK_SECONDS", 2.0)
-        found.append(decoders.load(asleep))
         # Functions are limited likewise.
         ended, seen = decoders.map(read_image, [files["mortal"], files["fine"]])
         with pytest.raises(ImageError, match="No such file"):
             decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
+        monkeypatch.setattr(decoder_pool, "CLOCK_SECONDS", 2.0)
+        found.append(decoders.load(asleep))
     assert isinstance(ended, ImageError)
     assert (ended.status, says["mortal"] in str(ended)) == ("failed", True)
     assert seen.size == (96, 120)
@@ -181,11 +181,11 @@ def test_sigterm_ends_a_command_whose_parser_is_stuck(tmp_path: Path, run_folder
     write_part(tmp_path / "line" / "asleep.png", seed=1)
     places = ["--input", tmp_path / "line", "--output", tmp_path / "out"]
     process = _run(_MAIN, "infer", "--model", run_folder, *places)
-    until((tmp_path / "line" / "asleep.tried").exists)
+    until((tmp_path / "line" / "asleep.tried").exists, 600)
     children = _children(process.pid)
     assert children
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, "Traceback" in err) == (143, False)
     until(lambda: not any(map(_is_alive, children)))
 
