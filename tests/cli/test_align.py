@@ -80,7 +80,7 @@ def test_where_to_look_follows_the_part(tmp_path: Path, command: Command) -> Non
     middle = int(said.partition("into the pose of train/good/")[2][:3])
     label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle]).round(2).tolist()
     ignore = f"image.ignore={{unit: pixels, polygons: [{label}]}}"
-    run, _ = trained(command, root, tmp_path / "run", ignore, flags=quick)
+    run, _ = trained(command, root, tmp_path / "run", ignore, "model.kind=padim", flags=quick)
     for i, pose in enumerate(poses(3, 9, 180)):
         cv2.imwrite(str(tmp_path / f"{i}.png"), draw(pose, 900 + i, serial=True))
         prediction = load_model(run, "cpu").predict(tmp_path / f"{i}.png")

@@ -5,7 +5,6 @@ import re
 import shutil
 from pathlib import Path
 
-import cv2
 import pytest
 from conftest import (
     FAST,
@@ -97,18 +96,6 @@ def test_configs_are_trained_once(
     moved = [*arguments, "--set", f"data.root={elsewhere}", "--output", tmp_path / "moved"]
     code, _, err = command("evaluate", moved)
     assert (code, f"data folder is '{product}' there" in err) == (2, True), err
-
-
-def test_infer_draws_side_by_side(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
-) -> None:
-    image = product / "test" / "spot" / "000.png"
-    arguments = ["--model", run_folder, "--input", image, "--output", tmp_path, "--side-by-side"]
-    assert command("infer", arguments)[0] == 0
-    (picture,) = [cv2.imread(str(f)) for f in (tmp_path / "heatmaps").iterdir()]
-    assert picture.shape[0] > 96
-    assert picture.shape[1] > 250
-    assert (tmp_path / "heatmap_scale.png").is_file()
 
 
 def test_the_record_of_another_models_training_is_not_shown(

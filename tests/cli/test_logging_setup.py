@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
-import shutil
 import sys
+import time
 import unicodedata
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import region
+from anomaly.cli import logging_setup, region
 from anomaly.cli.logging_setup import (
     NOTE,
     ProgressLine,
@@ -102,19 +100,6 @@ def test_a_full_disk_ends_the_log_and_not_the_command(product: Path, command: Co
     assert len(err.splitlines()) == 1
 
 
-def test_too_little_memory_on_a_gpu_is_told(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(options: object) -> int:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-    monkeypatch.setattr(region, "run", full)
-    code, _, err = command("region", ["part.png"])
-    assert code == 2
-    assert "--set batch_size=1" in err
-    assert len(err.splitlines()) == 1
-
-
 def test_colour_is_for_terminals_and_never_the_only_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, variables, coloured in (
         (Terminal(), {"TERM": "xterm"}, True),
@@ -131,6 +116,34 @@ def test_colour_is_for_terminals_and_never_the_only_sign(monkeypatch: pytest.Mon
         text = stream.getvalue()
         assert ("\x1b[31m" in text) == coloured
         assert re.sub(r"\x1b\[\d*[mK]|\r", "", text) == "error: it is broken\n"
+
+
+def test_progress_that_nobody_watches_is_a_plain_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging_setup, "_PLAIN_SECONDS", 0.25)
+    with log_to_terminal(), ProgressLine() as line:
+        time.sleep(0.3)  # nothing to say yet
+        line("features", 0, 8)
+        time.sleep(0.3)
+        line("features", 4, 8)
+        time.sleep(0.5)
+        line("features", 8, 8)
+        time.sleep(0.3)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert (out, "\r" in err, "\x1b" in err) == ("", False, False)
+    assert lines[0] == "features: 0 of 8"
+    assert lines[1].startswith("features: 4 of 8, ")
+    assert lines[1].endswith(" s left")
+    assert lines[-1] == "features: 8 of 8, finishing"
+
+
+def test_a_short_run_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine() as line:
+        for i in range(5):
+            line("scoring", i, 5)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_shows_progress_unless_it_is_to_be_quiet(
@@ -217,22 +230,3 @@ def test_nothing_of_a_command_line_comes_back_as_it_was(
         out, err = capsys.readouterr()
         assert controls(out + err) == set()
         assert "\\u001b" in err or "\\x1b" in err
-
-
-def test_names_of_a_data_set_and_of_settings_are_shown_escaped(
-    product: Path, tmp_path: Path, command: Command
-) -> None:
-    odd = os.fsdecode("bad\x1b[2J\x9b\u202e".encode() + b"\xff")
-    for place in (f"test/{odd}", "test/good", "train/good"):
-        shutil.copytree(product / "train" / "good", tmp_path / "set" / place)
-        (tmp_path / "set" / place / f"{odd}.png").write_bytes(b"\x89PNG\r\n\x1a\nno more")
-    config = tmp_path / "c.yaml"
-    config.write_text('"a\\e[2Jb\\x9b": 1\ndata: {root: "x\\e[2J"}\n', "utf-8")
-    _, out, err = command("check", ["--config", config])
-    assert (controls(out + err), "[2J" in out + err) == (set(), True)
-    asked: list[object] = ["--config", "folder"]
-    for setting in ("data.format=mvtec", f"data.root={tmp_path}", "data.category=set"):
-        asked += ["--set", setting]
-    for more in ([], ["--json"], ["-v"]):
-        _, out, err = command("check", [*asked, *more])
-        assert (controls(out + err), "bad\\u001b[2J" in out + err) == (set(), True), out + err

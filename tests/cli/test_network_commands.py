@@ -18,33 +18,23 @@ from kit import tiny
 import anomaly
 
 
-def test_layers_as_text_says_what_is_hooked(run_folder: Path, command: Command) -> None:
+def test_layers_say_what_is_hooked(run_folder: Path, command: Command) -> None:
     code, out, _ = command("layers", ["--backbone", "mobilenet_v2", "--depth", 2])
     assert code == 0
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert "96×14×14" in lines["features.13"]
-    assert lines["features.13"].split()[3:] == [
-        "16",
-        "118,272",
-        "69.8%",
-        "patchcore,",
-        "padim",
-    ]
+    figures = ["16", "118,272", "69.8%", "patchcore,", "padim"]
+    assert lines["features.13"].split()[3:] == figures
     assert lines["features.3"].endswith("  padim")
     assert "features.0.0" not in lines
     assert "stops after features.13, at 69.8% of them" in out
 
     code, out, _ = command("layers", ["--model", run_folder, "--depth", 1])
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines() if line.endswith("hooked")] == [
-        "layer",
-        "layer2",
-        "layer3",
-    ]
+    hooked = [line.split()[0] for line in out.splitlines() if line.endswith("hooked")]
+    assert hooked == ["layer", "layer2", "layer3"]
     assert "this model stops after layer3" in out
 
-
-def test_layers_as_json(command: Command) -> None:
     arguments = ["--backbone", "resnet18", "--input-size", 64, "--json"]
     code, out, _ = command("layers", arguments)
     assert code == 0
@@ -52,11 +42,10 @@ def test_layers_as_json(command: Command) -> None:
     assert (values["network"], values["input_size"]) == ("resnet18", 64)
     layers = {layer["path"]: layer for layer in values["layers"]}
     assert set(layers) == {name for name, _ in torchvision.models.resnet18().named_modules()}
-    assert layers["layer2"]["shape"] == [1, 128, 8, 8]
-    assert layers["layer2"]["stride"] == 8
-    assert layers["layer2"]["hooked"] == ["patchcore", "padim"]
-    assert layers["layer2"]["parameters"] == 525_568
-    assert 0 < layers["layer1"]["compute_share"] < layers["layer2"]["compute_share"] < 1
+    layer2 = layers["layer2"]
+    assert (layer2["shape"], layer2["stride"]) == ([1, 128, 8, 8], 8)
+    assert (layer2["hooked"], layer2["parameters"]) == (["patchcore", "padim"], 525_568)
+    assert 0 < layers["layer1"]["compute_share"] < layer2["compute_share"] < 1
     assert layers["layer2.0.relu"]["runs"] == 2
 
 

@@ -135,6 +135,8 @@ def test_refusals_come_without_torch_and_change_nothing(tmp_path: Path) -> None:
     _places(tmp_path)
     before = contents(tmp_path)
     refusals = [line.split(" -> ") for line in REFUSALS.strip().splitlines()]
+    for start in ("infer --input . --output o --model ", "check --config folder --set data.root="):
+        refusals += [[start + 300 * "x", "File name too long"]]
     commands = ["--help", "train --help"] + [command for command, _ in refusals]
     done = subprocess.run(
         [sys.executable, "-c", _RUN, json.dumps(commands)],
