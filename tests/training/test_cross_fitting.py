@@ -20,7 +20,7 @@ from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.image_score import network_map
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import cross_fit, joined, split
+from anomaly.training.cross_fitting import cross_fit, joined, scores_of, split
 
 CPU = torch.device("cpu")
 GRID = (4, 5)
@@ -142,6 +142,20 @@ def test_copies_are_held_out_together_and_count_once(kind: str) -> None:
     assert _cross_fit(kind, patches, 11, {0: "a", 1: "a"}, hashes)[0].groups == 9
     with pytest.raises(DataError, match="2 different training images, not 1"):
         _cross_fit(kind, patches, 4, {}, dict.fromkeys(range(12), "one picture"))
+
+
+def test_of_tiles_the_worst_one_counts() -> None:
+    patches, every = _patches(4)
+    detector, _ = _fitted("patchcore", patches)
+    view = Sizing(None, None, 32, 32, tile=64, overlap=0).view((64, 128))
+    corners = ((0, 0), (0, GRID[1])) * 2
+    tiles = PatchBatch(every + torch.tensor([3.0, 0, 0, 2]).view(4, 1, 1, 1), (0, 0, 1, 1), corners)
+    found = scores_of(detector, [tiles], {0: view, 1: view})
+    scores = detector.scorer.score(tiles.embeddings).scores
+    best, peaks = scores.amax((1, 2)).tolist(), network_map(scores, (32, 32), 0).amax((1, 2))
+    assert best[0] > best[1]
+    assert best[3] > best[2]
+    assert found == {i: pytest.approx((best[3 * i], float(peaks[3 * i]))) for i in (0, 1)}
 
 
 @given(

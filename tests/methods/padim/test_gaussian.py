@@ -201,8 +201,11 @@ def test_samples_wait_in_memory_up_to_the_limit():
     image = 7 * 3 * 4  # bytes
     store = SampleStore((8, 7, 3), torch.device("cpu"), 5 * image)
     for images in (2, 4, 4, 4):
-        store.append(torch.ones(2, 7, 3))
+        batch = torch.ones(2, 7, 3)
+        store.append(batch)
+        batch.zero_()
         assert store.nbytes == images * image
+    assert (store.read(slice(0, 7)) == 1).all()
 
 
 def test_a_full_disk_says_where_and_what_to_do(monkeypatch):
