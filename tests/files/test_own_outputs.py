@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import write_part
 from kit import touch
 
 from anomaly.datasets import open_dataset
@@ -13,40 +12,31 @@ from anomaly.files.writing import write
 from anomaly.imaging.listing import list_files
 
 
-def test_a_run_in_the_folder_that_it_learned_from(
-    tmp_path: Path, run_folder: Path, caplog: pytest.LogCaptureFixture
+def test_a_folder_of_images_with_everything_that_was_made_of_them(
+    run_folder: Path,
+    inferred: Path,
+    explained: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     small = tmp_path / "small"
     shutil.copytree(run_folder, small)
     assert list((small / "suspects").glob("*.png"))
     shutil.copytree(run_folder, small / "older")
     shutil.copytree(run_folder / "model", small / "a model")
-    (small / "a model" / "region.png").write_bytes(b"")
-    for name in ("a.png", "older/b.png"):
-        write_part(small / name, seed=1)
-    dataset = open_dataset("folder", small)
-    assert [sample.name for sample in dataset.train] == ["a.png", "older/b.png"]
-    (line,) = caplog.messages
-    assert line == (
-        f"{small}: skipped this program's own outputs: a model, model, older/model, "
-        "older/suspects, suspects"
-    )
+    touch(small, "a model/region.png", "a.png", "older/b.png", "seen/c.png")
+    shutil.copytree(inferred, small / "seen", dirs_exist_ok=True)
+    shutil.copytree(explained, small / "why")
+    (tmp_path / "link").symlink_to(small)
+    for place in (small, tmp_path / "link"):
+        caplog.clear()
+        dataset = open_dataset("folder", place)
+        names = [sample.name for sample in dataset.train]
+        assert names == ["a.png", "older/b.png", "seen/c.png"]
+        (line,) = caplog.messages
+        assert line.startswith(f"{place}: skipped this program's own outputs: a model, model, ")
     # Named outright, they are meant.
     assert len(find_inputs([small / "suspects"]).paths) > 1
-
-
-def test_results_and_explanations_are_no_inputs(
-    inferred: Path, explained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    line = tmp_path / "line"
-    shutil.copytree(inferred, line)
-    shutil.copytree(inferred, line / "out")
-    shutil.copytree(explained, line / "why")
-    write_part(line / "a.png", seed=1)
-    (tmp_path / "link").symlink_to(line)
-    assert find_inputs([tmp_path / "link"]).paths == [tmp_path / "link" / "a.png"]
-    (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path / 'link'}: skipped this program's own outputs: heatmap")
 
 
 def test_test_images_beside_results(tmp_path: Path) -> None:

@@ -179,21 +179,15 @@ def test_json_is_read_as_it_was_written() -> None:
 def test_overwriting_spares_folders_that_no_run_has_made(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
-    arguments = {
-        "infer": ["--model", run_folder, "--input", product / "test" / "good"],
-        "train": train_arguments(product, tmp_path)[:-4],
-    }
-    for number, (kept, name) in enumerate(
-        (
-            ("masks/001.png", "infer"),
-            ("heatmaps/a/b.png", "infer"),
-            ("model/photo.png", "train"),
-            ("suspects/1.png", "train"),
-        )
+    infer = ["--model", run_folder, "--input", product / "test" / "good", "--overwrite"]
+    train = ["--overwrite", *train_arguments(product, tmp_path)]
+    for name, arguments, kept in (
+        ("infer", infer, "heatmaps/a/b.png"),
+        ("train", train, "model/photo.png"),
     ):
-        out = tmp_path / str(number)
+        out = tmp_path / name
         write(out / kept, "somebody's")
-        code, _, err = command(name, [*arguments[name], "--output", out, "--overwrite"])
+        code, _, err = command(name, [*arguments, "--output", out])
         assert (code, "isn't from an earlier run" in err) == (2, True), err
         assert [file for file in out.rglob("*") if file.is_file()] == [out / kept]
 

@@ -124,19 +124,10 @@ def attempt(folder: Path) -> Model | None:
         return None
 
 
-def agree(one: Model, other: Model, image: Path) -> bool:
-    """Whether two detectors say the same about an image, or the second one nothing."""
-    (before,), (after,) = one.predict([image]), other.predict([image])
-    assert isinstance(before, Prediction)
-    if isinstance(after, UnusableImage):
-        return True
-    assert math.isfinite(after.score)
-    return after.score == before.score and before.verdict == after.verdict
-
-
 def test_each_value_of_a_manifest(bank: Path, product: Path) -> None:
-    good = load_model(bank)
     image = product / "test" / "spot" / "000.png"
+    (before,) = load_model(bank).predict([image])
+    assert isinstance(before, Prediction)
     passed: set[tuple[Any, ...]] = set()
     for way, mutant in mutants(manifest_of(bank)):
         seal(bank, mutant)
@@ -147,8 +138,11 @@ def test_each_value_of_a_manifest(bank: Path, product: Path) -> None:
             continue
         if not set(way) & FREE and way not in passed:
             passed.add(way)
-            detector = attempt(bank)
-            assert detector is None or agree(good, detector, image), (way, mutant)
+            if detector := attempt(bank):
+                (after,) = detector.predict([image])
+                if isinstance(after, Prediction):
+                    assert after.score == before.score, (way, mutant)
+                    assert after.verdict == before.verdict, (way, mutant)
     assert len(passed) < 20
 
 
