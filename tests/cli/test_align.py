@@ -121,20 +121,6 @@ def test_a_pose_beyond_training_is_never_good(tmp_path: Path, command: Command) 
     assert (code, "pose can't be found" in err) == (3, True)
 
 
-def test_surfaces_are_refused_in_words(tmp_path: Path, command: Command) -> None:
-    folder = tmp_path / "cloth" / "train" / "good"
-    folder.mkdir(parents=True)
-    for i in range(12):
-        grain = np.random.default_rng(i).normal(size=(96, 96, 3))
-        cv2.imwrite(str(folder / f"{i}.png"), 120 + 300 * cv2.GaussianBlur(grain, (0, 0), 3))
-    arguments = train_arguments(tmp_path / "cloth", tmp_path / "run", "image.align=shift")
-    code, _, err = command("train", arguments)
-    assert code == 2
-    assert "the pose of the part can't be found" in err
-    assert "train with image.align=none" in err
-    assert "Traceback" not in err
-
-
 def test_check_says_which_setting_fits(plates: Path, product: Path, command: Command) -> None:
     def said(root: Path, *settings: str) -> str:
         chosen = train_arguments(root, root, *settings)

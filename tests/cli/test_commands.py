@@ -184,29 +184,6 @@ def test_an_existing_output_is_refused_without_overwrite(
     assert (tmp_path / "out" / "heatmap_scale.png").is_file()
 
 
-def test_bad_files_have_rows_and_the_rest_goes_on(
-    product: Path, padim_folder: Path, tmp_path: Path, command: Command
-) -> None:
-    inputs = tmp_path / "inputs"
-    shutil.copytree(product / "test" / "good", inputs)
-    (inputs / "cut.png").write_bytes((inputs / "000.png").read_bytes()[:900])
-    (inputs / "text.png").write_text("not an image")
-    cv2.imwrite(str(inputs / "tall.png"), np.full((300, 90, 3), 90, np.uint8))
-    output = tmp_path / "out"
-    code, out, _ = command(
-        "infer", ["--model", padim_folder, "--input", inputs, "--output", output]
-    )
-    assert (code, "3 of 6 images scored" in out) == (3, True)
-    rows = {Path(r["path"]).name: r for r in table(output)}
-    assert rows["cut.png"]["status"] == "unreadable"
-    assert rows["cut.png"]["image_score"] == rows["cut.png"]["verdict"] == ""
-    assert "cut.png" in rows["cut.png"]["reason"]
-    assert rows["text.png"]["status"] in ("unreadable", "unsupported")
-    assert rows["tall.png"]["status"] == "unsupported"
-    assert "patchcore" in rows["tall.png"]["reason"]
-    assert rows["000.png"]["status"] == "ok"
-
-
 def test_a_split_that_leaves_figures_undefined_says_why(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -3,7 +3,8 @@
 import io
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import cv2
@@ -47,24 +48,17 @@ def run_infer(run_folder: Path, inputs: Path, tmp_path: Path, command: Command) 
     return run
 
 
-class _After:
-    """Stands in for a signal that comes once so many images are through, and for the count."""
+@contextmanager
+def interrupting() -> Iterator[Callable[[str, int, int], None]]:
+    """Stands in for the line of progress: somebody presses Ctrl-C once three images are through."""
+    pressed: list[int] = []
 
-    exit_code = 130
+    def progress(stage: str, done: int, total: int) -> None:
+        if done >= 3 and not pressed:
+            pressed.append(done)
+            signal.raise_signal(signal.SIGINT)
 
-    def __init__(self, images: int) -> None:
-        self._images = images
-        self.signal: int | None = None
-
-    def __enter__(self) -> "_After":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if done >= self._images:
-            self.signal = signal.SIGINT
+    yield progress
 
 
 def test_stopped_again_and_again(
@@ -76,9 +70,7 @@ def test_stopped_again_and_again(
     output = tmp_path / "output"
     for step in range(3):
         with monkeypatch.context() as patched:
-            after = _After(3)
-            patched.setattr(infer, "Stopping", lambda stop=after: stop)
-            patched.setattr(infer, "ProgressLine", lambda stop=after: stop)
+            patched.setattr(infer, "ProgressLine", interrupting)
             code, said = run_infer("output", "--resume")
         assert (code, "continue with --resume" in said) == (130, True)
         assert step < len(table(output)) < 22
