@@ -32,10 +32,9 @@ test: $(INSTALLED)
 # Everything.
 test-all: test test-slow test-portable
 
-# Exhaustive matrices, real data, notebooks, Ray; then, one at a time, what is held to a clock.
+# Real data, notebooks, Ray, exhaustive tables.
 test-slow: $(INSTALLED)
-	$(PYTEST) -n auto --dist loadfile -m "slow and not clock"
-	$(BIN)/python -m pytest -m clock
+	$(PYTEST) -n auto --dist loadfile -m slow
 
 # The tests that rounding could turn, as older x86 processors compute, with 1, 2 and 4 threads.
 test-portable: $(INSTALLED)
