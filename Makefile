@@ -36,7 +36,7 @@ test-all: test test-slow test-portable
 test-slow: $(INSTALLED)
 	$(PYTEST) -n auto --dist loadfile -m slow
 
-# The tests that rounding could turn, as older x86 processors compute, with 1, 2 and 4 threads.
+# The tests that rounding could turn, as older x86 processors compute.
 test-portable: $(INSTALLED)
 	$(BIN)/python tests/portable.py
 
