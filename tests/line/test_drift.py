@@ -189,6 +189,7 @@ def test_the_service_sees_what_the_command_sees(
         code, out, _ = command("drift", ["--model", run_folder, "--record", file])
         said = slot.drifted()
         assert (code, said["alarm"], bool(said["flagged"])) == (alarm, alarm, alarm)
+        assert said["compared"] == ("more" if alarm else "as promised")
         assert ("alarm: the parts have drifted" if alarm else "no drift") in out
         assert ("with anomaly calibrate" in out) == alarm
         assert out.splitlines()[: len(said["lines"])] == said["lines"]

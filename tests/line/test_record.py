@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -64,10 +65,13 @@ def test_answers_are_there_once_they_are_written(tmp_path: Path) -> None:
             assert second.counts("2026-01-01T00:00:02") == {"reject": 1}
             assert second.counts("2026-01-01", "disc") == {"good": 1, "reject": 1}
             assert second.counts("2026-01-01", "cup") == {}
-            found = [second.parts(**asked) for asked in (
-                {"model": "disc"}, {"model": "cup"}, {"before": 2}, {"verdict": "good"},
-            )]  # fmt: skip
-            assert [[part["id"] for part in parts] for parts in found] == [[2, 1], [], [1], [1]]
+            for asked, ids in (
+                ({"model": "disc"}, [2, 1]),
+                ({"model": "cup"}, []),
+                ({"before": 2}, [1]),
+                ({"verdict": "good"}, [1]),
+            ):
+                assert [part["id"] for part in second.parts(**asked)] == ids
 
 
 def test_pictures_of_rejects_and_a_share_of_goods_are_kept(tmp_path: Path) -> None:
@@ -198,8 +202,10 @@ def test_after_a_full_disk_pictures_within_the_budget_are_all_there(small_disk: 
                 record.add(rejects(2, 3))
             assert "the disk is full" in record.trouble()
         assert len(record.parts()) == added
+        os.truncate(ballast, ballast.stat().st_size - 200_000)  # too little room
+        assert "the disk is full" in record.trouble()
         ballast.unlink()
-        assert record.trouble() == ""  # once there is room
+        assert record.trouble() == ""
         record.add(rejects(3))
         assert kept(record) == [added + 1, *range(added, max(0, added - 2), -1)]
         record.add(rejects(4))
