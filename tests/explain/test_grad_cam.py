@@ -21,7 +21,6 @@ from anomaly.explain.saliency import (
     grad_cam,
     guided_backpropagation,
     guided_grad_cam,
-    image_gradient,
 )
 from anomaly.hooks import live_hooks
 
@@ -167,6 +166,13 @@ def test_of_two_objects_it_finds_the_one_asked_for(
         assert values[:, columns].sum() / values.sum() > 0.85
 
 
+EXPLAINERS: list[Callable[[nn.Module, Any], object]] = [
+    lambda network, image: grad_cam(network, image, "[0]"),
+    lambda network, image: feature_map_pictures(network, image, ["[0]"]),
+    lambda network, image: guided_backpropagation(network, lambda x: network(x).sum(), image),
+]
+
+
 @pytest.mark.parametrize(
     ("image", "says"),
     [
@@ -177,26 +183,20 @@ def test_of_two_objects_it_finds_the_one_asked_for(
         (torch.full((3, 16, 16), torch.nan), "holds NaN or infinite values"),
     ],
 )
-def test_what_is_no_image_is_told(image: Any, says: str) -> None:
-    model, _, _ = build(0)
+@pytest.mark.parametrize("explain", EXPLAINERS)
+def test_what_is_no_image_is_told(
+    explain: Callable[[nn.Module, Any], object], image: Any, says: str
+) -> None:
     with pytest.raises(AnomalyError, match=says):
-        grad_cam(model, image, "[0]")
-    with pytest.raises(AnomalyError, match=says):
-        feature_map_pictures(model, image, ["[0]"])
-    with pytest.raises(AnomalyError, match=says):
-        image_gradient(lambda batch: model(batch).sum(), image)
+        explain(build(0)[0], image)
 
 
-def test_a_network_in_train_mode_is_refused_and_stays_as_it_is() -> None:
-    model, body, _ = build(0)
-    model.train()
+@pytest.mark.parametrize("explain", EXPLAINERS)
+def test_a_network_in_train_mode_is_refused_and_stays_as_it_is(
+    explain: Callable[[nn.Module, Any], object],
+) -> None:
+    network, body, _ = build(0)
     before = [t.clone() for t in body.buffers()]
-    image = torch.rand(3, 16, 16)
-    for explain in (
-        lambda: grad_cam(model, image, "[0]"),
-        lambda: guided_backpropagation(model, lambda batch: model(batch).sum(), image),
-        lambda: feature_map_pictures(model, image, ["[0]"]),
-    ):
-        with pytest.raises(AnomalyError, match=r"in train mode.* call model.eval\(\)"):
-            explain()
+    with pytest.raises(AnomalyError, match=r"in train mode.* call model.eval\(\)"):
+        explain(network.train(), torch.rand(3, 16, 16))
     assert all(map(torch.equal, before, body.buffers()))

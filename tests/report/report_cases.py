@@ -91,8 +91,6 @@ def case(
         unit="distance",
         manifest={"training_images": {"train/good/000.png": "ab" * 32}},
         settings={"model": {"kind": "patchcore"}, "backbone": {"name": "resnet18"}},
-        training={"seconds": {"features": 1.5}},
-        seconds=2.0,
         tiles=pictures,
     )
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 from browser import Browser
+from conftest import Command, run_command
 
-from anomaly.cli import main
 from anomaly.config.load import parse_config
 
 WIDTH, HEIGHT = 3000, 1500
@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     picture = np.full((HEIGHT, WIDTH, 3), 90, np.uint8)
     cv2.circle(picture, (WIDTH // 2, HEIGHT // 2), 600, (60, 160, 220), -1)
     cv2.imwrite(str(folder / "a <b> part.png"), picture)
-    assert main(["region", str(folder / "a <b> part.png"), "--output", str(folder / "r.html")]) == 0
+    run_command("region", [folder / "a <b> part.png", "--output", folder / "r.html"])
     return folder / "r.html"
 
 
@@ -83,17 +83,16 @@ def test_polygons_by_keys(browser: Browser, page: Path) -> None:
     assert len(shown(browser)["region"]["polygons"]) == 1
 
 
-def test_what_cannot_be_drawn_on(
-    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "broken.png"
+def test_what_cannot_be_drawn_on(page: Path, tmp_path: Path, command: Command) -> None:
+    broken, wide, output = tmp_path / "broken.png", tmp_path / "wide.png", tmp_path / "r.html"
     broken.write_bytes(b"no picture")
-    assert main(["region", str(broken), "--output", str(tmp_path / "r.html")]) == 2
-    assert "broken.png: it is a text file" in capsys.readouterr().err
-    assert not (tmp_path / "r.html").exists()
-    assert main(["region", str(page.with_name("a <b> part.png")), "--output", str(page)]) == 2
-    assert "add --overwrite" in capsys.readouterr().err
-    assert main(["region", str(broken), "--bit-depth", "99"]) == 2
-    assert "image.bit_depth is 99: must be 16 or less" in capsys.readouterr().err
-    cv2.imwrite(str(tmp_path / "web.png"), np.full((200, 12600), 90, np.uint8))  # 1 to 63
-    assert main(["region", str(tmp_path / "web.png"), "--output", str(tmp_path / "r.html")]) == 0
+    for arguments, says in (
+        ([broken, "--output", output], "broken.png: it is a text file"),
+        ([broken, "--bit-depth", 99], "image.bit_depth is 99: must be 16 or less"),
+        ([page.with_name("a <b> part.png"), "--output", page], "add --overwrite"),
+    ):
+        code, _, err = command("region", arguments)
+        assert (code, says in err) == (2, True)
+    assert not output.exists()
+    cv2.imwrite(str(wide), np.full((200, 12600), 90, np.uint8))  # 63 times as wide as high
+    assert command("region", [wide, "--output", output])[0] == 0
