@@ -278,7 +278,7 @@ def test_who_only_connects_keeps_nobody_out(
                 client.sendall(HEALTH[:-10])
         assert guarded.ask("GET", "/v2/health/live")[0] == 200
         assert still_served() == own
-        assert len(select.select(silent, [], [], 20)[0]) >= 80  # are closed
+        assert len(select.select(silent, [], [], 0)[0]) >= 80  # are closed
 
 
 @pytest.mark.parametrize(("followers", "known"), [(5, 512), (8, 5)])
