@@ -10,7 +10,6 @@ from patch_lists import PatchList
 from anomaly.errors import ModelError
 from anomaly.methods.base import PatchBatch
 from anomaly.methods.padim.fitter import GaussianFitter
-from anomaly.methods.patchcore.coreset import pick_beyond
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
@@ -79,18 +78,6 @@ def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> Non
         for vector, (image, row, column) in zip(bank.vectors, bank.origins.tolist(), strict=True):
             assert image < 10 or torch.equal(vector, more[image - 10, row, column])
     assert repaired > 0
-
-
-def test_picks_beyond_a_radius_are_those_of_the_textbook_loop() -> None:
-    points = torch.randn(700, 6, generator=torch.Generator().manual_seed(0))
-    centres, radius = points[:20], 1.3
-    expected, bounds = [], torch.cdist(points, centres).amin(1)
-    while float(bounds.max()) > radius:
-        expected.append(int(bounds.argmax()))
-        bounds = torch.minimum(bounds, torch.cdist(points, points[expected[-1:]])[:, 0])
-    squared = torch.cdist(points, centres).amin(1).square()
-    assert pick_beyond(points, squared, radius).tolist() == expected
-    assert len(pick_beyond(points, squared, 100.0)) == 0
 
 
 @pytest.mark.parametrize(

@@ -55,17 +55,6 @@ def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) ->
     )
 
 
-def test_where_everything_fits_the_cut_of_the_stream_changes_nothing() -> None:
-    stream = stream_of([500] * 20)
-    chosen = streamed(stream, 50, 20000)
-    points = torch.cat(stream)
-    assert chosen.exact
-    exact = cdist(points.double(), points[chosen.picks].double()).min(1).max()
-    assert chosen.covering_radius == pytest.approx(exact, rel=1e-5)
-    joined = [torch.cat(stream[i : i + 4]) for i in range(0, 20, 4)]
-    assert torch.equal(streamed(joined, 50, 20000).picks, chosen.picks)
-
-
 def test_more_than_fit_may_be_wanted() -> None:
     """As many as are asked for needn't have come when the memory is full for the first time."""
     stream = stream_of([500] * 10)
