@@ -79,6 +79,8 @@ update --model model --good nowhere --output o -> --good nowhere doesn't exist
 update --model model --good good --defects nowhere --output o -> --defects nowhere doesn't exist
 infer --model model/manifest.json --input good --output o -> is a file; give the
 infer --model model --input good --output o --workers 2 -> --workers needs a Ray
+infer --model model --input good --output o --ray local --workers 0 -> --workers is 0
+infer --model model --input good --output o --ray local --watch -> can't be given with --watch
 infer --model model --input good --output o --threads 0 -> --threads is 0
 infer --model model --input none --output o -> none doesn't exist (looked in /
 infer --model model --input good/x.png --output o -> good did you mean 'part.png'
@@ -104,6 +106,9 @@ calibrate --model model --production good --at-most-defective 5% --threshold 9 -
 export --to onnx --model runs/run --output runs/e -> e/model exists already
 export --to onnx --model runs/run --output o --precision bf16 -> ONNX Runtime doesn't compute
 export --to onnx --model runs/run --output o --precision bf16 --whole -> fp32 only
+export --to onnx --model runs/run --output o --pixels 120x96 -> add --whole
+export --to onnx --model runs/run --output o --whole --bgr -> add --pixels
+export --to onnx --model runs/run --output o --whole --pixels 120 -> isn't width x height
 export --to onnx --model runs/e --output o -> e/model is an exported model
 export --to onnx --model runs/run --output o --golden nowhere -> --golden nowhere doesn't exist
 export --to onnx --model runs/run --output runs/run --overwrite -> holds the model to export

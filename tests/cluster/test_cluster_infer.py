@@ -107,17 +107,3 @@ def test_a_run_whose_workers_all_die_is_resumed(
     assert run(tmp_path / "many", ThreadCluster(2), "--resume")[0] == 3
     assert result_files(tmp_path / "many") == alone
     assert 0 < sum(added) == 24 - int(kept)
-
-
-def test_what_does_not_go_together(
-    run_folder: Path, images: Path, tmp_path: Path, command: Command
-) -> None:
-    def err(*more: object) -> str:
-        where = ["--model", run_folder, "--input", images, "--output", tmp_path / "o"]
-        code, _, said = command("infer", [*where, *more])
-        assert code == 2
-        return said
-
-    assert "--workers needs a Ray cluster" in err("--workers", 2)
-    assert "--workers is 0" in err("--ray", "local", "--workers", 0)
-    assert "--ray can't be given with --watch" in err("--ray", "local", "--watch")

@@ -184,18 +184,10 @@ def test_rows_name_the_engine_and_a_run_keeps_to_it(
 def test_what_needs_a_network_is_refused_and_names_the_source(
     bank_export: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
-    image = product / "test" / "spot" / "000.png"
-    asked: list[tuple[str, list[object]]] = [
-        ("explain", ["--input", image, "--output", tmp_path / "o"]),
-        ("calibrate", ["--threshold", "1"]),
-        ("export", ["--to", "onnx", "--output", tmp_path / "o"]),
-        ("infer", ["--input", image, "--output", tmp_path / "o", "--precision", "bf16"]),
-    ]
-    for name, arguments in asked:
+    scoring = ["--input", product / "test", "--output", tmp_path / "o", "--precision", "bf16"]
+    for name, arguments in (("calibrate", ["--threshold", "1"]), ("infer", scoring)):
         code, _, err = command(name, ["--model", bank_export, *arguments])
-        assert code == 2, name
-        assert "export" in err
-        assert "Traceback" not in err
+        assert (code, "export" in err) == (2, True), err
     with pytest.raises(ModelError, match="exported model"):
         save(load_model(bank_export), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
@@ -313,14 +305,7 @@ def test_an_engine_that_is_not_installed_names_its_extra(
         load_model(copied)
 
 
-def test_a_precision_or_device_that_an_engine_lacks(
-    bank_export: Path, run_folder: Path, tmp_path: Path, command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    arguments = ["--model", run_folder, "--output", tmp_path / "o", "--precision", "bf16"]
-    for more, says in ((["--to", "onnx"], "bf16"), (["--to", "openvino", "--whole"], "fp32")):
-        code, _, err = command("export", [*arguments, *more])
-        assert (code, says in err) == (2, True)
+def test_a_device_that_an_engine_lacks(bank_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(AnomalyError, match="computes on the CPU"):
         load_model(bank_export, "cuda")
