@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from families import quick_and_slow
 
 from anomaly.config.schema import Config
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.glob("*/*.py"))
+QUICK = ("hooks/capturing.py", "hooks/pre.py", "hooks/tensors.py")
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(([\w/]+\.py)\)")
 
@@ -32,7 +32,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
-    "script", quick_and_slow(SCRIPTS, "hooks/capturing.py", "hooks/pre.py", "hooks/tensors.py")
+    "script", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in SCRIPTS]
 )
 def test_every_script_runs(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
