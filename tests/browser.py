@@ -32,6 +32,9 @@ _FAINT = """(selector) => {
     return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
   }).map((n) => n.textContent);
 }"""
+_CODES = {"Enter": 13, "Escape": 27, "Tab": 9, "Home": 36, "End": 35, " ": 32} | {
+    f"Arrow{side}": 37 + i for i, side in enumerate(("Left", "Up", "Right", "Down"))
+}
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -138,9 +141,7 @@ class Browser:
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """A key as the keyboard sends it, to whatever has the focus."""
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Home": 36, "End": 35, " ": 32}
-        arrows = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-        code = (codes | arrows).get(key, 0)
+        code = _CODES.get(key, 0)
         text = key if len(key) == 1 else {"Enter": "\r"}.get(key, "")
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)

@@ -120,17 +120,14 @@ def test_it_follows_once_there_is_a_place(served: Served, page: Browser) -> None
 def test_it_speaks_the_language_of_whoever_looks(
     served: Served, page: Browser, product: Path
 ) -> None:
+    """All languages have all words: tests/line/test_words.py."""
     arrive(served, page, product / "test" / "spot" / "000.png")
-    for language, state, verdict, good, point in (
-        ("de", "verbunden", "AUSSCHUSS", "Gut", ","),
-        ("zh", "已连接", "不合格", "合格", "."),
-    ):
-        for query in (f"?lang={language}", ""):  # it is remembered
-            opened(page, served, state, query)
-            shows(page, "word", verdict)
-            assert page.text("good").startswith(good)
-            assert point in page.text("ratio")
-            assert page.evaluate("document.documentElement.lang") == language
+    for query in ("?lang=de", ""):  # it is remembered
+        opened(page, served, "verbunden", query)
+        shows(page, "word", "AUSSCHUSS")
+        assert page.text("good").startswith("Gut")
+        assert "," in page.text("ratio")
+        assert page.evaluate("document.documentElement.lang") == "de"
     page.set("language", "en", "change")
     shows(page, "word", "REJECT")
     assert page.text("good").startswith("Good")
