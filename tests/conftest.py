@@ -108,6 +108,7 @@ def result_files(folder: Path) -> dict[str, bytes]:
 
 
 Command = Callable[[str, Sequence[object]], tuple[int, str, str]]
+Says = Callable[[int, str, Sequence[object]], str]
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
@@ -196,6 +197,18 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
             code = int(stop.code or 0)
         out, err = capsys.readouterr()
         return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def says(command: Command) -> Says:
+    """Runs a command that has to end with an exit code; all that it says."""
+
+    def run(code: int, name: str, arguments: Sequence[object]) -> str:
+        ended, out, err = command(name, arguments)
+        assert ended == code, out + err
+        return out + err
 
     return run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, run_command, train_arguments
+from conftest import Command, Says, run_command, train_arguments
 from kit import table
 from moving_parts import LABEL, SIZE, draw, place, poses, write
 
@@ -24,12 +24,11 @@ _ALIGN = ("image.align=rigid", "image.area=128", "name=plates")
 
 
 def trained(
-    command: Command, root: Path, output: Path, *settings: str, flags: tuple[str, ...] = ()
+    says: Says, root: Path, output: Path, *settings: str, flags: tuple[str, ...] = ()
 ) -> tuple[Path, str]:
     arguments = train_arguments(root, output, *_ALIGN, *settings)
-    code, out, err = command("train", [*arguments, *flags])
-    assert code == 0, err
-    return output, out
+    said = says(0, "train", [*arguments, *flags])
+    return output, said
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,9 @@ def run(plates: Path) -> Path:
     return output
 
 
-def assert_marked_where_it_lies(command: Command, run: Path, plates: Path, output: Path) -> None:
+def assert_marked_where_it_lies(says: Says, run: Path, plates: Path, output: Path) -> None:
     infer = ["--model", run, "--input", plates / "test" / "spot", "--output", output, "--regions"]
-    assert command("infer", infer)[0] == 0
+    says(0, "infer", infer)
     found = table(output, "regions.csv")
     for i, pose in enumerate(poses(4, 3, 180)):
         x, y = place([(-20, -10)], pose)[0]
@@ -61,26 +60,25 @@ def assert_marked_where_it_lies(command: Command, run: Path, plates: Path, outpu
 
 
 def test_a_planted_defect_is_marked_where_it_lies(
-    run: Path, plates: Path, tmp_path: Path, command: Command
+    run: Path, plates: Path, tmp_path: Path, says: Says
 ) -> None:
-    assert_marked_where_it_lies(command, run, plates, tmp_path / "out")
-    code, _, err = command("evaluate", ["--model", run, "--output", tmp_path / "evaluation"])
-    assert code == 0, err
+    assert_marked_where_it_lies(says, run, plates, tmp_path / "out")
+    says(0, "evaluate", ["--model", run, "--output", tmp_path / "evaluation"])
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
     assert metrics["mean"]["image_auroc"] == 1
-    tiled, said = trained(command, plates, tmp_path / "tiled", "image.tile=128")
+    tiled, said = trained(says, plates, tmp_path / "tiled", "image.tile=128")
     assert "all parts are brought into the pose of" in said
-    assert_marked_where_it_lies(command, tiled, plates, tmp_path / "of tiles")
+    assert_marked_where_it_lies(says, tiled, plates, tmp_path / "of tiles")
 
 
-def test_where_to_look_follows_the_part(tmp_path: Path, command: Command) -> None:
+def test_where_to_look_follows_the_part(tmp_path: Path, says: Says) -> None:
     root = write(tmp_path / "plates", turn=180, serial=True)
     quick = ("--no-calibrate",)
-    _, said = trained(command, root, tmp_path / "plain", flags=quick)
+    _, said = trained(says, root, tmp_path / "plain", flags=quick)
     middle = int(said.partition("into the pose of train/good/")[2][:3])
     label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle]).round(2).tolist()
     ignore = f"image.ignore={{unit: pixels, polygons: [{label}]}}"
-    run, _ = trained(command, root, tmp_path / "run", ignore, "model.kind=padim", flags=quick)
+    run, _ = trained(says, root, tmp_path / "run", ignore, "model.kind=padim", flags=quick)
     for i, pose in enumerate(poses(3, 9, 180)):
         cv2.imwrite(str(tmp_path / f"{i}.png"), draw(pose, 900 + i, serial=True))
         prediction = load_model(run, "cpu").predict(tmp_path / f"{i}.png")
@@ -94,9 +92,9 @@ def test_where_to_look_follows_the_part(tmp_path: Path, command: Command) -> Non
         assert not unknown[(plate > 0) & (outer == 0)].any()
 
 
-def test_a_pose_beyond_training_is_never_good(tmp_path: Path, command: Command) -> None:
+def test_a_pose_beyond_training_is_never_good(tmp_path: Path, says: Says, command: Command) -> None:
     root = write(tmp_path / "plates", turn=5)
-    run, _ = trained(command, root, tmp_path / "run")
+    run, _ = trained(says, root, tmp_path / "run")
     new = tmp_path / "new"
     new.mkdir()
     cv2.imwrite(str(new / "turned.png"), draw((60, 0, 0), 1))
@@ -121,12 +119,10 @@ def test_a_pose_beyond_training_is_never_good(tmp_path: Path, command: Command) 
     assert (code, "pose can't be found" in err) == (3, True)
 
 
-def test_check_says_which_setting_fits(plates: Path, product: Path, command: Command) -> None:
+def test_check_says_which_setting_fits(plates: Path, product: Path, says: Says) -> None:
     def said(root: Path, *settings: str) -> str:
         chosen = train_arguments(root, root, *settings)
-        code, out, _ = command("check", chosen[: chosen.index("--output")])
-        assert code == 0
-        return out
+        return says(0, "check", chosen[: chosen.index("--output")])
 
     assert "moving_parts: parts lie any way" in (found := said(plates))
     assert "image.align=rigid" in found
@@ -144,9 +140,9 @@ def test_the_reference_is_part_of_the_model(run: Path, tmp_path: Path) -> None:
         load_model(damaged, "cpu")
 
 
-def test_an_export_says_the_same(run: Path, plates: Path, tmp_path: Path, command: Command) -> None:
+def test_an_export_says_the_same(run: Path, plates: Path, tmp_path: Path, says: Says) -> None:
     export = ["--model", run, "--to", "onnx", "--output", tmp_path / "export"]
-    assert command("export", export)[0] == 0
+    says(0, "export", export)
     files = sorted((plates / "test").rglob("*.png"))
     one = anomaly.load(run, device="cpu").predict(files)
     two = anomaly.load(tmp_path / "export").predict(files)

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, Command, train_arguments, write_part, write_product
+from conftest import REPOSITORY, Command, Says, train_arguments, write_part, write_product
 from kit import contents, table
 
 from anomaly.backbones.weights import search_folders
@@ -62,7 +62,7 @@ def test_train_infer_evaluate(
 
 
 def test_few_images_with_long_names_and_broken_ones(
-    tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, says: Says, caplog: pytest.LogCaptureFixture
 ) -> None:
     product = write_product(tmp_path / "disc", n_train=0)
     good = product / "train" / "good"
@@ -74,8 +74,8 @@ def test_few_images_with_long_names_and_broken_ones(
     broken = ("aaa.png", "zzz.png")
     for name in broken:
         (good / name).write_text("no image")
-    code, out, _ = command("train", train_arguments(product, tmp_path / "run"))
-    assert (code, "lens cap isn't recognised" in out) == (3, True)
+    said = says(3, "train", train_arguments(product, tmp_path / "run"))
+    assert "lens cap isn't recognised" in said
     assert "aaa.png" in caplog.text
     summary = json.loads((tmp_path / "run" / "train.json").read_text())
     assert (summary["images"]["learned"], summary["images"]["refused"]) == (4, 2)
@@ -104,14 +104,13 @@ def test_what_the_system_refuses_ends_in_one_message(
 
 
 def test_a_mark_on_a_cropped_oblong_image_comes_back_at_its_pixel(
-    product: Path, tmp_path: Path, command: Command
+    product: Path, tmp_path: Path, says: Says
 ) -> None:
     run = tmp_path / "run"
     settings = ["image.resize=96", "image.crop=80", "backbone.layers=[layer1]"]
     arguments = train_arguments(product, run, *settings, "image.mm_per_pixel=0.05")
-    code, out, err = command("train", [*arguments, "--no-calibrate"])
-    assert code == 0, err
-    assert "one patch covers 4 × 5 original pixels, " in out
+    said = says(0, "train", [*arguments, "--no-calibrate"])
+    assert "one patch covers 4 × 5 original pixels, " in said
     said = json.loads((run / "train.json").read_text())["patch_size"]
     assert said == {"pixels": [4, 5], "mm": [0.2, 0.25]}
     detector = load_model(run, "cpu")
@@ -157,7 +156,7 @@ def test_scripts_are_the_commands(product: Path, resnet_folder: Path, tmp_path: 
 
 def test_an_existing_output_is_refused_without_overwrite(
     run_folder: Path, inferred: Path, evaluated: Path, product: Path, tmp_path: Path,
-    command: Command,
+    says: Says, command: Command,
 ) -> None:  # fmt: skip
     for made, name in ((run_folder, "run"), (inferred, "out"), (evaluated, "figures")):
         shutil.copytree(made, tmp_path / name)
@@ -167,7 +166,7 @@ def test_an_existing_output_is_refused_without_overwrite(
     for name, arguments in (("train", train), ("infer", infer), ("evaluate", evaluate)):
         code, _, err = command(name, arguments)
         assert (code, "exist already" in err, "--overwrite" in err) == (2, True, True), err
-    assert command("train", [*train, "--overwrite"])[0] == 0
+    says(0, "train", [*train, "--overwrite"])
     manifests = [folder / "model" / "manifest.json" for folder in (run_folder, tmp_path / "run")]
     assert manifests[0].read_bytes() == manifests[1].read_bytes()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
@@ -176,7 +175,7 @@ def test_an_existing_output_is_refused_without_overwrite(
         "train.json",
     ]
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    assert command("infer", [*infer, "--overwrite", "--side-by-side"])[0] == 0
+    says(0, "infer", [*infer, "--overwrite", "--side-by-side"])
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     (picture, *_) = (tmp_path / "out" / "heatmaps").rglob("*.png")
     height, width, _ = cv2.imread(str(picture)).shape
@@ -185,29 +184,26 @@ def test_an_existing_output_is_refused_without_overwrite(
 
 
 def test_a_split_that_leaves_figures_undefined_says_why(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path, product: Path, tmp_path: Path, says: Says
 ) -> None:
     moved = Path(shutil.copytree(product, tmp_path / "data" / product.name))
     shutil.rmtree(moved / "test" / "spot")
     # Alone, a model doesn't say where its data set is.
     model = shutil.copytree(run_folder / "model", tmp_path / "model")
     evaluate = ["--model", model, "--output", tmp_path / "figures"]
-    code, _, err = command("evaluate", evaluate)
-    assert (code, "--data-root" in err) == (2, True)
+    assert "--data-root" in says(2, "evaluate", evaluate)
     evaluate += ["--data-root", tmp_path / "data"]
-    code, out, _ = command("evaluate", evaluate)
-    assert code == 0
+    said = says(0, "evaluate", evaluate)
     text = (tmp_path / "figures" / "metrics.json").read_text()
     figures = json.loads(text)["categories"]["disc"]
     assert figures["image_auroc"] is None
     assert figures["pixel_auroc"] is None
     assert "defect" in figures["undefined"]["image_auroc"]
-    assert "undefined" in out
-    assert "disc: no pixel figures: no defective image with a ground-truth mask" in out
-    assert "pixel_auroc, " not in out
+    assert "undefined" in said
+    assert "disc: no pixel figures: no defective image with a ground-truth mask" in said
+    assert "pixel_auroc, " not in said
     shutil.rmtree(moved / "test")
-    code, _, err = command("evaluate", [*evaluate, "--overwrite"])
-    assert (code, "has no test images" in err) == (2, True)
+    assert "has no test images" in says(2, "evaluate", [*evaluate, "--overwrite"])
     assert (tmp_path / "figures" / "metrics.json").read_text() == text
 
 
@@ -260,7 +256,7 @@ def test_a_spoilt_model_folder_is_refused(run_folder: Path, tmp_path: Path) -> N
 
 def test_a_model_that_cannot_be_loaded_leaves_earlier_results(
     run_folder: Path, product: Path, inferred: Path, explained: Path, evaluated: Path,
-    tmp_path: Path, command: Command,
+    tmp_path: Path, says: Says,
 ) -> None:  # fmt: skip
     run = Path(shutil.copytree(run_folder, tmp_path / "damaged"))
     _flip(run / "model" / "scorer.safetensors")
@@ -273,8 +269,7 @@ def test_a_model_that_cannot_be_loaded_leaves_earlier_results(
         ("evaluate", evaluated, []),
     ):
         output = Path(shutil.copytree(made, tmp_path / "out"))
-        code, _, err = command(name, [*damaged, *more, "--output", output])
-        assert (code, "scorer.safetensors" in err) == (2, True), err
+        assert "scorer.safetensors" in says(2, name, [*damaged, *more, "--output", output])
         assert contents(output) == contents(made)
         shutil.rmtree(output)
 
@@ -298,7 +293,7 @@ def test_options_have_help_may_be_repeated_and_their_examples_are_commands() -> 
 
 
 def test_a_user_without_name_or_home(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command,
+    run_folder: Path, product: Path, tmp_path: Path, says: Says,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def unknown(uid: int) -> None:
@@ -309,11 +304,10 @@ def test_a_user_without_name_or_home(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", run_folder, "--input", product / "test" / "good", "--output", "out"]
-    assert command("infer", arguments)[0] == 0
+    says(0, "infer", arguments)
     Record(Path("line.sqlite")).close()
     judged = ["--verdict", "good", "--images", product / "test" / "good" / "000.png"]
-    assert command("feedback", ["--record", "line.sqlite", *judged])[0] == 0
-    code, _, err = command("infer", ["--model", "~/run", *arguments[2:]])
-    assert (code, "~/run" in err) == (2, True)
+    says(0, "feedback", ["--record", "line.sqlite", *judged])
+    assert "~/run" in says(2, "infer", ["--model", "~/run", *arguments[2:]])
     assert all(folder.parts[0] != "~" for folder in search_folders())
     assert not Path("~").exists()

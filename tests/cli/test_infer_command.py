@@ -10,14 +10,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, result_files, write_part
+from conftest import Says, result_files, write_part
 from kit import table
 
 from anomaly.cli import infer
 from anomaly.imaging.loading import by_shape
 from anomaly.inference import run as inference_run
 
-Infer = Callable[..., tuple[int, str]]
+Infer = Callable[..., str]
 
 
 @pytest.fixture
@@ -34,16 +34,15 @@ def inputs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_infer(run_folder: Path, inputs: Path, tmp_path: Path, command: Command) -> Infer:
-    """Runs the command into a folder; its exit code and all that it says."""
+def run_infer(run_folder: Path, inputs: Path, tmp_path: Path, says: Says) -> Infer:
+    """Runs the command into a folder, to an exit code; all that it says."""
 
     def run(
-        name: str, *flags: object, model: Path = run_folder, images: Path | None = inputs
-    ) -> tuple[int, str]:
+        code: int, name: str, *flags: object, model: Path = run_folder, images: Path | None = inputs
+    ) -> str:
         given = [] if images is None else ["--input", images]
         arguments = ["--model", model, *given, "--output", tmp_path / name, *flags]
-        code, out, err = command("infer", arguments)
-        return code, out + err
+        return says(code, "infer", arguments)
 
     return run
 
@@ -66,47 +65,43 @@ def test_stopped_again_and_again(
 ) -> None:
     # What is begun of a batch is finished, so that several stops need several batches.
     monkeypatch.setattr(inference_run, "by_shape", lambda items, _: by_shape(items, 2))
-    assert run_infer("whole")[0] == 3
+    run_infer(3, "whole")
     output = tmp_path / "output"
     for step in range(3):
         with monkeypatch.context() as patched:
             patched.setattr(infer, "ProgressLine", interrupting)
-            code, said = run_infer("output", "--resume")
-        assert (code, "continue with --resume" in said) == (130, True)
+            assert "continue with --resume" in run_infer(130, "output", "--resume")
         assert step < len(table(output)) < 22
-    code, said = run_infer("output")
-    assert (code, "add --resume" in said) == (2, True)
+    assert "add --resume" in run_infer(2, "output")
     (inputs / "08.png").rename(inputs / "99.png")
-    code, said = run_infer("output", "--resume")
-    assert (code, "another list of images" in said) == (2, True)
+    assert "another list of images" in run_infer(2, "output", "--resume")
     (inputs / "99.png").rename(inputs / "08.png")
     (output / "heatmaps" / ".anomaly-left.part").write_text("by a process that was killed")
-    assert run_infer("output", "--resume")[0] == 3
+    run_infer(3, "output", "--resume")
     assert result_files(output) == result_files(tmp_path / "whole")
-    code, said = run_infer("output", "--resume")
-    assert (code, "is complete" in said) == (3, True)  # it still has an image without a score
+    said = run_infer(3, "output", "--resume")  # it still has an image without a score
+    assert "is complete" in said
 
 
 def test_only_the_same_run_is_complete(
     run_infer: Infer, padim_folder: Path, inputs: Path, tmp_path: Path
 ) -> None:
     one, output = inputs / "00.png", tmp_path / "output"
-    assert run_infer("output", images=one)[0] == 0
+    run_infer(0, "output", images=one)
     before = result_files(output)
-    code, said = run_infer("output", "--resume", images=one)
-    assert (code, "is complete" in said) == (0, True)
-    code, said = run_infer("output", "--resume", images=one, model=padim_folder)
-    assert (code, "another model" in said, "--overwrite" in said) == (2, True, True)
+    assert "is complete" in run_infer(0, "output", "--resume", images=one)
+    said = run_infer(2, "output", "--resume", images=one, model=padim_folder)
+    assert "another model" in said
+    assert "--overwrite" in said
     assert result_files(output) == before
     for text in ("{", "[]", '{"about": {}}'):
         (output / "results.done.json").write_text(text)
-        code, said = run_infer("output", "--resume", images=one)
-        assert (code, "missing or damaged" in said) == (2, True)
+        assert "missing or damaged" in run_infer(2, "output", "--resume", images=one)
     (output / "results.done.json").unlink()
-    assert run_infer("output", "--resume", images=one)[0] == 2
+    run_infer(2, "output", "--resume", images=one)
     broken = inputs / "07.png"
-    assert run_infer("output", "--overwrite", images=broken)[0] == 2
-    assert run_infer("output", "--resume", images=broken)[0] == 2  # as it ended
+    run_infer(2, "output", "--overwrite", images=broken)
+    run_infer(2, "output", "--resume", images=broken)  # as it ended
 
 
 def test_a_list_from_a_file_and_from_standard_input(
@@ -115,8 +110,7 @@ def test_a_list_from_a_file_and_from_standard_input(
     listing, one = tmp_path / "list.txt", inputs / "01.png"
     names = f"{one}\r\n\n{inputs / 'gone.png'}\n{one}\n"
     listing.write_text(names)
-    code, said = run_infer("one", "--list", listing, images=None)
-    assert (code, "1 of 2 images scored" in said) == (3, True)
+    assert "1 of 2 images scored" in run_infer(3, "one", "--list", listing, images=None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(names.encode())))
-    assert run_infer("two", "--list", "-", images=None)[0] == 3
+    run_infer(3, "two", "--list", "-", images=None)
     assert result_files(tmp_path / "one") == result_files(tmp_path / "two")

@@ -80,7 +80,7 @@ def test_every_command_takes_the_options() -> None:
 
 
 def test_addresses_are_in_no_log(tmp_path: Path) -> None:
-    with log_to_file(tmp_path / "log", ["serve"]):
+    with log_to_terminal(), log_to_file(tmp_path / "log", ["serve"]):
         for address in ("http://ada:pa55/w@h/s3cret?k=s3cret", "ada:pa55@h"):
             for given in (["--webhook", address], [f"--webhook={address}"], ["--port", address]):
                 cli.log.debug("$ anomaly %s", command_line(["serve", *given]))

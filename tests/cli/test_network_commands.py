@@ -12,28 +12,26 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import Command
+from conftest import Command, Says
 from kit import tiny
 
 import anomaly
 
 
-def test_layers_say_what_is_hooked(run_folder: Path, command: Command) -> None:
-    code, out, _ = command("layers", ["--backbone", "mobilenet_v2", "--depth", 2])
-    assert code == 0
-    lines = {line.split()[0]: line for line in out.splitlines() if line}
+def test_layers_say_what_is_hooked(run_folder: Path, says: Says, command: Command) -> None:
+    said = says(0, "layers", ["--backbone", "mobilenet_v2", "--depth", 2])
+    lines = {line.split()[0]: line for line in said.splitlines() if line}
     assert "96×14×14" in lines["features.13"]
     figures = ["16", "118,272", "69.8%", "patchcore,", "padim"]
     assert lines["features.13"].split()[3:] == figures
     assert lines["features.3"].endswith("  padim")
     assert "features.0.0" not in lines
-    assert "stops after features.13, at 69.8% of them" in out
+    assert "stops after features.13, at 69.8% of them" in said
 
-    code, out, _ = command("layers", ["--model", run_folder, "--depth", 1])
-    assert code == 0
-    hooked = [line.split()[0] for line in out.splitlines() if line.endswith("hooked")]
+    said = says(0, "layers", ["--model", run_folder, "--depth", 1])
+    hooked = [line.split()[0] for line in said.splitlines() if line.endswith("hooked")]
     assert hooked == ["layer", "layer2", "layer3"]
-    assert "this model stops after layer3" in out
+    assert "this model stops after layer3" in said
 
     arguments = ["--backbone", "resnet18", "--input-size", 64, "--json"]
     code, out, _ = command("layers", arguments)
@@ -80,7 +78,7 @@ def test_features_are_those_of_the_network(product: Path, tmp_path: Path, comman
 
 
 def test_features_of_a_model_keep_whole_maps_when_told_and_bad_files_are_named(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path, product: Path, tmp_path: Path, says: Says, command: Command
 ) -> None:
     images = Path(shutil.copytree(product / "test" / "good", tmp_path / "images"))
     (images / "broken.png").write_bytes(b"not a picture")
@@ -92,11 +90,10 @@ def test_features_of_a_model_keep_whole_maps_when_told_and_bad_files_are_named(
     assert [Path(path).name for path in saved["paths"]] == ["000.png", "001.png", "002.png"]
     assert saved["layer2"].shape[:2] == (3, 24)
     assert saved["layer2"].ndim == 4
-    assert command("features", [*arguments, "--output", means])[0] == 3
+    says(3, "features", [*arguments, "--output", means])
     mean = saved["layer2"].mean(axis=(2, 3))
     np.testing.assert_allclose(np.load(means)["layer2"], mean, rtol=1e-3, atol=1e-5)
-    code, _, err = command("features", [*arguments, "--output", maps])
-    assert (code, "add --overwrite" in err) == (2, True)
+    assert "add --overwrite" in says(2, "features", [*arguments, "--output", maps])
 
 
 def test_what_a_network_cannot_do_is_told(
@@ -157,14 +154,13 @@ def test_explain_calls_what_isnt_our_part_what_infer_calls_it(
 
 
 def test_explain_with_a_model_and_a_classifier_of_like_layers(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path, product: Path, tmp_path: Path, says: Says, command: Command
 ) -> None:
     image = product / "test" / "spot" / "000.png"
     output = tmp_path / "why"
     arguments = ["--model", run_folder, "--backbone", "resnet18", "--weights", "random"]
-    code, out, _ = command("explain", [*arguments, "--input", image, "--output", output])
-    assert code == 0
-    assert re.search(r"^class \d+ .+: [\d.]+ %$", out, re.MULTILINE)
+    said = says(0, "explain", [*arguments, "--input", image, "--output", output])
+    assert re.search(r"^class \d+ .+: [\d.]+ %$", said, re.MULTILINE)
     ours, theirs = (
         (output / f"{before}feature_maps_layer2.png").read_bytes() for before in ("", "classifier_")
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Command, train_arguments
+from conftest import Command, Says, train_arguments
 from kit import touch
 from safetensors.torch import save_file
 
@@ -18,11 +18,10 @@ from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
 
 
-def test_the_whole_way(product: Path, tmp_path: Path, command: Command) -> None:
+def test_the_whole_way(product: Path, tmp_path: Path, says: Says) -> None:
     name, hooked, run = "timm/test_vit", ["blocks.3", "blocks.5"], tmp_path / "run"
     settings = [f"backbone.name={name}", "image.area=64"]
-    code, _, err = command("train", train_arguments(product, run, *settings))
-    assert code == 0, err
+    says(0, "train", train_arguments(product, run, *settings))
     detector = load_model(run, "cpu")
     assert list(detector.extractor.layers) == hooked
     backbone = detector.manifest["backbone"]
@@ -35,16 +34,10 @@ def test_the_whole_way(product: Path, tmp_path: Path, command: Command) -> None:
     assert np.isfinite(found.anomaly_map).all()
 
     arguments = ["--model", run, "--backbone", name, "--weights", "random", "--input", part]
-    code, _, err = command("explain", [*arguments, "--input-size", 112, "--output", tmp_path / "w"])
-    assert code == 0, err
+    says(0, "explain", [*arguments, "--input-size", 112, "--output", tmp_path / "w"])
     facts = json.loads((tmp_path / "w" / "explanation.json").read_text())
     drawn = {f"feature_maps_{layer}.png" for layer in hooked}
     assert {"grad_cam.png", "score_gradient.png", *drawn} <= set(facts["pictures"])
-
-    export = ["--model", run, "--to", "onnx", "--output", tmp_path / "e", "--threads", 2]
-    code, _, err = command("export", export)
-    assert code == 0, err
-    assert anomaly.load(tmp_path / "e").predict(part).score == pytest.approx(found.score, rel=1e-4)
 
 
 def test_dinov2s_own_key_names_are_taken(tmp_path: Path) -> None:
@@ -112,10 +105,10 @@ def test_names_that_do_not_fit_are_answered(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_a_network_does_not_take_is_told_with_what_it_takes(
-    product: Path, tmp_path: Path, command: Command
+    product: Path, tmp_path: Path, says: Says, command: Command
 ) -> None:
     takes = "timm/test_maxvit doesn't take images of"
-    for name, sizes, *says in (
+    for name, sizes, *texts in (
         ("test_maxvit", ["image.area=64"], f"{takes} 64×96, which image.area=64",
          "set image.resize=160, for it takes"),
         ("test_maxvit", ["image.resize=99", "image.crop=64"], f"{takes} 64×64",
@@ -127,10 +120,9 @@ def test_what_a_network_does_not_take_is_told_with_what_it_takes(
     ):  # fmt: skip
         settings = [f"backbone.name=timm/{name}", *sizes]
         code, _, err = command("train", train_arguments(product, tmp_path / "run", *settings))
-        assert (code, [text for text in says if text not in err]) == (2, []), err
+        assert (code, [text for text in texts if text not in err]) == (2, []), err
         assert not (tmp_path / "run" / "model").exists()
     layers = ["--backbone", "timm/test_maxvit"]
-    code, _, err = command("layers", layers)
-    assert code == 2
-    assert "doesn't take images of 224×224; give another size, such as 160×160" in err
-    assert command("layers", [*layers, "--input-size", 160])[0] == 0
+    said = says(2, "layers", layers)
+    assert "doesn't take images of 224×224; give another size, such as 160×160" in said
+    says(0, "layers", [*layers, "--input-size", 160])

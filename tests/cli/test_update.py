@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
 import pytest
-from conftest import Command, write_part
+from conftest import Says, write_part
 from kit import tiny
 
 import anomaly
 from anomaly.errors import AnomalyError
 from anomaly.files.writing import sha256_of
 from anomaly.storage.load import load_model
+
+Update = Callable[..., tuple[str, Path]]
 
 
 def relit(
@@ -47,29 +49,30 @@ def verdicts(model: Path, folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def update(command: Command, tmp_path: Path) -> Any:
-    def run(model: Path, *options: object, output: str = "new") -> tuple[int, str, str, Path]:
+def update(says: Says, tmp_path: Path) -> Update:
+    """Runs the command into tmp_path / "new", to an exit code; all that it says, and the run."""
+
+    def run(code: int, model: Path, *options: object, output: str = "new") -> tuple[str, Path]:
         to = tmp_path / output
-        said = command("update", ["--model", model, "--output", to, *options, "--device", "cpu"])
-        return *said, to
+        arguments = ["--model", model, "--output", to, *options, "--device", "cpu"]
+        return says(code, "update", arguments), to
 
     return run
 
 
 def test_good_parts_under_another_lamp_are_learned_and_golden_parts_go_along(
-    run_folder: Path, lamp: Path, tmp_path: Path, update: Any, command: Command
+    run_folder: Path, lamp: Path, tmp_path: Path, update: Update, says: Says
 ) -> None:
     run = Path(shutil.copytree(run_folder, tmp_path / "run"))
     golden = shutil.copytree(lamp / "other", run / "golden")
-    assert command("selfcheck", ["--model", run, "--golden", golden, "--record"])[0] == 0
+    says(0, "selfcheck", ["--model", run, "--golden", golden, "--record"])
     before = {f.name: sha256_of(f) for f in (run / "model").iterdir()}
     assert "good" not in verdicts(run, lamp / "other")  # too dark, whatever the score
     given = ["--good", lamp / "good", "--defects", lamp / "defects"]
-    code, out, err, new = update(run, *given)
-    assert code == 0, err
-    assert "learned 12 good images" in out
-    assert "known defects caught: 7 of 7 before, 7 after" in out  # those of the test split, too
-    changed = next(line for line in out.splitlines() if line.startswith("golden parts"))
+    said, new = update(0, run, *given)
+    assert "learned 12 good images" in said
+    assert "known defects caught: 7 of 7 before, 7 after" in said  # those of the test split, too
+    changed = next(line for line in said.splitlines() if line.startswith("golden parts"))
     assert changed.startswith("golden parts flagged: 10 of 10 before")
     # 12 images vouch for at most 22 %.
     assert int(changed.split()[-2]) == 10 - verdicts(new, lamp / "other").count("good") <= 2
@@ -85,36 +88,33 @@ def test_good_parts_under_another_lamp_are_learned_and_golden_parts_go_along(
     assert (line["model_before"], line["model_after"]) == (parent.model_id, child.model_id)
     assert sorted(line["images"]["learned"]) == [f"{i:03}.png" for i in range(12)]
     # What can be done with a trained model can be done with it: its data set is known, too.
-    assert command("evaluate", ["--model", new, "--output", tmp_path / "figures"])[0] == 0
-    code, out, _ = command("selfcheck", ["--model", new, "--golden", new / "golden"])
-    assert (code, "10 of 10 images score as recorded" in out) == (0, True)
+    says(0, "evaluate", ["--model", new, "--output", tmp_path / "figures"])
+    said = says(0, "selfcheck", ["--model", new, "--golden", new / "golden"])
+    assert "10 of 10 images score as recorded" in said
     # All of it is known now.
-    code, _, err, _ = update(new, *given, output="newer")
-    assert (code, "none of 12 good images can be used: 12 that the model has" in err) == (2, True)
+    said, _ = update(2, new, *given, output="newer")
+    assert "none of 12 good images can be used: 12 that the model has" in said
     # Golden parts say what another model has said of them: a service would refuse this one.
-    code, _, err, _ = update(run_folder, *given)
-    assert (code, "exist already" in err) == (2, True)
-    assert update(run_folder, *given, "--overwrite")[0] == 0
+    assert "exist already" in update(2, run_folder, *given)[0]
+    update(0, run_folder, *given, "--overwrite")
     assert sorted(file.name for file in new.iterdir()) == ["model", "train.json"]
 
 
 def test_images_that_the_model_was_calibrated_with_count_once(
-    padim_folder: Path, tmp_path: Path, update: Any, command: Command
+    padim_folder: Path, tmp_path: Path, update: Update, says: Says
 ) -> None:
     run = shutil.copytree(padim_folder, tmp_path / "calibrated")
     for i in range(12):
         write_part(tmp_path / "more" / f"{i}.png", seed=550 + i)
-    arguments = ["--model", run, "--good", tmp_path / "more", "--device", "cpu"]
-    assert command("calibrate", arguments)[0] == 0
-    code, _, err, new = update(run, "--good", tmp_path / "more", "--include-suspects")
-    assert code == 0, err
+    says(0, "calibrate", ["--model", run, "--good", tmp_path / "more", "--device", "cpu"])
+    _, new = update(0, run, "--good", tmp_path / "more", "--include-suspects")
     thresholds = load_model(new, "cpu").thresholds
     assert thresholds is not None
     assert thresholds.images == len(set(thresholds.good.hashes)) == 12
 
 
 def test_what_is_usual_is_learned_once_there_are_images_enough(
-    product: Path, tmp_path: Path, update: Any
+    product: Path, tmp_path: Path, update: Update
 ) -> None:
     """Six training images don't show it, and twelve more do."""
     few = sorted((product / "train" / "good").iterdir())[:6]
@@ -124,8 +124,7 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     detector.save(tmp_path / "run" / "model")
     for i in range(12):
         write_part(tmp_path / "good" / f"{i}.png", seed=700 + i)
-    code, _, err, new = update(tmp_path / "run", "--good", tmp_path / "good")
-    assert code == 0, err
+    _, new = update(0, tmp_path / "run", "--good", tmp_path / "good")
     learned = load_model(new, "cpu")
     assert learned.training_statistics is not None
     assert learned.training_statistics.images == 18
@@ -137,7 +136,7 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
 
 
 def test_an_update_that_lets_a_defect_pass_is_refused(
-    run_folder: Path, tmp_path: Path, update: Any, caplog: pytest.LogCaptureFixture
+    run_folder: Path, tmp_path: Path, update: Update
 ) -> None:
     """People call defects good until the model does, too."""
     (tmp_path / "good").mkdir()
@@ -149,37 +148,33 @@ def test_an_update_that_lets_a_defect_pass_is_refused(
     defects = ["--defects", tmp_path / "defects", tmp_path / "again"]
     given = ["--good", tmp_path / "good", *defects, "--include-suspects"]
     assert verdicts(run_folder, tmp_path / "defects") == 4 * ["reject"]
-    code, out, _, new = update(run_folder, *given)
-    assert code == 1, out
-    assert "known defects now caught would be called good (" in caplog.text
-    assert f"{tmp_path / 'again' / '0.png'}: reject -> " in out
+    said, new = update(1, run_folder, *given)
+    assert "known defects now caught would be called good (" in said
+    assert f"{tmp_path / 'again' / '0.png'}: reject -> " in said
     assert not new.exists()
-    assert "known defects caught: 7 of 7 before" in out
+    assert "known defects caught: 7 of 7 before" in said
     with pytest.raises(AnomalyError, match="now caught would be called good"):
         anomaly.load(run_folder, "cpu").update(
             tmp_path / "good", defects=tmp_path / "defects", include_suspects=True
         )
-    code, out, _, new = update(run_folder, *given, "--yes")
-    assert code == 0
+    update(0, run_folder, *given, "--yes")
     assert "good" in verdicts(new, tmp_path / "defects")
 
 
 def test_suspects_are_left_out_unless_somebody_insists(
-    run_folder: Path,
-    lamp: Path,
-    tmp_path: Path,
-    update: Any,
-    caplog: pytest.LogCaptureFixture,
+    run_folder: Path, lamp: Path, tmp_path: Path, update: Update
 ) -> None:
     shutil.copytree(lamp / "good", tmp_path / "good")
     shutil.copy(lamp / "defects" / "001.png", tmp_path / "good" / "005b.png")
     (tmp_path / "good" / "text.png").write_bytes(b"no picture")
-    code, out, _, new = update(run_folder, "--good", tmp_path / "good")
-    assert code == 3
-    assert "text.png" in caplog.text
-    assert "suspect, not learned: 005b.png" in out
-    assert "add --include-suspects" in out
-    assert "known defects caught: 3 of 3 before, 3 after" in out
+    said, new = update(3, run_folder, "--good", tmp_path / "good")
+    for text in (
+        "text.png",
+        "suspect, not learned: 005b.png",
+        "add --include-suspects",
+        "known defects caught: 3 of 3 before, 3 after",
+    ):
+        assert text in said
     manifest = load_model(new, "cpu").manifest
     assert "005b.png" not in manifest["training_images"]
     assert manifest["refused_images"] == {"005b.png": 18, "text.png": 25}
@@ -191,34 +186,31 @@ def test_suspects_are_left_out_unless_somebody_insists(
     only = tmp_path / "only"
     only.mkdir()
     shutil.copy(lamp / "defects" / "001.png", only / "bad.png")
-    code, _, err, other = update(run_folder, "--good", only, output="other")
-    assert (code, "may be defects" in err, other.exists()) == (2, True, False)
+    said, other = update(2, run_folder, "--good", only, output="other")
+    assert ("may be defects" in said, other.exists()) == (True, False)
 
 
 def test_a_folder_of_defects_is_told_by_the_threshold_that_rises(
-    resnet_folder: Path, tmp_path: Path, update: Any, caplog: pytest.LogCaptureFixture
+    resnet_folder: Path, tmp_path: Path, update: Update
 ) -> None:
     """Among defects of one kind none stands out, so there are no suspects."""
     for i in range(8):
-        write_part(tmp_path / "new" / f"{i}.png", seed=900 + i, mark=(40 + i, 50))
-    code, out, err, new = update(resnet_folder, "--good", tmp_path / "new")
-    assert code == 0, err
-    assert "before the update: 0 good, 0 review, 8 reject" in out
+        write_part(tmp_path / "lot" / f"{i}.png", seed=900 + i, mark=(40 + i, 50))
+    said, new = update(0, resnet_folder, "--good", tmp_path / "lot")
+    assert "before the update: 0 good, 0 review, 8 reject" in said
     before, after = (load_model(run, "cpu").thresholds for run in (resnet_folder, new))
     assert before is not None
     assert after is not None
-    rise = f"the reject threshold rises from {before.image:.4g} to {after.image:.4g}"
-    assert rise in caplog.text
+    assert f"reject threshold rises from {before.image:.4g} to {after.image:.4g}" in said
 
 
 def test_what_may_not_be_learned(
-    run_folder: Path, product: Path, lamp: Path, tmp_path: Path, update: Any
+    run_folder: Path, product: Path, lamp: Path, tmp_path: Path, update: Update
 ) -> None:
     def refused(*options: object, model: Path = run_folder) -> str:
-        code, _, err, new = update(model, *options)
-        assert code == 2
+        said, new = update(2, model, *options)
         assert not new.exists()
-        return str(err)
+        return said
 
     assert "3 of the test split" in refused("--good", product / "test" / "good")
     twice = ["--good", lamp / "good", "--defects", lamp / "good" / "000.png"]
@@ -228,5 +220,5 @@ def test_what_may_not_be_learned(
     run = shutil.copytree(run_folder, tmp_path / "run")
     (run / "model" / "thresholds.json").write_text("null\n")
     assert "than when it was written" in refused("--good", lamp / "good", model=run)
-    code, _, err, _ = update(run, "--good", lamp / "good", output="run")
-    assert (code, "holds the model to update and isn't replaced" in err) == (2, True)
+    said, _ = update(2, run, "--good", lamp / "good", output="run")
+    assert "holds the model to update and isn't replaced" in said
