@@ -152,7 +152,13 @@ def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: 
     assert str(caught.value).startswith(f"--set {override}")
 
 
-@pytest.mark.parametrize("entry", GONE)
+WENT = [
+    *("data.format=coco", "data.category as a list", "model.arrangement", "model.border_damping"),
+    *("model.components", "model.kind=subspace", "model.variance", "rules", "zones"),
+]
+
+
+@pytest.mark.parametrize("entry", WENT)
 def test_what_went_is_refused_with_what_to_do_instead(tmp_path: Path, entry: str) -> None:
     key, _, value = entry.partition("=")
     says = f"{entry} is no longer supported; {GONE[entry]}"
