@@ -178,6 +178,17 @@ def run_command(name: str, arguments: Sequence[object]) -> None:
     assert main([name, *map(str, arguments)]) == 0
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads() -> Iterator[None]:
+    """Leaves the number of threads as it was, whatever a command was told."""
+    from anomaly.runtime.parallel import get_threads, imported_torch, set_threads
+
+    before = get_threads() if imported_torch() else int(os.environ.get("OMP_NUM_THREADS", 0))
+    yield
+    if before and get_threads() != before:
+        set_threads(before)
+
+
 @pytest.fixture(scope="session")
 def product(made_once: MadeOnce) -> Path:
     """The tiny product's folder; read only."""

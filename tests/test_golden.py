@@ -21,8 +21,6 @@ import pytest
 from conftest import REPOSITORY, SHARED, run_command, write_product
 from kit import table
 
-from anomaly.runtime.parallel import get_threads, set_threads
-
 RECORDED = Path(__file__).with_name("golden.json")
 SCORES = 0.02  # relative; which patches a bank holds may turn on the last digit of a distance
 FIGURES = 0.01
@@ -79,11 +77,9 @@ def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     common = ["--device", "cpu", "--threads", "2"]
     config = REPOSITORY / "configs" / "folder.yaml"
     run, results, figures = folder / "run", folder / "results", folder / "figures"
-    before = get_threads()
     run_command("train", ["--config", config, *flags, "--output", run, *common])
     run_command("infer", ["--model", run, "--input", data / "test", "--output", results, *common])
     run_command("evaluate", ["--model", run, "--output", figures, *common])
-    set_threads(before)
     rows = table(results)
     metrics = json.loads((figures / "metrics.json").read_text())["mean"]
     return {
