@@ -53,9 +53,6 @@ def test_pictures_show_image_pca_and_channels() -> None:
         # 18 tiles of 80 x 120 under a caption, 6 in a row, below the heading.
         assert picture.shape == (18 + 3 * (80 + 18 + 4), 6 * 124 + 4, 3)
     assert live_hooks(network) == 0
-    # 5 tiles of 156 x 60, each with white to its right for its caption.
-    tall = feature_map_picture(np.random.default_rng(0).normal(size=(4, 52, 20)), "tall")
-    assert tall.shape == (18 + 156 + 18 + 4, 5 * 100 + 4, 3)
 
 
 def test_what_is_no_feature_map_is_told() -> None:

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -13,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anomaly.backbones.networks import INSTALLED
-from anomaly.backbones.registry import full_network
 from anomaly.errors import AnomalyError
 from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.saliency import (
@@ -23,9 +18,6 @@ from anomaly.explain.saliency import (
     guided_grad_cam,
 )
 from anomaly.hooks import live_hooks
-
-Array = np.ndarray
-EGYPTIAN_CAT, PALACE, DAISY, ESPRESSO = 285, 698, 985, 967
 
 
 def build(seed: int, inplace: bool = False) -> tuple[nn.Sequential, nn.Sequential, nn.Sequential]:
@@ -132,40 +124,6 @@ def test_what_grad_cam_cannot_explain_is_said(layer: str, target: Any, says: str
     assert live_hooks(network) == live_hooks(body) == 0
 
 
-@pytest.fixture(scope="module")
-def trained() -> nn.Module:
-    return full_network(INSTALLED, "imagenet").eval()
-
-
-def picture(name: str) -> Array:
-    """A picture of scikit-learn's or scikit-image's package, RGB."""
-    package = "sklearn/datasets/images" if name in ("china.jpg", "flower.jpg") else "skimage/data"
-    found = importlib.util.find_spec(package.partition("/")[0])
-    if found is None:
-        pytest.skip("needs the pictures of scikit-image: pip install scikit-image")
-    image = cv2.imread(str(Path(found.origin).parents[1] / package / name))
-    return cv2.resize(image, (224, 224), interpolation=cv2.INTER_AREA)[..., ::-1]
-
-
-@pytest.mark.parametrize(
-    ("explain", "left", "right"),
-    [
-        (grad_cam, ("flower.jpg", DAISY), ("china.jpg", PALACE)),
-        (grad_cam, ("coffee.png", ESPRESSO), ("chelsea.png", EGYPTIAN_CAT)),
-        (guided_grad_cam, ("china.jpg", PALACE), ("flower.jpg", DAISY)),
-    ],
-)
-def test_of_two_objects_it_finds_the_one_asked_for(
-    trained: nn.Module, explain: Callable[..., Array], left: tuple[str, int], right: tuple[str, int]
-) -> None:
-    halves = np.hstack([picture(name) for name, _ in (left, right)])
-    image = torch.from_numpy((halves / 127.5 - 1).astype(np.float32)).permute(2, 0, 1)
-    for half, (_, target) in enumerate((left, right)):
-        values = np.abs(explain(trained, image, "bn2", target))
-        columns = slice(half * 224, (half + 1) * 224)
-        assert values[:, columns].sum() / values.sum() > 0.85
-
-
 EXPLAINERS: list[Callable[[nn.Module, Any], object]] = [
     lambda network, image: grad_cam(network, image, "[0]"),
     lambda network, image: feature_map_pictures(network, image, ["[0]"]),
@@ -173,29 +131,20 @@ EXPLAINERS: list[Callable[[nn.Module, Any], object]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("image", "says"),
-    [
+@pytest.mark.parametrize("explain", EXPLAINERS)
+def test_what_cannot_be_explained_is_refused_and_stays_as_it_is(
+    explain: Callable[[nn.Module, Any], object],
+) -> None:
+    network, body, _ = build(0)
+    for image, says in (
         (np.zeros((3, 16, 16), np.float32), "the image is a ndarray: give a tensor"),
         (torch.zeros(1, 3, 16, 16), r"shape \(1, 3, 16, 16\): give one image, .* images\[0\]"),
         (torch.zeros(16, 16), r"shape \(16, 16\): give one image, \(3, H, W\)$"),
         (torch.zeros(3, 16, 16, dtype=torch.uint8), "holds uint8: give floats"),
         (torch.full((3, 16, 16), torch.nan), "holds NaN or infinite values"),
-    ],
-)
-@pytest.mark.parametrize("explain", EXPLAINERS)
-def test_what_is_no_image_is_told(
-    explain: Callable[[nn.Module, Any], object], image: Any, says: str
-) -> None:
-    with pytest.raises(AnomalyError, match=says):
-        explain(build(0)[0], image)
-
-
-@pytest.mark.parametrize("explain", EXPLAINERS)
-def test_a_network_in_train_mode_is_refused_and_stays_as_it_is(
-    explain: Callable[[nn.Module, Any], object],
-) -> None:
-    network, body, _ = build(0)
+    ):
+        with pytest.raises(AnomalyError, match=says):
+            explain(network, image)
     before = [t.clone() for t in body.buffers()]
     with pytest.raises(AnomalyError, match=r"in train mode.* call model.eval\(\)"):
         explain(network.train(), torch.rand(3, 16, 16))

@@ -159,15 +159,9 @@ def test_a_kept_one_binds_later_versions(
     uncaught = f"known defects caught: 0 of 1; not caught yet: missed/{kept.name} ("
     code, out, _ = command("selfcheck", check)
     assert (code, uncaught in out) == (0, True)
-    for i in range(4):
-        write_part(tmp_path / "good" / f"{i}.png", seed=900 + i)
     update = ["--model", run, "--output", tmp_path / "new", "--device", "cpu", "--good"]
     code, _, err = command("update", [*update, faint])
     assert (code, "1 of the test split or known as defects" in err) == (2, True)
-    code, out, _ = command("update", [*update, tmp_path / "good"])
-    assert (code, "Still missed, as before: 1." in out) == (0, True)
-    record = json.loads((tmp_path / "new" / "golden" / "golden.json").read_text())
-    assert record["images"][f"missed/{kept.name}"]["verdict"] == "good"
     # Once it is caught it may not pass again.
     for threshold, expected, says in (
         (0.001, 0, "known defects caught: 1 of 1"),

@@ -104,17 +104,3 @@ def test_a_crop_shows_the_patch_in_its_middle_with_a_frame(top: int, left: int) 
         assert (crop[:10] == 255).all()  # beyond the border
     assert pictures.patch_crop(picture, box, 50).shape == (50, 50, 3)  # shrunk
     np.testing.assert_array_equal(picture, before)
-
-
-def test_pictures_fit_the_page_and_keep_their_edges() -> None:
-    for shape, expected in (((40, 80), (60, 120)), ((800, 400), (120, 60))):
-        picture = np.full((*shape, 3), 90, np.uint8)
-        assert pictures.fitted(picture, 120).shape == (*expected, 3)
-        assert (pictures.fitted(picture, 120) == 90).all()
-    pixels = np.array([[[0] * 3, [255] * 3]], np.uint8)
-    np.testing.assert_array_equal(
-        pictures.resized(pixels, 2, 6), np.repeat(np.repeat(pixels, 2, 0), 3, 1)
-    )
-    tile = pictures.absent("changed since training")
-    assert tile.shape == (150, 150, 3)
-    assert (tile < 150).any()

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -89,16 +88,6 @@ def lots(size: int, share: float, begin: int = 0) -> Draw:
     return drawn
 
 
-def chain(likeness: float) -> Draw:
-    """Standard normal scores, each like the one before it: an AR(1) process."""
-
-    def drawn(rng: np.random.Generator) -> np.ndarray:
-        news = rng.normal(0, math.sqrt(1 - likeness**2), HORIZON)
-        return np.array(list(accumulate(news, lambda last, new: likeness * last + new)))
-
-    return drawn
-
-
 def alarm_of(rng: np.random.Generator, scores: np.ndarray, images: int = 209) -> float:
     """The part that raises an alarm, of 2,000 with 1 % defects; infinite without one."""
     defects = np.where(rng.random(HORIZON) < 0.01, 4, 1)
@@ -109,8 +98,8 @@ def alarm_of(rng: np.random.Generator, scores: np.ndarray, images: int = 209) ->
 
 @pytest.mark.parametrize(
     ("images", "drawn"),
-    [(40, chain(0)), (209, lots(50, 0.3, begin=27)), (209, lots(4, 1.0)), (209, chain(0.8))],
-    ids=["unlike", "lots of 50, begun", "views", "much alike"],
+    [(40, lots(1, 1.0)), (209, lots(50, 0.3, begin=27)), (209, lots(4, 1.0))],
+    ids=["unlike", "lots of 50, begun", "views"],
 )
 def test_a_false_alarm_is_rare_whatever_neighbours_have_in_common(images: int, drawn: Draw) -> None:
     """At most 5 % of streams: over calibrations as well."""

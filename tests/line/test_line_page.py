@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import socket
 import time
@@ -14,8 +16,10 @@ import pytest
 from browser import Browser
 from running import Served, serving
 
+import anomaly.line
 from anomaly.line.service import MOST_FOLLOWERS
 
+LINE = Path(anomaly.line.__file__).parent
 STRIP = "[...document.querySelectorAll('#strip button')].map((b) => Number(b.dataset.part))"
 REJECTS = "document.querySelector('#counts div:nth-child(3) dd').textContent"
 
@@ -120,7 +124,6 @@ def test_it_follows_once_there_is_a_place(served: Served, page: Browser) -> None
 def test_it_speaks_the_language_of_whoever_looks(
     served: Served, page: Browser, product: Path
 ) -> None:
-    """All languages have all words: tests/line/test_words.py."""
     arrive(served, page, product / "test" / "spot" / "000.png")
     for query in ("?lang=de", ""):  # it is remembered
         opened(page, served, "verbunden", query)
@@ -155,11 +158,6 @@ def test_photograph_and_heatmap_can_be_looked_at_closely(
     page.click("#larger")
     page.press("h")
     assert page.evaluate(scale) == pytest.approx(2.25)  # whichever picture it is
-    page.press("-")
-    assert page.evaluate(scale) == pytest.approx(1.5)
-    wheel = {"x": 400, "y": 400, "deltaX": 0, "deltaY": -100}
-    page.call("Input.dispatchMouseEvent", type="mouseWheel", **wheel)
-    page.until(f"{scale} > 2", True)
     place = page.evaluate(f"getComputedStyle({picture}).transform")
     page.mouse(400, 400, to=(430, 400))
     page.until(f"getComputedStyle({picture}).transform !== '{place}'", True)
@@ -226,3 +224,19 @@ def test_what_is_written_about_is_kept_and_any_part_can_be_found(
     assert page.evaluate("document.querySelector('#alarms li').className") == "error"
     assert "ring has failed" in page.texts("#alarms li")[0]
     page.open("about:blank")
+
+
+def test_every_word_is_used_and_there_in_all_languages() -> None:
+    assets = LINE / "assets"
+    table = json.loads((assets / "words.json").read_text("utf-8"))
+    for key, texts in table.items():
+        assert list(texts) == ["en", "de", "es", "zh"], key
+        assert all(text.strip() == text != "" for text in texts.values()), key
+        names = {tuple(sorted(re.findall(r"\{(\w*)\}", text))) for text in texts.values()}
+        assert len(names) == 1, (key, names)
+    pages = "".join(file.read_text("utf-8") for file in assets.glob("*.html"))
+    scripts = [*assets.glob("*.js"), LINE / "service.py"]
+    program = "".join(file.read_text("utf-8") for file in scripts)
+    named = set(re.findall(r'data-(?:word|label|hint)="(.*?)"', pages))
+    named |= set(re.findall(r'\bword\("(.*?)"', program))
+    assert named <= table.keys() <= named | set(re.findall(r'"(\w+)"', program))

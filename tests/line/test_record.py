@@ -23,8 +23,9 @@ from kit import unprivileged
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
-from anomaly.line.feedback import judgements
+from anomaly.line.feedback import confirmed_parts, judgements
 from anomaly.line.record import Answer, Keeping, Record, Recorder
+from anomaly.line.report import Period, parts_of
 
 WORDS = b"these are words, and enough of them to be more than a header of SQLite's\n" * 9
 
@@ -115,6 +116,41 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
         with pytest.raises(sqlite3.IntegrityError, match="only added to"):
             by_others.execute(change)
     assert len(judgements(file)) == 2
+
+
+def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "line.sqlite"
+    with closing(Record(file)) as record:
+        record.add([answer("reject", 1), answer("reject", 2)])
+        record.add_feedback("defect", who="a", part=1, defect_type="scratch")
+        record.add_feedback("good", who="a", part=2)
+        record.add_feedback("", who="a", part=1)
+        assert (record.part(1) or {})["feedback"] is None
+        assert len(judgements(file)) == 3  # what was said stays
+        (tmp_path / "kept").mkdir()
+        confirmed = confirmed_parts(file, ["0" * 16], tmp_path / "kept")
+        assert [sample.name for sample in confirmed.past] == ["part 1"]
+        assert (len(confirmed.good), len(confirmed.defects)) == (1, 0)
+        with parts_of(file, Period.of("2026-01-01", "2026-01-02")) as db:
+            rows = db.execute("SELECT judged, kind FROM seen").fetchall()
+        assert rows == [("", None), ("good", "")]
+
+
+def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add([answer("reject", 1)])
+        for who, verdict, stands in (
+            ("Ann", "good", "good"),
+            ("Ben", "defect", "defect"),
+            ("Ann", "", "defect"),
+            ("Ann", "good", "good"),
+            ("Ann", "", "defect"),  # Ben's stands again
+            ("Ben", "", None),
+        ):
+            record.add_feedback(verdict, who=who, part=1)
+            assert ((record.part(1) or {})["feedback"] or {}).get("verdict") == stands
+        with pytest.raises(DataError, match="no judgement by Ann to take back"):
+            record.add_feedback("", who="Ann", part=1)
 
 
 def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
@@ -241,16 +277,6 @@ def test_a_record_that_is_gone_begins_anew_and_says_so(
     if (moved := file.with_name("last-week.sqlite")).exists():  # what was written last, too
         with closing(Record(moved)) as record:
             assert len(record.parts()) == 3
-
-
-def test_a_log_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
-    record = Record(tmp_path / "line.sqlite")
-    record.add([answer("reject", 1)])
-    (tmp_path / "line.sqlite-wal").unlink()
-    record.add([answer("reject", 2)])
-    assert (record.changes, record.trouble()) == (0, "")
-    with closing(Record(record.file)) as other:
-        assert numbers(other) == [2, 1]
 
 
 def test_another_record_in_its_place_is_gone_on_with(tmp_path: Path) -> None:

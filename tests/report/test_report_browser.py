@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from browser import Browser
-from report_cases import HOSTILE, LIMIT, case, limits, picture, with_odd
+from report_cases import HOSTILE, LIMIT, case, limits, with_odd
 
 from anomaly.datasets import Sample
 from anomaly.evaluation.metrics.images import confusion
@@ -195,58 +195,6 @@ def test_the_head_says_what_was_measured_and_what_to_mend(browser: Browser, tmp_
     assert "no threshold" in browser.text("origin")
 
 
-def test_every_figure_explains_itself_by_mouse_and_keyboard(
-    browser: Browser, tmp_path: Path
-) -> None:
-    category = case(40, thresholds=limits())
-    file, index = opened(browser, tmp_path, category), tmp_path / "index.html"
-    index.write_text(index_html([category], [], {}), "utf-8")
-    for page in (file, index):
-        browser.open(page)
-        titles = "[...document.querySelectorAll('.term')].map((n) => n.title.length)"
-        assert sum(length > 60 for length in browser.evaluate(titles)) >= 3
-        browser.evaluate("document.querySelector('.term[popovertarget*=auroc]').focus()")
-        browser.press("Enter")
-        assert "ROC curve" in browser.texts(".about:popover-open")[0]
-        box = "document.querySelector('.about:popover-open').getBoundingClientRect()"
-        assert browser.evaluate(f"{box}.left >= 0 && {box}.right <= 1366")
-        browser.press("Escape")
-        assert browser.texts(".about:popover-open") == []
-
-
-def test_images_are_looked_at_closely(browser: Browser, tmp_path: Path) -> None:
-    tall = picture(False, (1254, 500))
-    category = with_odd(case(4, thresholds=limits(), tiles=[tall]), (0,), "<b>far too dark</b>")
-    opened(browser, tmp_path, category)
-    assert browser.texts(".flag:not([hidden])").count("unlike training") == 1
-    browser.click(".tile.review")
-    assert "<b>far too dark</b>" in browser.text("viewer-odd")
-    boxes = (
-        "[...document.querySelectorAll('#viewer .stack')].map((n) => n.getBoundingClientRect())"
-        ".map((r) => [Math.round(r.width), Math.round(r.height)])"
-    )
-    assert max(browser.evaluate(boxes)[0]) < 768
-    assert browser.evaluate("document.activeElement.id") == "full"
-    browser.press("z")
-    assert browser.evaluate(boxes) == [[500, 1254], [500, 1254]]
-    kept = "[...document.querySelectorAll('#viewer .photo')].map((n) => n.naturalHeight)"
-    browser.until(kept, [1254, 1254])
-    # One frame scrolls, also by key, and the other one follows.
-    frames = "[...document.querySelectorAll('#viewer .frame')]"
-    browser.evaluate(f"{frames}[0].scrollTo(0, 300)")
-    browser.until(f"{frames}.map((n) => n.scrollTop)", [300, 300])
-    name = browser.text("viewer-name")
-    browser.evaluate(f"{frames}[0].focus()")
-    browser.press("ArrowLeft")
-    assert browser.text("viewer-name") == name
-    browser.evaluate("document.getElementById('next').focus()")
-    browser.press("ArrowLeft")
-    assert browser.text("viewer-name") != name
-    assert browser.evaluate(boxes) == [[500, 1254], [500, 1254]]
-    browser.press("z")
-    assert max(browser.evaluate(boxes)[0]) < 768
-
-
 def test_one_defect_shows_beside_hundreds_of_good_parts(browser: Browser, tmp_path: Path) -> None:
     category = case(301, thresholds=limits())
     rows = [
@@ -344,7 +292,7 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
     rows = list(category.evaluation.scored)
     for i, name in enumerate(HOSTILE):
         sample = rows[i + 10].sample
-        rows[i + 10] = Scored(replace(sample, defect_type=name), rows[i + 10].score)
+        rows[i + 10] = Scored(replace(sample, defect_type=name), rows[i + 10].score, name)
     rows.append(Scored(Sample(Path("x"), HOSTILE[0], HOSTILE[0]), None, HOSTILE[1]))
     settings = {"model": {HOSTILE[0]: HOSTILE[1]}}
     category = replace(rescored(category, rows), model=HOSTILE[1], settings=settings)
@@ -398,12 +346,6 @@ def test_it_can_be_read_on_any_screen_and_on_paper(browser: Browser, tmp_path: P
     browser.call("Emulation.setEmulatedMedia", media="")
     browser.print_to(tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
-    index = tmp_path / "index.html"
-    categories = [
-        replace(category, evaluation=replace(category.evaluation, name=name))
-        for name in ("sample_brushed_plate", "mvtec_transistor", "bottle")
-    ]
-    index.write_text(index_html(categories, [], {}), "utf-8")
-    browser.open(index, width=1280)
-    wide = "[...document.querySelectorAll('.wide')]"
-    assert browser.evaluate(f"{wide}.every((n) => n.scrollWidth <= n.clientWidth)")
+    (tmp_path / "index.html").write_text(index_html([category], [], {}), "utf-8")
+    browser.open(tmp_path / "index.html")
+    browser.fits(360, 1366)

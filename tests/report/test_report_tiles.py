@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from report_cases import LIMIT, tile
 
-from anomaly.maps.heatmap import outlines
-from anomaly.report.category import Tile, svg_path
+from anomaly.report.category import Tile
 
 
 def drawn(size: tuple[int, int], mask: np.ndarray | None = None, count: int = 1500) -> Tile:
@@ -48,15 +47,3 @@ def test_a_defect_of_one_pixel_still_shows() -> None:
     small = drawn((1200, 1200), mask)
     x, y = map(float, re.findall(r"M([\d.]+) ([\d.]+)", small.truth)[0])
     assert (x / small.size[0], y / small.size[1]) == pytest.approx((0.25, 0.5), abs=0.01)
-
-
-def test_paths_enclose_their_area() -> None:
-    area = np.zeros((60, 80), bool)
-    area[10:30, 20:60] = True
-    path = svg_path(outlines(area))
-    start = np.array([float(v) for v in re.findall(r"M([\d.]+) ([\d.]+)", path)[0]])
-    steps = np.array([[int(a), int(b)] for a, b in re.findall(r"l(-?\d+) (-?\d+)", path)])
-    corners = np.vstack([start, start + np.cumsum(steps, axis=0)])
-    assert corners.min(axis=0).tolist() == [20.5, 10.5]
-    assert corners.max(axis=0).tolist() == [59.5, 29.5]
-    assert svg_path([]) == ""
