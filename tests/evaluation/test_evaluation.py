@@ -17,6 +17,7 @@ from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, score_test_split
 from anomaly.evaluation.metrics.curves import Metrics
+from anomaly.evaluation.price import Compared
 from anomaly.imaging.read import read_mask
 from anomaly.report.tables import metrics_json, scores_csv, table
 from anomaly.scoring.prediction import Prediction
@@ -133,3 +134,9 @@ def test_scores_csv_survives_odd_names() -> None:
     assert row["path"] == "odd, name.png"
     assert row["image_score"] == "1.5"
     assert row["threshold"] == row["verdict"] == ""
+
+
+def test_what_was_caught_and_would_pass_escapes() -> None:
+    every = [(a, b) for a in ("good", "review", "reject") for b in ("good", "review", "reject")]
+    escapes = [pair for pair in every if Compared("a.png", *pair, (1.0, 2.0)).newly_passes]
+    assert escapes == [("review", "good"), ("reject", "good")]

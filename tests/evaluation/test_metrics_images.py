@@ -14,7 +14,6 @@ from sklearn.metrics import (
 )
 from sklearn.metrics import roc_curve as sklearn_roc_curve
 
-from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.evaluation.metrics.images import (
     confusion,
     image_curves,
@@ -211,10 +210,3 @@ def test_confusion_counts_by_type():
     assert got.by_type["dent"].total == 1
     with pytest.raises(ValueError, match="bad"):
         confusion(["bad"], [True], ["dent"])
-
-
-def test_joined_metrics_keep_one_truth_per_name():
-    first = Metrics({"a": None, "b": 1.0}, {"a": "why"}, {"b": 0.1})
-    second = Metrics({"a": 2.0, "b": None}, {"b": "because"})
-    assert first | second == Metrics({"a": 2.0, "b": None}, {"b": "because"}, {})
-    assert second | first == first

@@ -1,4 +1,4 @@
-"""Which patches an image score is made of."""
+"""The patches and tiles that an image score is made of, and the size an image is scored at."""
 
 import math
 from typing import Any, cast
@@ -9,7 +9,8 @@ import torch
 from anomaly.config.load import parse_config
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.patchcore.bank import MemoryBank
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.build import loading_of
+from anomaly.scoring.pipeline import Model, _TiledPatches
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,19 @@ def test_a_broken_patch_counts_where_it_lies_inside_the_region(how: str) -> None
     layout = Sizing(None, None, 36, 8).view((32, 40))
     _, scores = pipeline.score_patches(embeddings, [(layout, (0, 0), 0)] * 2, inside)
     assert scores.isfinite().tolist() == [False, True]
+
+
+def test_a_tile_without_a_score_leaves_the_image_without_one() -> None:
+    tiling = _TiledPatches(1, 3)
+    for scores in ([1.0, 3.0], [2.0]):
+        tiling.put([], [], scores)
+    assert tiling.best == 3.0
+    tiling.put([], [], [math.nan])
+    tiling.put([], [], [1.0])
+    assert math.isnan(tiling.best)
+
+
+def test_kept_aspects_fill_whole_patches_of_every_layer() -> None:
+    for stride, size in ((16, (352, 192)), (64, (384, 192))):  # from 362 × 181
+        sizing = loading_of(parse_config({}, "a test"), stride, None, None).sizing
+        assert sizing.view((600, 300)).size == size  # type: ignore[union-attr]

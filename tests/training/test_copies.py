@@ -35,20 +35,6 @@ def test_files_of_the_same_pixels_are_copies(
     assert found.image == pytest.approx(expected.image, rel=0.1)
 
 
-def test_copies_of_one_picture_give_no_thresholds(
-    product: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for i in range(5):
-        with_note(product / "train" / "good" / "000.png", tmp_path / f"{i}.png", i)
-    with pytest.raises(anomaly.AnomalyError, match="2 different training images, not 1"):
-        anomaly.fit(tmp_path, tiny(), device="cpu")
-    assert (
-        "4 of 5 training images are copies of others, which leaves 1 different images"
-        in caplog.text
-    )
-    assert "photograph more parts" in caplog.text
-
-
 def test_turned_and_mirrored_pictures_are_no_copies(caplog: pytest.LogCaptureFixture) -> None:
     noise = np.random.default_rng(0).integers(160, 240, (64, 96, 3), np.uint8)
     part = cv2.blur(noise, (5, 5))

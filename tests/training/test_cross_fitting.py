@@ -1,7 +1,6 @@
 """Cross-fitted scores against brute force; folds that never part a group."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.image_score import network_map
 from anomaly.scoring.pipeline import Model
-from anomaly.training.cross_fitting import cross_fit, joined, scores_of, split
+from anomaly.training.cross_fitting import cross_fit, scores_of, split
 
 CPU = torch.device("cpu")
 GRID = (4, 5)
@@ -185,32 +184,3 @@ def test_folds_of_single_images_are_of_one_size_and_neighbours(images: int, fold
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     assert [i for part in parts for i in part] == list(range(images))
-
-
-def _batch(image: int, rows: int = 2, masked: bool = False, width: int = 3) -> PatchBatch:
-    inside = torch.ones(1, rows, 2, dtype=torch.bool) if masked else None
-    embeddings = torch.full((1, 1, 1, 1), float(image)).expand(1, rows, 2, width)
-    return PatchBatch(embeddings, (image,), inside=inside)
-
-
-def _view(width: int = 64, whole: bool = True) -> Any:
-    return SimpleNamespace(size=(width, 64), whole=whole)
-
-
-def test_images_of_one_kind_are_joined_and_others_stay_apart() -> None:
-    for second, view, sizes in (
-        (_batch(1), _view(), [2]),
-        (_batch(1, masked=True), _view(), [1, 1]),
-        (_batch(1, rows=3), _view(), [1, 1]),
-        (_batch(1), _view(width=96), [1, 1]),
-        (_batch(1), _view(whole=False), [1, 1]),
-    ):
-        found = list(joined([_batch(0), second], {0: _view(), 1: view}))
-        assert [len(batch.images) for batch in found] == sizes
-        assert [image for batch in found for image in batch.images] == [0, 1]
-    # At most 16 images, or 32 MB; each with its own patches.
-    for width, sizes in ((3, [16, 4]), (5_000_000, [1] * 20)):
-        batches = [_batch(i, width=width) for i in range(20)]
-        found = list(joined(batches, dict.fromkeys(range(20), _view())))
-        assert [len(batch.images) for batch in found] == sizes
-        assert [x for batch in found for x in batch.embeddings[:, 0, 0, 0]] == list(range(20))

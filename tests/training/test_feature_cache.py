@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from kit import tiny
 
 import anomaly
 from anomaly.errors import OutputError
-from anomaly.methods.base import PatchSet
-from anomaly.methods.patchcore.fitter import MemoryBankFitter
 
 # Feature maps of 64 × 64 pixels: 24 channels of 8 × 8 and 32 of 4 × 4, in float32; and patches.
 BYTES = 4 * (24 * 64 + 32 * 16 + 64 * 56)
@@ -53,48 +50,12 @@ def test_much_space_is_announced_and_of_tiles_not_refused(
 
 
 @pytest.mark.parametrize("copies", ["none", "quarter_turns"])
-def test_kept_points_are_those_of_the_embeddings_whole_and_in_parts(
-    monkeypatch: pytest.MonkeyPatch, copies: str
-) -> None:
-    """By image, whatever the batches, of which none mixes images of two sizes."""
-    monkeypatch.setattr("anomaly.training.feature_cache._PART", 3)
-    fit, fitted = MemoryBankFitter.fit, []
-
-    def watched(self: MemoryBankFitter, batches: Any, progress: Any = None) -> Any:
-        def double(channels: int) -> torch.Tensor:
-            return 2 * self.projection(channels)
-
-        kept = _by_image(batches.projected(self.projection))
-        assert list(kept) == list(range(7))
-        _same(kept, _by_image(PatchSet.projected(batches, self.projection)))
-        _same(kept, {i: p / 2 for i, p in _by_image(batches.projected(double)).items()})
-        some = _by_image(batches.only({1, 3}).projected(self.projection))
-        _same(some, {i: kept[i] for i in (1, 3)})
-        for matrix in (self.projection, double):
-            parts = list(batches.each(lambda part, of=matrix: list(part.projected(of))))
-            assert len(parts) == 3
-            joined, whole = [piece for part in parts for piece in part], batches.projected(matrix)
-            for (image, points), (other, expected) in zip(joined, whole, strict=True):
-                assert image == other
-                assert torch.equal(points, expected)
-        fitted.append(fit(self, batches, progress))
-        return fitted[-1]
-
-    monkeypatch.setattr(MemoryBankFitter, "fit", watched)
-    ignored = {"polygons": [[[0, 0], [0.6, 0], [0.6, 0.4], [0, 0.4]]]}
-    shapes = [(64, 64 + 96 * (i % 2)) for i in range(7)]
-    _train(shapes, {"ignore": ignored}, turned_copies=copies)
-    assert fitted
-
-
-def _by_image(pieces: Any) -> dict[int, torch.Tensor]:
-    """The points of each image; copies in which none counts have none."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for image, points in pieces:
-        found.setdefault(image, []).append(points)
-    return {image: torch.cat(points) for image, points in found.items()}
-
-
-def _same(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[image], other[image]) for image in one)
+def test_images_of_two_sizes_are_learned_whole_and_held_out_whole(copies: str) -> None:
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 255, (64, 64 + 96 * (i % 2), 3), np.uint8) for i in range(7)]
+    settings = tiny(image={"area": 64}, model={"turned_copies": copies, "coreset_ratio": 1.0})
+    detector = anomaly.fit(images, settings, device="cpu", channels="rgb")
+    assert detector.thresholds is not None
+    held_out = detector.thresholds.good.image
+    found = [one.score for one in detector.predict(images, channels="rgb")]
+    assert max(found) < 0.05 * min(held_out)

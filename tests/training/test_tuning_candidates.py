@@ -10,7 +10,6 @@ from anomaly.training.tuning.candidates import (
     changed,
     expense,
     image_scores,
-    shares_features,
     steps,
     work,
 )
@@ -51,14 +50,6 @@ def test_every_candidate_is_a_valid_config_that_differs() -> None:
             assert change.reason
 
 
-def test_all_changes_of_one_axis_are_tried_with_those_of_another() -> None:
-    base = config(model={"coreset_ratio": 0.02}, image={"area": 256})
-    both = [step for step in steps(base, []) if step.values.get("image.area", 0) == 384]
-    both += [step for step in steps(base, []) if step.axis == "bank"]
-    settled = changed(base, both)
-    assert (settled.image.area, settled.model.coreset_ratio) == (384, 0.1)
-
-
 def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
     base = config(model={"coreset_ratio": 0.04})
     turned = [step for step in steps(base, []) if step.axis == "turns"]
@@ -67,14 +58,3 @@ def test_turned_copies_keep_the_bank_as_large_as_it_was() -> None:
         assert settled.model.coreset_ratio == pytest.approx(0.04 / copies, rel=1e-2)
         assert expense(settled, base) == pytest.approx(1.0, rel=1e-2)
         assert work(settled)[1] == copies * work(base)[1]
-
-
-def test_features_are_shared_where_only_the_bank_or_the_score_differs() -> None:
-    base = config(model={"coreset_ratio": 0.02})
-    shared = {
-        step.axis
-        for step in steps(base, ["resnet50"])
-        if shares_features(changed(base, [step]), base)
-    }
-    assert shared == {"bank"}
-    assert all(shares_features(changed(base, [score]), base) for score in image_scores(base))

@@ -8,7 +8,6 @@ from scipy.spatial.distance import mahalanobis
 
 from anomaly.errors import ConfigError, DataError, OutputError
 from anomaly.methods.base import PatchBatch
-from anomaly.methods.padim.accumulator import SampleStore
 from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.padim.gaussian import scorer
 
@@ -86,21 +85,13 @@ def test_company_in_a_batch_changes_no_score(count):
 
 
 @pytest.mark.parametrize("count", [12, 60])
-def test_which_images_share_a_batch_changes_no_bit(count):
+def test_wherever_samples_wait_and_which_share_a_batch_changes_no_bit(count):
     """The workers of a cluster read larger batches than one machine."""
-    patches = embeddings(count)
-    expected = GaussianFitter(CHANNELS).fit(batched(patches)).tensors()
-    for size in (1, 3, 16, 60):
-        found = GaussianFitter(CHANNELS).fit(batched(patches, size)).tensors()
-        assert all(torch.equal(found[k], expected[k]) for k in expected)
-
-
-@pytest.mark.parametrize("count", [12, 60])
-def test_training_is_deterministic_wherever_samples_wait(count):
-    train = batched(embeddings(count))
-    expected = GaussianFitter(CHANNELS).fit(train).tensors()
-    for limit in (512 * 1024**2, 20_000, 0):
-        again = GaussianFitter(CHANNELS, memory_limit=limit).fit(iter(train)).tensors()
+    train = embeddings(count)
+    expected = GaussianFitter(CHANNELS).fit(batched(train)).tensors()
+    for limit, size in ((512 * 1024**2, 1), (20_000, 3), (0, 16), (0, 60)):
+        fitter = GaussianFitter(CHANNELS, memory_limit=limit)
+        again = fitter.fit(iter(batched(train, size))).tensors()
         assert again.keys() == expected.keys()
         assert all(torch.equal(again[k], expected[k]) for k in expected)
 
@@ -112,17 +103,6 @@ def test_tensors_are_the_whole_model(kind, count):
     again = scorer(model.tensors(), {}, device=test.device)
     assert torch.equal(again.score(test).scores, model.score(test).scores)
     assert torch.equal(model.to("cpu").score(test).scores, model.score(test).scores)
-
-
-@pytest.mark.parametrize("kind", ["random", "orthogonal"])
-def test_embeddings_may_come_projected(kind):
-    train, test = embeddings(30), embeddings(4, seed=1)
-    fitter = GaussianFitter(8, kind, seed=3)
-    expected = fitter.fit(batched(train))
-    projection = fitter.draw(CHANNELS)
-    model = fitter.prepared(CHANNELS, train.device).fit(batched(projection(train)))
-    torch.testing.assert_close(model.score(test).scores, expected.score(test).scores)
-    torch.testing.assert_close(model.score(projection(test)).scores, expected.score(test).scores)
 
 
 def test_few_images_make_a_small_model():
@@ -195,17 +175,6 @@ def test_regularisation_that_vanishes_beside_the_variances_is_refused(channels):
         GaussianFitter(channels, regularisation=named / 2).fit(train)
     tensors = GaussianFitter(channels, regularisation=named).fit(train).tensors().values()
     assert all(bool(t.isfinite().all()) for t in tensors)
-
-
-def test_samples_wait_in_memory_up_to_the_limit():
-    image = 7 * 3 * 4  # bytes
-    store = SampleStore((8, 7, 3), torch.device("cpu"), 5 * image)
-    for images in (2, 4, 4, 4):
-        batch = torch.ones(2, 7, 3)
-        store.append(batch)
-        batch.zero_()
-        assert store.nbytes == images * image
-    assert (store.read(slice(0, 7)) == 1).all()
 
 
 def test_a_full_disk_says_where_and_what_to_do(monkeypatch):

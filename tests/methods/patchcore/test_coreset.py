@@ -78,23 +78,6 @@ def test_each_pick_is_a_farthest_point(points: torch.Tensor, size: int) -> None:
     assert covering_radius(points, points[picks]) == pytest.approx(exact, rel=1e-5)
 
 
-def test_goes_on_from_earlier_centres() -> None:
-    points = clustered(6000, 24)
-    centres = points[:40].double()
-    before = cdist(points.double(), centres).min(1)
-    chosen = greedy_k_center(
-        points, 300, generator=seeded(), bounds=torch.from_numpy(before).float().square()
-    )
-    assert chosen.picks[0] == before.argmax()
-    both = torch.cat([centres, points[chosen.picks].double()])
-    assert chosen.covering_radius == pytest.approx(cdist(points, both).min(1).max(), rel=1e-5)
-
-
-def test_equal_points_still_give_distinct_picks() -> None:
-    picks = greedy_k_center(torch.full((3000, 4), 3.7), 2999, generator=seeded()).picks
-    assert len(set(picks.tolist())) == 2999
-
-
 def test_impossible_sizes_and_bad_values_are_refused() -> None:
     points = torch.randn(100, 4, generator=seeded())
     for size in (0, -1, 101):

@@ -7,7 +7,6 @@ from torch import Tensor
 from anomaly.methods.patchcore.coreset import greedy_k_center
 from anomaly.methods.patchcore.nearest_centres import (
     distances_to_nearest,
-    squared_to_nearest,
     squared_to_two_owners,
 )
 
@@ -41,45 +40,6 @@ def test_the_two_nearest_owners_are_those_of_all_pairs(in_pick_order: bool) -> N
     clear = two.values[:, 1] - two.values[:, 0] > 0.1
     assert bool((nearest == two.indices[:, 0])[clear].all())
     assert int(clear.sum()) > 4000
-
-
-def test_what_is_near_enough_to_two_owners_needs_no_closer_ones() -> None:
-    points = torch.randn(3000, 24, generator=torch.Generator().manual_seed(9)) + 5
-    centres, owners = points[:2000], torch.arange(2000) % 7
-    every = _every_pair(points, centres)
-    two = torch.stack([every[:, owners == k].amin(1) for k in range(7)], 1).sort(1)
-    enough = float(two.values[:, 1].quantile(0.9))
-    least, nearest, others = squared_to_two_owners(points, centres, owners, 7, enough)
-    far = two.values[:, 1] > enough * (1 + 1e-5)
-    assert int(far.sum()) > 250
-    torch.testing.assert_close(least.double()[far], two.values[far, 0], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(others.double()[far], two.values[far, 1], rtol=1e-4, atol=1e-3)
-    assert torch.equal(nearest[far], two.indices[far, 0])
-    close = two.values[:, 1] < enough * (1 - 1e-5)
-    assert bool((others[close] <= enough).all())
-    assert bool((least <= others).all())
-
-
-def test_without_centres_nothing_is_near_and_without_points_there_is_nothing() -> None:
-    points = torch.ones(3, 4)
-    assert squared_to_nearest(points, points[:0]).tolist() == [torch.inf] * 3
-    assert squared_to_nearest(points[:0], points).tolist() == []
-    least, nearest, others = squared_to_two_owners(points, points[:1], torch.tensor([1]), 2)
-    assert least.tolist() == [0.0] * 3
-    assert nearest.tolist() == [1] * 3
-    assert others.tolist() == [torch.inf] * 3
-
-
-def test_points_that_are_nan_are_nan_and_harm_no_other() -> None:
-    """A cell takes several products here, between which those that are done are left behind."""
-    g = torch.Generator().manual_seed(5)
-    points, centres = torch.randn(3000, 8, generator=g), torch.randn(2500, 8, generator=g)
-    points[1000:] = centres[:20].repeat(100, 1)  # at a distance of 0 from the first product on
-    exact = squared_to_nearest(points, centres)
-    points[:499], points[499, 3] = torch.nan, torch.inf
-    found = squared_to_nearest(points, centres)
-    assert bool(found[:500].isnan().all())
-    torch.testing.assert_close(found[500:], exact[500:], rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -20,7 +20,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError
 from anomaly.methods.patchcore import search as search_module
 from anomaly.methods.patchcore.distances import AXES, Dtype
-from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors, quickest_screen
+from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors
 
 # By a product of all dimensions, by a screen in a dtype, by faiss.
 EXACT = ["product", "float32", "bfloat16", "faiss"]
@@ -198,16 +198,6 @@ def test_inverted_lists_that_hold_too_few() -> None:
     assert distances.numpy() == pytest.approx(
         np.sort(cdist(bank[:3].double(), bank.double()), 1)[:, :90], rel=1e-5, abs=1e-5
     )
-
-
-def test_the_screen_is_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    bank = torch.zeros(2000, 500)
-    for capable, screen in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(search_module, "has_bf16", lambda device, capable=capable: capable)
-        assert quickest_screen(bank) == screen
-        assert quickest_screen(bank[:1000]) is None
-        # Torch may be absent where arrays are searched.
-        assert quickest_screen(bank.numpy()) == "float32"
 
 
 @pytest.mark.parametrize("way", [*EXACT, "ivf"])
