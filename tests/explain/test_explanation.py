@@ -30,9 +30,8 @@ from anomaly.explain.evidence import (
     tile_of,
     worst_patches,
 )
-from anomaly.explain.score import explained, good_images
+from anomaly.explain.score import explained
 from anomaly.export.features import from_model
-from anomaly.files.writing import sha256_of
 from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import MarkedRegion, marked_regions
@@ -203,29 +202,6 @@ def test_methods_that_keep_no_patches_show_the_same_place_on_several_good_images
             assert patch.row == int((row + 0.5) / height * rows)
             assert patch.column == int((column + 0.5) / width * columns)
             good.crop(patch)
-
-
-def test_good_images_are_found_in_any_folder_that_holds_them(
-    run_folder: Path, tmp_path: Path, product: Path
-) -> None:
-    """An update's lie elsewhere, and those of a line's record have other names in the model."""
-    model, folder = load_model(run_folder, CPU), tmp_path / "confirmed"
-    item = loaded(model, product / "test" / "good" / "000.png")
-    for inside in ("", "train", "train/good"):
-        good = good_of(model, product / "absent", product / inside)
-        ((patch, *_),) = good.nearest(item, [(0, 0)])
-        good.crop(patch)
-        assert not good.missing()
-    write_part(folder / "part-12.png", seed=800)
-    write_part(folder / "000.png", seed=801)
-    images = model.manifest["training_images"]
-    further = {"part 12": folder / "part-12.png", "2/000.png": folder / "000.png"}
-    known = {**images, **{name: sha256_of(file) for name, file in further.items()}}
-    updated = replace(model, manifest={**model.manifest, "training_images": known})
-    there = good_images(updated, folder)
-    paths = {name: there.find(name).path for name in known}  # type: ignore[union-attr]
-    assert paths == {**{name: product / name for name in images}, **further}
-    assert good_images(updated).find("part 12") == "not found"
 
 
 def test_images_that_are_gone_or_changed_are_told(

@@ -75,6 +75,9 @@ def test_regions_have_their_sizes_in_pixels_and_millimetres(
         assert f"{row['region']} {width * 0.05:.3g} × {height * 0.05:.3g} mm" in text
         assert f"{width} × {height} px ± {patch * 0.05:.2g} × " in text
         assert f"± {patch:.3g} × " in text
+    assert [one.area_mm2 for one in why.regions] == pytest.approx(
+        [int(row["area"]) * 0.05**2 for row in rows]
+    )
     facts = why.facts()
     assert len(facts["regions"]) == len(rows) == page.count('class="frame"')
     assert facts["patches"][0]["region"] == 1

@@ -16,7 +16,6 @@ from scipy import ndimage
 from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
 from anomaly.inference.outputs import OutputOptions, Outputs, PictureWriter
-from anomaly.inference.rows import region_rows
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -64,18 +63,6 @@ def test_masks_regions_and_maps_say_the_same(model: Model, inferred: Path) -> No
     spot = next(r for r in regions if r["path"].endswith("spot/000.png"))
     assert abs(int(spot["peak_y"]) - 35) < 12
     assert abs(int(spot["peak_x"]) - 45) < 12
-
-
-def test_millimetres(model: Model, product: Path) -> None:
-    (prediction,) = model.predict([product / "test" / "spot" / "000.png"])
-    assert isinstance(prediction, Prediction)
-    rows = region_rows("a.png", prediction.regions, 0.5)
-    assert rows
-    for row in rows:
-        assert (row.width_mm, row.height_mm) == (row.width * 0.5, row.height * 0.5)
-        assert row.area_mm2 == row.area * 0.25
-        assert (row.width_uncertainty, row.height_uncertainty) == (15, 12)  # one patch
-        assert (row.width_uncertainty_mm, row.height_uncertainty_mm) == (7.5, 6)
 
 
 def test_what_needs_thresholds_is_refused_before_anything_is_deleted(

@@ -3,15 +3,12 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Command
 
-from anomaly.cli import infer
 from anomaly.report import gallery
 
 
@@ -63,28 +60,3 @@ def test_the_page_is_over_all_rows(
     assert command("infer", arguments)[0] == 2
     assert command("infer", [*arguments, "--overwrite", "--no-page"])[0] == 3
     assert not (output / "results.html").exists()
-
-
-def test_a_run_that_was_broken_off_ends_with_the_same_page(
-    run_folder: Path,
-    product: Path,
-    tmp_path: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    inputs = [product / "test", product / "train"]  # more than one batch
-    arguments = ["--model", run_folder, "--input", *inputs, "--output"]
-    assert command("infer", [*arguments, whole])[0] == 0
-    with monkeypatch.context() as patch:  # a signal comes at once
-        soon = SimpleNamespace(exit_code=130, signal=2)
-        patch.setattr(infer, "Stopping", lambda: nullcontext(soon))
-        assert command("infer", [*arguments, broken])[0] == 130
-    assert not (broken / "results.html").exists()
-    code, _, err = command("infer", [*arguments, broken, "--resume", "--masks"])
-    assert (code, "another set of outputs" in err) == (2, True)
-    assert command("infer", [*arguments, broken, "--resume"])[0] == 0
-    pages = data_of(whole), data_of(broken)
-    for page in pages:
-        assert page.pop("provenance")
-    assert pages[0] == pages[1]

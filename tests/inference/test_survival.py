@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Command, result_files, run_command, write_part
-from kit import unprivileged, until
+from kit import until
+from test_infer_page import data_of
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,15 @@ def test_a_killed_run_is_resumed(
         until(lambda: done(output) or process.poll() is not None)
         process.kill()
     assert 0 < done(output) < 80
+    assert not (output / "results.html").exists()
+    code, _, err = command("infer", [*arguments, "--resume", "--masks"])
+    assert (code, "another set of outputs" in err) == (2, True)
     assert command("infer", [*arguments, "--resume"])[0] == 0
     assert result_files(output) == result_files(undisturbed)
+    pages = data_of(output), data_of(undisturbed)
+    for page in pages:
+        assert page.pop("provenance")
+    assert pages[0] == pages[1]
 
 
 def test_a_full_disk(
@@ -73,27 +81,3 @@ def test_a_full_disk(
     ballast.unlink()
     assert command("infer", [*arguments, "--resume"])[0] == 0
     assert result_files(output) == whole
-
-
-def test_folders_and_files_without_permission(run_folder: Path, tmp_path: Path) -> None:
-    """Refused before anything is scored."""
-    image, closed, locked = tmp_path / "a.png", tmp_path / "in" / "closed", tmp_path / "locked"
-    write_part(image, seed=1)
-    image.chmod(0)
-    closed.mkdir(0, parents=True)
-    locked.mkdir(0o500)
-    infer = ["infer", "--model", run_folder, "--input"]
-    commands = (
-        [*infer, tmp_path / "in", "--output", tmp_path / "out"],
-        [*infer, image, "--output", locked / "out"],
-        ["region", image, "--output", tmp_path / "region.html"],
-    )
-    try:
-        unlisted, unwritable, unread = unprivileged(*commands)
-    finally:
-        closed.chmod(0o700)
-    assert {code for code, _ in (unlisted, unwritable, unread)} == {2}
-    assert f"{closed}: can't list this folder (Permission denied)" in unlisted[1]
-    assert "Permission denied" in unwritable[1]
-    assert str(locked) in unwritable[1]
-    assert "a.png: it can't be read (Permission denied)" in unread[1]

@@ -95,14 +95,6 @@ def case(
     )
 
 
-def with_odd(category: Category, places: Sequence[int], reason: str) -> Category:
-    """The same, but some images aren't like the training images at all."""
-    rows = list(category.evaluation.scored)
-    for i in places:
-        rows[i] = replace(rows[i], reason=reason)
-    return replace(category, evaluation=replace(category.evaluation, scored=tuple(rows)))
-
-
 def limits(image: float = LIMIT, review: float | None = None) -> Thresholds:
     """Thresholds that some scores lie on; no review zone unless asked for."""
     good = GoodScores(("a", "b", "c", "d"), (6.0, 7.0, 8.0, 9.0), (6.0, 7.0, 8.0, 9.0), "4 images")
