@@ -103,36 +103,6 @@ def published_aupro(images, limit):
     return np.trapezoid([*y[inside], ends_at], [*x[inside], limit]) / limit
 
 
-def brute_force_aupimo(images, low=1e-5, high=1e-4):
-    """Mean over defective images of the area under recall over log(shared FPR), in fp64."""
-    good = [m[~np.isnan(m)].astype(np.float64) for m, k in images if not k.any()]
-    defects = [m[k & ~np.isnan(m)].astype(np.float64) for m, k in images if k.any()]
-    scores = np.unique(np.concatenate([*good, *defects]))[::-1]
-    curve = []
-    for t in scores:
-        rate = sum((g >= t).sum() / g.size for g in good) / len(good)
-        curve.append((rate, [(d >= t).sum() / d.size for d in defects]))
-        if rate > high:
-            break
-    areas = []
-    for i in range(len(defects)):
-        area, last_x, last_y = 0.0, None, 0.0
-        for rate, recalls in curve:
-            if rate > 0:
-                x, y = math.log(rate), recalls[i]
-                if last_x is None:
-                    area += max(min(x, math.log(high)) - math.log(low), 0.0) * last_y
-                else:
-                    a, b = (min(max(v, math.log(low)), math.log(high)) for v in (last_x, x))
-                    if x > last_x:
-                        at = [last_y + (y - last_y) * (v - last_x) / (x - last_x) for v in (a, b)]
-                        area += (b - a) * sum(at) / 2
-                last_x = x
-            last_y = recalls[i]
-        areas.append(area / math.log(high / low))
-    return np.mean(areas)
-
-
 def smooth_images(rng, good=6, defective=5, shape=(160, 190), dtype=np.float32):
     """Maps as a detector makes them, masks with several regions of unequal size."""
     images = []

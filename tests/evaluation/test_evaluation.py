@@ -1,7 +1,5 @@
 """Evaluation against scikit-learn on the same scores, and what the tables say of it."""
 
-import csv
-import io
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +17,7 @@ from anomaly.evaluation.evaluate import Evaluation, score_test_split
 from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.evaluation.price import Compared
 from anomaly.imaging.read import read_mask
-from anomaly.report.tables import metrics_json, scores_csv, table
+from anomaly.report.tables import metrics_json, table
 from anomaly.scoring.prediction import Prediction
 from anomaly.scoring.scored import Scored
 from anomaly.storage.load import load_model
@@ -127,13 +125,6 @@ def test_the_mean_leaves_undefined_figures_out() -> None:
     shown = table(evaluations).splitlines()
     assert [line.split()[0] for line in shown[2:]] == ["a", "b", "c", "mean"]
     assert json.loads(metrics_json([_evaluation("c", None)]))["mean"] == {"image_auroc": None}
-
-
-def test_scores_csv_survives_odd_names() -> None:
-    (row,) = csv.DictReader(io.StringIO(scores_csv([_evaluation("a", 1.0)])))
-    assert row["path"] == "odd, name.png"
-    assert row["image_score"] == "1.5"
-    assert row["threshold"] == row["verdict"] == ""
 
 
 def test_what_was_caught_and_would_pass_escapes() -> None:

@@ -61,14 +61,6 @@ def test_agrees_with_scikit_learn(pairs, rate):
     assert recall == pytest.approx(max((scores[labels] > t).mean() for t in within))
 
 
-def test_threshold_between_neighbouring_floats():
-    # Their middle rounds to the upper one, which would then not be above the threshold.
-    low, high = ONE.view(np.float32)[1:].tolist()
-    threshold = image_metrics([low, high], [False, True]).values["image_f1_max_threshold"]
-    assert low <= threshold < high
-    assert image_metrics([1.0, 2.0], [False, True]).values["image_f1_max_threshold"] == 1.5
-
-
 def test_undefined_metrics_have_reasons():
     no_defects = image_metrics([1.0, 2.0], [False, False])
     assert set(no_defects.values.values()) == {None}

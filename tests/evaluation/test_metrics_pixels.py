@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from pixel_references import (
     IMAGES,
     NAMES,
-    brute_force_aupimo,
     brute_force_aupro,
     flat,
     measured,
@@ -46,7 +45,6 @@ def test_exact_form_agrees_with_the_references():
     exact = measured(small).values
     assert exact["aupro_30"] == pytest.approx(brute_force_aupro(small, 0.30), abs=1e-9)
     assert exact["aupro_05"] == pytest.approx(brute_force_aupro(small, 0.05), abs=1e-9)
-    assert got.values["aupimo"] == pytest.approx(brute_force_aupimo(images), abs=1e-9)
     assert 0.05 < got.values["aupimo"] < 0.95
 
 
@@ -59,7 +57,6 @@ def test_aupro_agrees_with_the_published_implementation(levels):
     if levels:  # ties
         peak = max(m.max() for m, _ in images)
         images = [(np.round(m / peak * levels).astype(np.float32), k) for m, k in images]
-        assert measured(images).values["aupimo"] == pytest.approx(brute_force_aupimo(images))
     for name, limit in LIMITS.items():
         expected = published_aupro(images, limit)
         assert 0.05 < expected < 0.99
@@ -107,15 +104,6 @@ def test_exact_form_agrees_on_degenerate_images(images):
         assert got.values["lost_defect_share"] == lost / defect_pixels
     else:
         assert got.values["lost_defect_share"] is None
-
-
-@pytest.mark.parametrize("max_bins", [None, 1000])
-def test_one_bad_pixel(max_bins):
-    scores, mask = np.zeros((400, 300), np.float32), np.zeros((400, 300), bool)
-    scores[7, 9], mask[7, 9] = 1.0, True
-    got = measured([(np.zeros_like(scores), mask & False), (scores, mask)], max_bins).values
-    wanted = NAMES - {"pixel_f1_max_threshold", "lost_defect_share"}
-    assert {name: got[name] for name in wanted} == dict.fromkeys(wanted, 1.0)
 
 
 def test_undefined_metrics_have_reasons():

@@ -7,7 +7,6 @@ import tracemalloc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from anomaly.errors import ConfigError
-from anomaly.methods.patchcore import search as search_module
 from anomaly.methods.patchcore.distances import AXES, Dtype
 from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors
 
@@ -103,19 +101,6 @@ def test_same_as_the_distance_matrix(way: str, made: Callable[[], tuple[Tensor, 
         assert all(len(set(row)) == k for row in indices.tolist())
     apart = torch.cat([search(part)[0] for part in queries.tensor_split(3)])
     assert float((apart - search(queries)[0]).abs().max()) <= 1e-5
-
-
-def test_tensors_that_are_searched_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There by torch's functions, not numpy's; this machine may have no GPU."""
-    monkeypatch.setattr(search_module, "device_of", lambda values: SimpleNamespace(type="cuda"))
-    bank, queries = blobs(3000, 60), blobs(400, 60, seed=1)
-    exact = cdist(queries.double(), bank.double()).argsort(1)
-    queries[7] = float("nan")
-    others = np.arange(400) != 7
-    for k in (1, 3):
-        distances, indices = neighbours(bank, "product").search(queries, k)
-        np.testing.assert_array_equal(indices.numpy()[others], exact[others, :k])
-        assert bool(distances[7].isnan().all())
 
 
 def test_distances_can_be_differentiated() -> None:
