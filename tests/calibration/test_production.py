@@ -98,18 +98,6 @@ def test_bounds_hold_wherever_defects_score(law: rv_continuous, defects: int, pl
     assert min(inside.values()) >= 57
 
 
-def test_the_rate_lies_between_those_of_no_defect_and_of_all_that_may_be() -> None:
-    # Above it lies the fourth of 98 images, two being left out: the sixth, or the first good one.
-    rng = np.random.default_rng(0)
-    for share, expected in ((0.0, 6 / 101), (0.05, 1 / 96)):
-        shares = [
-            norm(2).sf(chosen.thresholds.review - 10)
-            for _ in range(40)
-            for chosen in [_choice(norm(2), 100, int(share * 100), "above", rng)]
-        ]
-        assert np.mean(shares) == pytest.approx(expected, abs=0.012)
-
-
 def test_what_decides_is_named_and_the_reject_threshold_keeps_its_distance() -> None:
     scores = np.append(np.linspace(20, 30, 98), [50, 60])
     choice = thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)

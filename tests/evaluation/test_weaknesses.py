@@ -17,7 +17,6 @@ from anomaly.datasets import open_dataset
 from anomaly.evaluation.weaknesses import (
     JudgedImage,
     Run,
-    Weakness,
     lines,
     of_images,
     of_training,
@@ -202,15 +201,6 @@ def test_a_defect_among_the_training_images(run: Run) -> None:
     assert shlex.split(first.command)[:2] == ["anomaly", "train"]
     left_out = replace(dirty, record={**dirty.record, "left_out": True})
     assert not any("unlike" in weakness.what for weakness in of_training(left_out))
-
-
-def test_three_are_printed() -> None:
-    weaknesses = [Weakness(f"weak {i}", "do", "anomaly so", "much") for i in range(5)]
-    text = "\n".join(lines(weaknesses, "part"))
-    assert text.startswith(
-        "part: weaknesses, the most important first, 3 of 5:\n1. weak 0\n   do\n     anomaly so\n"
-    )
-    assert "weak 3" not in text
 
 
 def test_the_width_of_a_defect() -> None:

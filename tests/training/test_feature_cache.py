@@ -1,9 +1,7 @@
-"""Training images' features on the disk: space foreseen after the first batch; one order."""
+"""Training images' features on the disk: space foreseen after the first batch; two sizes."""
 
-import logging
 import shutil
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +14,9 @@ from anomaly.errors import OutputError
 BYTES = 4 * (24 * 64 + 32 * 16 + 64 * 56)
 
 
-def _train(shapes: list[tuple[int, int]], image: dict[str, Any], **model: object) -> None:
-    rng = np.random.default_rng(0)
-    images = [rng.integers(0, 255, (*shape, 3), dtype=np.uint8) for shape in shapes]
-    settings = tiny(image={"area": 64, **image}, batch_size=2, model=model)
+def _train(count: int, copies: str) -> None:
+    images = [*np.random.default_rng(0).integers(0, 255, (count, 64, 64, 3), np.uint8)]
+    settings = tiny(image={"area": 64}, batch_size=2, model={"turned_copies": copies})
     settings["backbone"]["layers"] = ["layer2", "layer3"]
     anomaly.fit(images, settings, device="cpu", calibrate=False, channels="rgb")
 
@@ -31,22 +28,8 @@ def test_too_small_a_disk_is_refused_before_it_is_full(
     free = 6 * each * BYTES - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     with pytest.raises(OutputError, match=r"features of 6 images take about .* are free"):
-        _train([(64, 64)] * 6, {}, turned_copies=copies)
-    _train([(64, 64)] * 5, {}, turned_copies=copies)
-
-
-def test_much_space_is_announced_and_of_tiles_not_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Six tiles of 64 pixels; other images may have fewer."""
-    monkeypatch.setattr("anomaly.training.feature_cache._WORTH_SAYING", 17 * BYTES)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=BYTES))
-    with caplog.at_level(logging.INFO, "anomaly"):
-        for count in (2, 3):
-            _train([(128, 192)] * count, {"tile": 64, "overlap": 0})
-    assert [m.split(" take")[0] for m in caplog.messages if "the features of" in m] == [
-        "the features of 3 images"
-    ]
+        _train(6, copies)
+    _train(5, copies)
 
 
 @pytest.mark.parametrize("copies", ["none", "quarter_turns"])

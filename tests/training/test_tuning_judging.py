@@ -56,12 +56,6 @@ def test_what_is_clearly_better_is_taken_and_of_equals_the_cheapest() -> None:
     )
 
 
-def test_too_few_defects_leave_the_settings_as_they_are() -> None:
-    settings = drawn(np.random.default_rng(1), [0.0, 9.0], LEAST_DEFECTS - 1)
-    assert not judge(settings, [1, 2], RATE).better
-    assert judge(drawn(np.random.default_rng(1), [0.0, 9.0], LEAST_DEFECTS), [1, 2], RATE).better
-
-
 def seen(
     draw: np.random.Generator, gains: list[float], parts: int, views: int, good: int = 100
 ) -> list[Scores]:
