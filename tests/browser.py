@@ -105,7 +105,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, expression: str, value: Any, *, seconds: float = 5.0) -> None:
+    def until(self, expression: str, value: Any, *, seconds: float = 30.0) -> None:
         """Wait until an expression has a value: some events come a moment after their cause."""
         end = time.perf_counter() + seconds
         while (found := self.evaluate(expression)) != value:

@@ -178,6 +178,16 @@ def run_command(name: str, arguments: Sequence[object]) -> None:
     assert main([name, *map(str, arguments)]) == 0
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """A busy machine takes longer to finish what is in hand; a command must not end the tests."""
+    from anomaly.cli import stopping
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stopping, "PATIENCE_SECONDS", 600.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def as_many_threads() -> Iterator[None]:
     """Leaves the number of threads as it was, whatever a command was told."""
