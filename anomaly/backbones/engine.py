@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +148,9 @@ def check_precision(engine: str, precision: str, what: str) -> None:
     name, module, _ = ENGINES[engine]
     if engine == "onnx":
         raise ModelError(f"{what}, in which {name} doesn't compute on a CPU; use fp32")
-    capabilities = import_module(module).Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    with _stack_of_signals():
+        core = import_module(module).Core()
+        capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if "BF16" not in capabilities:
         raise ModelError(f"{what}, which this processor doesn't have; use fp32")
 
@@ -166,21 +169,49 @@ def _onnx(file: Path, precision: str, threads: int, streams: int) -> Run:
     return lambda images: list(session.run(None, {name: images}))
 
 
+class _SignalStack(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("place", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("size", ctypes.c_size_t),
+    ]
+
+
+@contextmanager
+def _stack_of_signals() -> Iterator[None]:
+    """Give this thread the stack of its signal handlers back.
+
+    On processors with AMX, OpenVINO replaces it by one with room for the registers alone: Python's
+    handlers overflow it, and Ctrl-C ends the process by a segmentation fault.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    libc, before = ctypes.CDLL(None), _SignalStack()
+    libc.sigaltstack(None, ctypes.byref(before))
+    try:
+        yield
+    finally:
+        libc.sigaltstack(ctypes.byref(before), None)
+
+
 def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
     import openvino
 
-    compiled = openvino.Core().compile_model(
-        file,
-        "CPU",
-        {
-            # Without it OpenVINO takes bf16 wherever the processor has it.
-            "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32",
-            "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": streams,
-            "ENABLE_CPU_PINNING": False,  # other processes decode on these cores
-            "ENABLE_MMAP": False,  # a mapped file that is written over takes the process with it
-        },
-    )
+    with _stack_of_signals():
+        compiled = openvino.Core().compile_model(
+            file,
+            "CPU",
+            {
+                # Without it OpenVINO takes bf16 wherever the processor has it.
+                "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32",
+                "INFERENCE_NUM_THREADS": threads,
+                "NUM_STREAMS": streams,
+                "ENABLE_CPU_PINNING": False,  # other processes decode on these cores
+                # A mapped file that is written over takes the process with it.
+                "ENABLE_MMAP": False,
+            },
+        )
     free: SimpleQueue[Any] = SimpleQueue()
 
     def run(images: Array) -> list[Array]:
