@@ -332,7 +332,7 @@ def _line(row: Row) -> str:
 
 
 def _outermost(folders: Sequence[Path]) -> list[Path]:
-    """Folders without those that are, or lie in, another one, by whatever name they are called."""
+    """Folders that lie in none of the others, compared by their real paths."""
     kept: dict[Path, Path] = {}  # by their real places
     for folder in folders:
         place = folder.resolve()
@@ -342,7 +342,7 @@ def _outermost(folders: Sequence[Path]) -> list[Path]:
 
 
 def _is_within(place: Path, other: Path) -> bool:
-    """Whether who follows one folder sees what is in another; a system's are passed over."""
+    """True if following `other` shows the files in `place`; system folders are passed over."""
     return place.is_relative_to(other) and not any(
         map(left_by_system, place.relative_to(other).parts)
     )

@@ -234,7 +234,7 @@ class InTurn:
         self._turn = asyncio.Semaphore()
 
     async def __call__(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """What a function returns."""
+        """The function's result."""
         await self._turn.acquire()
         begun = time.monotonic()
         try:

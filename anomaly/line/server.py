@@ -364,7 +364,7 @@ class _Server(uvicorn.Server):
             listener.listen(_WAITING)  # asyncio lets as many wait as it takes at once
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end; asked ten times a second."""
+        """True once the server has to end; asked ten times a second."""
         now = time.monotonic()
         if counter % 10 == 0:
             for connection in self._connections():
@@ -374,7 +374,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _has_answered(self, now: float) -> bool:
-        """Whether all parts are answered, after a stop."""
+        """True if all parts are answered, after a stop."""
         if not self._service.stopping:
             self._service.stop()
             self._stopped_at = self._worked_at = now

@@ -155,7 +155,7 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
 
 
 class _Tally:
-    """What the page keeps of the rows that have come by.
+    """Numbers and rows of a run that its page needs.
 
     Attributes:
         new: the scores of images that the model hasn't learned, raised above the review threshold

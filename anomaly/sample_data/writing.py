@@ -37,7 +37,7 @@ class Shot:
 
     @property
     def severity(self) -> float:
-        """How obvious the defect is: 1 for index 0, then 0, 1/2, 3/4, 1/4, 7/8, 3/8, …
+        """Clearness of the defect: 1 for index 0, then 0, 1/2, 3/4, 1/4, 7/8, 3/8, …
 
         It depends on nothing but the index, so that a smaller set is a part of a larger one.
         """

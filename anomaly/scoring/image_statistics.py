@@ -325,7 +325,7 @@ class TrainingStatistics:
         return ""
 
     def resembles(self, other: TrainingStatistics) -> bool:
-        """Whether other training images, seen by the same network, aren't far outside these.
+        """True if other training images, seen by the same network, lie near these figures.
 
         Few images don't show that.
         """

@@ -411,7 +411,7 @@ class Model:
         return "; ".join(filter(None, reasons))
 
     def uninspected(self, view: AnyView) -> str:
-        """How far `image.region` reaches beyond the photograph, where a part was moved, in words.
+        """Reason for review where a moved part's `image.region` reaches beyond the photograph.
 
         Half a patch is no matter. Without `image.region` all of the frame counts, and any shift
         leaves a rim of it outside, in training images, too: the pose alone has limits then.

@@ -55,7 +55,7 @@ def decode(data: bytes) -> Pixels:
 
 
 def _chunks(data: bytes) -> dict[bytes, slice]:
-    """Where the first chunk of each type is; raises unless all of them are whole."""
+    """Place of the first chunk of each type; raises unless all chunks are whole."""
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
         raise damaged(f"it is cut short: {len(data)} of {end} bytes are there")
