@@ -75,6 +75,8 @@ class Browser:
         while True:
             answer = self._read()
             if answer.get("id") == number:
+                if "navigated" in str(answer.get("error")):  # the page is being changed
+                    return {"result": {}}
                 assert "error" not in answer, (method, answer["error"])
                 return dict(answer["result"])
             self.events.append(answer)
