@@ -166,8 +166,6 @@ def _check_paths(options: argparse.Namespace) -> None:
 
         several = options.command == "evaluate" and not (options.good or options.defects)
         find_runs(model) if several else find_model(model)
-    if isinstance(config, list):
-        config = config[0] if len(config) == 1 else None
     if isinstance(config, str):
         from anomaly.config.load import load_config
 

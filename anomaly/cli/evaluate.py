@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.train import TrainOptions, trained_run
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
@@ -33,10 +32,6 @@ log = logging.getLogger(__name__)
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate every model named."""
-    if options.overrides and not options.config:
-        raise ConfigError("--set needs --config: a trained model keeps the settings it has")
-    if (options.good or options.defects or options.masks) and not options.model:
-        raise ConfigError("--good, --defects and --masks need --model: a trained model to test")
     if options.masks and not options.defects:
         raise ConfigError("--masks needs --defects; give the images that the masks belong to")
     if (options.good or options.defects) and options.data_root:
@@ -78,9 +73,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> list[str]:
-    """The configs, or the runs and model folders, that the options name: of a folder all in it."""
-    listed = [*(options.config or ())]
-    for folder in options.model or ():
+    """The runs and model folders that the options name: of a folder all in it."""
+    listed: list[str] = []
+    for folder in options.model:
         runs = [folder]
         if not (options.good or options.defects):  # which are images of one model
             with suppress(ModelError):  # said when it is evaluated
@@ -92,21 +87,18 @@ def _sources(options: argparse.Namespace) -> list[str]:
 def _evaluate(
     source: str, options: argparse.Namespace, device: torch.device, threads: int
 ) -> Category:
-    """Evaluate one model, which is trained first where the options name configs.
+    """Evaluate one model.
 
     Args:
-        source: a run or model folder, or a config.
+        source: a run or model folder.
         options: of the command.
         device: where to compute.
         threads: decoding processes.
 
     Raises:
-        AnomalyError: it can't be trained or evaluated.
+        AnomalyError: it can't be evaluated.
     """
     folder = Path(source)
-    if options.config:
-        train = TrainOptions(device, threads)
-        folder = trained_run(source, options.overrides, options.runs, train)
     model = load_model(folder, device)
     samples, data_folder = images_to_test(
         model,

@@ -147,32 +147,23 @@ def _train(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--model", type=Path, action="extend", nargs="+", help="runs, or their model/ folders"
-    )
-    what.add_argument(
-        "--config",
+    parser.add_argument(
+        "--model",
+        type=Path,
         action="extend",
         nargs="+",
-        help="configs; models that aren't trained yet are trained into --runs first",
+        required=True,
+        help="runs, their model/ folders, or folders of runs",
     )
     add_output(parser, "where the reports go", "earlier reports")
-    add_settings(parser, "with --config: override a setting of all of them; may be repeated")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs"),
-        help="with --config: folder of the runs (default: runs)",
-    )
     parser.add_argument(
         "--data-root",
         type=Path,
         help="the data sets' folder, where it has moved since training",
     )
-    good = "with --model: test with the good images in these folders, not with the data set's"
+    good = "test with the good images in these folders, not with the data set's"
     add_paths(parser, "--good", good, "FOLDER")
-    defects = "with --model: test with the defects in these folders; subfolders name their types"
+    defects = "test with the defects in these folders; subfolders name their types"
     add_paths(parser, "--defects", defects, "FOLDER")
     parser.add_argument(
         "--masks",

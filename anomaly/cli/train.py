@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +14,14 @@ from anomaly.cli import annex
 from anomaly.cli.common_options import device_and_threads, joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
-from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, open_dataset
+from anomaly.datasets import open_dataset
 from anomaly.errors import first_of, some
 from anomaly.evaluation.weaknesses import Run, lines, of_training
 from anomaly.files.outputs import locked
-from anomaly.training.runs import check_same, train_run
+from anomaly.training.runs import train_run
 
 if TYPE_CHECKING:
-    import torch
-
     from anomaly.scoring.pipeline import Model
-    from anomaly.training.fit import SharedFeaturesOf
 
 log = logging.getLogger(__name__)
 
@@ -49,81 +44,20 @@ def run(options: argparse.Namespace) -> int:
                 if cluster is None
                 else partial(annex("cluster.features").ClusterFeatures, cluster)
             )
-            train = TrainOptions(
-                device, threads, not options.no_calibrate, options.overwrite, shared
-            )
-            return _train_and_report(config, dataset, output, train, options.reported)
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """How a command trains, whatever the config: arguments of `train_run`, by name.
-
-    Attributes:
-        device: where to compute.
-        workers: decoding processes.
-        calibrate: whether to find thresholds.
-        overwrite: replace an earlier run.
-        shared: has other machines compute features and scores; None for this process.
-    """
-
-    device: torch.device
-    workers: int
-    calibrate: bool = True
-    overwrite: bool = False
-    shared: SharedFeaturesOf | None = None
-
-
-def trained_run(
-    config_file: str, overrides: Sequence[str], runs: Path, options: TrainOptions
-) -> Path:
-    """The run of a config, trained now unless it has been before.
-
-    Args:
-        config_file: the config, or its bare name.
-        overrides: of its settings.
-        runs: the folder of runs.
-        options: how to train.
-
-    Raises:
-        ConfigError: a run of this name was trained with other settings.
-        AnomalyError: training failed.
-    """
-    config = load_config(config_file, overrides)
-    run = runs / config.name
-    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-    with locked(run):  # it may be being trained
-        if (run / "model").exists():
-            check_same(run, config, dataset)
-            log.info("%s is already trained with these settings and is kept", config.name)
-        else:
-            _train_and_report(config, dataset, run, options)
-    return run
-
-
-def _train_and_report(
-    config: Config,
-    dataset: Dataset,
-    output: Path,
-    options: TrainOptions,
-    reported: Container[str] = (),
-) -> int:
-    """Train one model, and print what came of it.
-
-    Args:
-        config: all settings.
-        dataset: what to learn from.
-        output: the run's folder.
-        options: how to train.
-        reported: reasons why images can't be used that are printed already.
-
-    Returns:
-        The exit code: 3 where images couldn't be used.
-    """
-    with ProgressLine() as progress:
-        training, summary = train_run(config, dataset, output, **vars(options), progress=progress)
-    _report(summary, output, training.detector, reported)
-    return 3 if training.refused else 0
+            with ProgressLine() as progress:
+                training, summary = train_run(
+                    config,
+                    dataset,
+                    output,
+                    device=device,
+                    workers=threads,
+                    calibrate=not options.no_calibrate,
+                    overwrite=options.overwrite,
+                    shared=shared,
+                    progress=progress,
+                )
+        _report(summary, output, training.detector, options.reported)
+        return 3 if training.refused else 0
 
 
 def _report(summary: dict[str, Any], output: Path, model: Model, reported: Container[str]) -> None:

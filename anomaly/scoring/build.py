@@ -243,17 +243,3 @@ def flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield from flatten(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, each with both values.
-
-    Args:
-        one: flattened settings, of what is there.
-        other: flattened settings, of what is wanted here.
-    """
-    return [
-        f"{key} is {one.get(key)!r} there and {other.get(key)!r} here"
-        for key in {**one, **other}
-        if one.get(key) != other.get(key)
-    ]

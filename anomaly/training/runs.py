@@ -14,10 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
-from anomaly.errors import ConfigError, DataError, why
+from anomaly.errors import DataError, why
 from anomaly.files.outputs import RUN, TRAIN
 from anomaly.files.writing import as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.decoder_pool import Decoders
@@ -27,7 +26,6 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.runtime.devices import peak_memory
-from anomaly.scoring.build import differences, flatten, to_dict
 from anomaly.storage.folder import appearing, check_run_folder
 from anomaly.storage.golden import Answers, write_record
 from anomaly.storage.save import save
@@ -168,39 +166,6 @@ def training_record(folder: Path) -> dict[str, Any]:
             except (OSError, ValueError, TypeError) as error:
                 log.warning("%s can't be read: %s", file, why(error))
     return {}
-
-
-def check_same(run: Path, config: Config, dataset: Dataset) -> None:
-    """Refuse a run that was trained with other settings or another data set.
-
-    Args:
-        run: its folder.
-        config: the settings.
-        dataset: that the config names.
-
-    Raises:
-        ConfigError: it wasn't, or what it was trained with can't be read.
-    """
-    file, summary = run / "model" / "config.yaml", run / "train.json"
-    try:
-        settings = parse_yaml(file.read_text("utf-8"), str(file))
-        before = dict(flatten(to_dict(parse_config(settings, str(file)))))
-        before["data folder"] = from_json(summary.read_text("utf-8"))["data_folder"]
-    except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
-        raise ConfigError(
-            f"what {run} was trained with can't be read ({why(error)}); train it again, or "
-            f"evaluate it as it is with --model {run}"
-        ) from None
-    now = dict(flatten(to_dict(config)))
-    now["data folder"] = str(dataset.folder.absolute())
-    if now["precision"] == "auto":  # settled at training
-        before["precision"] = now["precision"]
-    if different := differences(before, now):
-        raise ConfigError(
-            f"{run} was trained with other settings ({'; '.join(different)}); "
-            "give another --runs folder, another name (--set name=…), or evaluate it as it is "
-            f"with --model {run}"
-        )
 
 
 def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:

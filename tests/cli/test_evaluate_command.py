@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    FAST,
-    REPOSITORY,
     Command,
     Says,
     run_command,
     train_arguments,
     write_part,
-    write_product,
 )
 from kit import table, touch
 
@@ -63,35 +60,6 @@ def test_each_model_of_a_folder_is_evaluated_and_one_failing_does_not_lose_the_o
     assert verdicts["false_rejects"] == verdicts["good"]["reject"]
     single = json.loads((output / "disc" / "metrics.json").read_text())
     assert single["categories"]["disc"] == figures
-
-
-def test_configs_are_trained_once(
-    run_folder: Path, product: Path, tmp_path: Path, says: Says, command: Command
-) -> None:
-    base = REPOSITORY / "configs" / "folder.yaml"
-    for name in ("disc", "two"):
-        (tmp_path / f"{name}.yaml").write_text(f"base: {base}\nname: {name}\n")
-    runs = tmp_path / "runs"
-    shutil.copytree(run_folder, runs / "disc")
-    data = ["data.format=mvtec", f"data.root={product.parent}", f"data.category={product.name}"]
-    overrides = [part for setting in [*data, *FAST] for part in ("--set", setting)]
-    arguments = ["--config", tmp_path / "disc.yaml", *overrides, "--runs", runs]
-    both = ["--config", tmp_path / "disc.yaml", tmp_path / "two.yaml", *arguments[2:]]
-    said = says(0, "evaluate", [*both, "--output", tmp_path / "out"])
-    assert ("trained disc" in said, "trained two" in said) == (False, True)
-    other = [*arguments, "--set", "model.coreset_ratio=0.2", "--output", tmp_path / "other"]
-    said = says(2, "evaluate", other)
-    assert "model.coreset_ratio is 0.1 there and 0.2 here" in said
-    saved = runs / "disc" / "model" / "config.yaml"
-    lines = saved.read_text().splitlines(keepends=True)
-    saved.write_text("".join(li for li in lines if "leave_out_suspects" not in li))
-    assert saved.read_text().count("\n") == len(lines) - 1
-    code, _, err = command("evaluate", other)  # a run of before there was the setting
-    assert (code, "coreset_ratio" in err, "leave_out" in err) == (2, True, False)
-    saved.write_text("".join(lines))
-    elsewhere = write_product(tmp_path / product.name).parent
-    moved = [*arguments, "--set", f"data.root={elsewhere}", "--output", tmp_path / "moved"]
-    assert f"data folder is '{product}' there" in says(2, "evaluate", moved)
 
 
 def test_the_record_of_another_models_training_is_not_shown(

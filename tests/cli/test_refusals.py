@@ -35,7 +35,6 @@ infer --model model --input good --ouput x -> no option --ouput; did you mean '-
 infer --model nowhere --input . --output o -> no model at nowhere
 evaluate --model nowhere --output o -> no model at nowhere
 evaluate --model modle --output o -> did you mean 'model'
-evaluate --config nowhere --output o -> no config nowhere
 layers --model nowhere -> no model at nowhere
 serve --models nowhere -> no model at nowhere
 infer --model runs --input good --output o -> runs holds several models (e, link, run, two); give
@@ -72,8 +71,6 @@ evaluate --model model --good NG --output o -> NG would be taken as good
 evaluate --model model --good good --masks good --output o -> --masks needs --defects
 evaluate --model model --defects NG --masks good --output o -> none of 1 defects has a
 evaluate --model model --good good --data-root . --output o -> --data-root can't be given
-evaluate --model model --set seed=3 --output o -> --set needs --config
-evaluate --config folder --good good --output o -> need --model
 update --model model --output o -> --good, --feedback, or both
 update --model model --good nowhere --output o -> --good nowhere doesn't exist
 update --model model --good good --defects nowhere --output o -> --defects nowhere doesn't exist
