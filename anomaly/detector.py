@@ -26,7 +26,7 @@ from anomaly.storage.save import save
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.explain.score import Explanation
+    from anomaly.explain.evidence import Explanation
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class AnomalyDetector:
         full_scale: float | None = None,
         layout: AxisOrder | None = None,
     ) -> Explanation:
-        """Why an image has its score, in pictures: see `anomaly.explain.score.Explanation`.
+        """Why an image has its score, in pictures: see `anomaly.explain.evidence.Explanation`.
 
         Args:
             image: as for `predict`.
@@ -327,7 +327,7 @@ class AnomalyDetector:
             ImageError: it can't be used; says why.
         """
         with _extra_train("AnomalyDetector.explain"):
-            from anomaly.explain.score import explained
+            from anomaly.explain.evidence import explained
 
         given = self.model.array_format(channels, full_scale, layout)
         return explained(self.model, given.source(image), *([] if good is None else [good]))

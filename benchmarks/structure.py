@@ -43,9 +43,9 @@ ROOT = Path(__file__).parents[1]
 # What helps a person before and after the model, by the beginnings of its files' names.
 _DESK = (
     *("sample_data", "cli/start", "cli/check", "cli/tune", "cli/update", "cli/calibrate"),
-    *("cli/missed", "cli/selfcheck", "cli/region", "training/tuning", "training/update"),
+    *("cli/selfcheck", "cli/region", "training/tuning", "training/update"),
     *("evaluation/weaknesses", "evaluation/update", "evaluation/recalibrate"),
-    *("calibration/production", "datasets/check", "explain/missed", "explain/other_settings"),
+    *("calibration/production", "datasets/check"),
 )
 _NOT_CORE = ("line", "cluster", *_DESK)
 # A bank of 4,096 vectors, which is searched as banks of a usual size are.

@@ -1,4 +1,4 @@
-"""`anomaly explain`: why an image was flagged, as a page; what a classifier looks at."""
+"""`anomaly explain`: why an image was flagged or passed, as a page; what a classifier sees."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from anomaly.backbones.weights import check_weights
 from anomaly.cli.common_options import device_and_threads
-from anomaly.errors import AnomalyError
+from anomaly.errors import AnomalyError, DataError
 from anomaly.explain.pictures import PAGE, RgbImage, claim_folder, save_explanation
 from anomaly.files.outputs import locked
 from anomaly.files.writing import short_name
 from anomaly.storage.exported import check_layers
+from anomaly.storage.folder import find_model
+from anomaly.storage.golden import keep_missed
 from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,10 @@ def run(options: argparse.Namespace) -> int:
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
         unused = "--class" if options.classes else "--weights"
         raise AnomalyError(f"{unused} needs a classifier; give --backbone too, or leave it out")
-    if options.model is None and options.good:
-        raise AnomalyError("--good names a model's training images; give --model too")
+    if options.model is None and (options.good or options.keep):
+        raise AnomalyError(
+            f"{'--good' if options.good else '--keep'} needs a model; give --model too"
+        )
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     if options.model is not None:
@@ -43,21 +47,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from anomaly.explain.saliency import explain_class  # needs torch
-    from anomaly.explain.score import explained
+    from anomaly.explain.evidence import explained  # needs torch
+    from anomaly.explain.page import next_steps
+    from anomaly.explain.saliency import explain_class
 
     device, _ = device_and_threads(options)
     claim_folder(options.output, overwrite=options.overwrite)
     facts: dict[str, Any] = {"image": str(options.input)}
     pictures: dict[str, RgbImage] = {}
     notes: list[str] = []
-    page = ""
+    page, steps = "", list[tuple[str, str]]()
     if options.model is not None:
         why = explained(load_model(options.model, device), options.input, *options.good)
         facts |= why.facts()
         pictures |= {f"{name}.png": picture for name, picture in why.pictures.items()}
         notes += why.notes
         page = why.html()
+        if why.prediction.verdict == "good":
+            steps = next_steps(why)
     if options.backbone is not None:
         seen = explain_class(
             options.backbone,
@@ -77,7 +84,21 @@ def _explain(options: argparse.Namespace) -> int:
     _print_facts(facts, output)
     if page:
         print(f"Look at {output / PAGE}")
+    for text, command in steps:
+        print(f"{text} {command}".rstrip())
+    if options.keep:
+        _keep(options.model, options.input, facts["verdict"])
     return 0
+
+
+def _keep(model: Path, image: Path, verdict: str) -> None:
+    """Make a defect that was called good a known defect of the run."""
+    if verdict != "good":
+        raise DataError(
+            f"{image} wasn't kept: only a defect that the model calls good is a missed one, and "
+            f"the verdict is {verdict or 'unknown without thresholds'}"
+        )
+    print(f"kept as {keep_missed(find_model(model), image.name, image.read_bytes())}")
 
 
 def _print_facts(facts: Mapping[str, Any], output: Path) -> None:

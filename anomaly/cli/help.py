@@ -44,11 +44,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "tune --config part.yaml --output part_tuned.yaml",
             "tune --config part.yaml --defects defects --budget 30m --output part_tuned.yaml",
         ),
-        "missed": (
-            "show what would have caught a missed defect, and keep it as a known defect",
-            "missed --model runs/part complaint.png",
-            "missed --model runs/part complaint.png --mask complaint_mask.png --keep",
-        ),
         "update": (
             "let a model learn good parts that people have confirmed",
             "update --model runs/part --good confirmed --output runs/part_2",
@@ -62,8 +57,8 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "infer --model runs/part --input camera --output results/camera --watch",
         ),
         "explain": (
-            "show why an image was flagged, in pictures",
-            "explain --model runs/part part.png --output why",
+            "show why an image was flagged, or what would have caught a missed defect",
+            "explain --model runs/part complaint.png --keep",
             "explain --backbone resnet50 part.png --output maps",
         ),
         "export": (

@@ -266,44 +266,6 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
-def _missed(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "images",
-        type=Path,
-        nargs="+",
-        metavar="IMAGE",
-        help="images of defects that were called good",
-    )
-    add(
-        "--model",
-        type=Path,
-        required=True,
-        help="the run that called them good, or its model/ folder",
-    )
-    add("--mask", type=Path, metavar="FILE", help="mask of the defect, for a single image")
-    good = "folders with training images that have moved"
-    add_paths(parser, "--good", good, "FOLDER")
-    add(
-        "--output", type=Path, metavar="FOLDER", help="folder for a page of evidence for each image"
-    )
-    add("--overwrite", action="store_true", help="replace earlier pages there")
-    add(
-        "--keep",
-        action="store_true",
-        help="make them golden parts of the run: selfcheck names them until they are "
-        "caught; from then on calibrate, update and deploy refuse to lose them",
-    )
-    add(
-        "--budget",
-        type=duration,
-        default="2m",
-        metavar="TIME",
-        help="time to try other settings: 90s, 10m (default: 2m)",
-    )
-    add_device(parser)
-
-
 def _update(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="the run, or its model/ folder; it isn't changed")
@@ -435,6 +397,13 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     )
     add_paths(parser, "--good", good, "FOLDER")
     parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="with --model: a defect that was called good becomes a golden part of the run: "
+        "selfcheck names it until it is caught; from then on calibrate, update and deploy refuse "
+        "to lose it",
+    )
+    parser.add_argument(
         "--weights",
         default="imagenet",
         help="with --backbone: imagenet (default), random, or a .safetensors or .pth file",
@@ -501,7 +470,6 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "evaluate": _evaluate,
     "calibrate": _calibrate,
     "tune": _tune,
-    "missed": _missed,
     "update": _update,
     "infer": _infer,
     "explain": _explain,

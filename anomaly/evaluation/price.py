@@ -126,7 +126,7 @@ class Price:
         if not self.of(DEFECTS):
             yield (
                 "No known defects to compare, so whether defects are still caught is unknown; keep "
-                "some with anomaly missed --keep"
+                "some with anomaly explain --keep"
             )
 
 

@@ -141,9 +141,9 @@ class Run:
         output = f"{self.model.config.name}_tuned.yaml"
         return _command("tune", *self.config(), *self.tested, "--output", output)
 
-    def missed(self, images: Sequence[Path]) -> str:
-        """The command that says what would have caught defects."""
-        return _command("missed", *images, "--model", self.folder)
+    def explain(self, image: Path) -> str:
+        """The command that says what would have caught a defect."""
+        return _command("explain", image, "--model", self.folder)
 
     def update(self) -> str:
         """The command that lets the model learn more good images."""
@@ -231,12 +231,12 @@ def _missed(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[W
         remedy = "Try other settings on the known defects (10 minutes at most):"
         yield Weakness(what, remedy, run.tune(), _BY_TUNING, _TUNED * share)
         return
-    files = [image.source for image in missed if isinstance(image.source, Path)][:_PRINTED]
+    files = [image.source for image in missed if isinstance(image.source, Path)]
     why = "The settings are those that tune chose."
     if defects < LEAST_DEFECTS:
         why = f"With {LEAST_DEFECTS} known defects or more, tune can choose settings."
-    remedy = f"{why} See why {'these pass' if len(files) > 1 else 'it passes'} (2 minutes at most):"
-    yield Weakness(what, remedy, run.missed(files) if files else "", "", _TUNED * share)
+    remedy = f"{why} See why {'the first' if len(files) > 1 else 'it'} passes:"
+    yield Weakness(what, remedy, run.explain(files[0]) if files else "", "", _TUNED * share)
 
 
 def _too_coarse(run: Run, missed: Sequence[JudgedImage], defects: int) -> Iterator[Weakness]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import PurePath
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from anomaly.calibration.rates import percent, rate_above
 from anomaly.explain.pictures import RgbImage
 from anomaly.inference.rows import RegionRow
 from anomaly.maps.encoding import jpeg, thumbnail
@@ -28,12 +30,13 @@ from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds
-    from anomaly.explain.score import Explanation
+    from anomaly.explain.evidence import Explanation
     from anomaly.scoring.prediction import Prediction
 
 _TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
 _PIXELS = 1_000_000  # of a picture
 _REGIONS = 4  # that are numbered, as many as have crops; explanation.json has all
+_AFFORDABLE = 0.2  # share of good parts above a threshold up to which it is worth proposing
 
 
 def explanation_html(explanation: Explanation) -> str:
@@ -206,10 +209,11 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     update = command_line("anomaly", "update", "--model", folder, "--good", "FOLDER", "--output")
     tune = "anomaly tune --config CONFIG --defects FOLDER"
     if prediction.verdict == "good":
-        missed = command_line("anomaly", "missed", image, "--model", folder, "--keep")
+        keep = command_line("anomaly", "explain", image, "--model", folder, "--keep")
         return [
             ("Is the part good? Then there is nothing to do.", ""),
-            ("Is it defective? See what would have caught it, and keep it as known:", missed),
+            _catching(prediction.score, prediction.thresholds, folder),
+            ("Keep it as a known defect, which later versions have to catch:", keep),
             ("Do defects like this pass often? Try other settings on them:", tune),
         ]
     return [
@@ -225,6 +229,23 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
             f"{update} NEW_RUN",
         ),
     ]
+
+
+def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
+    """The highest threshold of five digits that catches an image, its price, and the command."""
+    step = 10.0 ** (math.floor(math.log10(max(score, 1e-30))) - 4)
+    threshold = float(f"{(math.ceil(score / step) - 1) * step:.5g}")
+    price = rate_above(limits.good.image, threshold, limits.good.groups)
+    text = (
+        f"Is it defective? A review threshold of {threshold:.5g} would catch it; of "
+        f"{price.images} good images, {price.count} ({percent(price.expected)}, {price.interval} "
+        "with 95 % confidence) score higher"
+    )
+    if price.expected > _AFFORDABLE:
+        return f"{text}, which is too many.", ""
+    limit, review = f"{limits.image:.5g}", f"{threshold:.5g}"
+    both = ("--threshold", limit, "--review-threshold", review)
+    return f"{text}:", command_line("anomaly", "calibrate", "--model", folder, *both)
 
 
 def _step(step: tuple[str, str]) -> str:

@@ -162,7 +162,7 @@ class InspectionService:
         if file is None or slot is None:
             gone = "its picture isn't kept" if file is None else f"model {part['model']} is gone"
             raise DataError(
-                f"part {number} can't be kept: {gone}. Give the file to anomaly missed --keep. "
+                f"part {number} can't be kept: {gone}. Give the file to anomaly explain --keep. "
                 "serve --keep-good 1 keeps the pictures of all good parts"
             )
         kept = keep_missed(slot.folder, f"part-{number}", file)

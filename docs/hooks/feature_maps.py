@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torchvision.models import resnet18
 
-from anomaly.explain.feature_maps import feature_map_pictures
+from anomaly.explain.saliency import feature_map_pictures
 
 model = resnet18(weights=None).eval()
 y, x = torch.meshgrid(torch.linspace(-1, 1, 96), torch.linspace(-1, 1, 128), indexing="ij")

@@ -15,7 +15,7 @@ from conftest import Command, write_part
 import anomaly
 from anomaly.calibration.production import flagged_line
 
-PRINTED = re.compile(r"(?:^|: )\s*(anomaly [a-z]+ -.*|anomaly missed .*)$", re.MULTILINE)
+PRINTED = re.compile(r"(?:^|: )\s*(anomaly [a-z]+ -.*|anomaly explain .*)$", re.MULTILINE)
 
 
 def test_no_printed_command_loses_a_known_defect(
@@ -65,5 +65,5 @@ def test_no_printed_command_loses_a_known_defect(
         waiting += [one for one in new if one not in [*followed, *waiting] and " tune " not in one]
         assert not any("defective" in one or "--yes" in one for one in new)
     names = {line.split()[1] for line in followed}
-    assert {"missed", "calibrate", "train"} <= names, followed
+    assert {"explain", "calibrate", "train"} <= names, followed
     assert any("--production" in line for line in followed)

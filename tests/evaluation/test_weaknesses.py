@@ -130,7 +130,7 @@ def test_defects_that_pass(run: Run) -> None:
     assert "97 % of the defects caught instead of 59 %" in first.expected
     config = run.model.config.model_copy(update={"chosen_by": ("0" * 16,)})
     tuned = replace(run, model=replace(run.model, config=config))
-    why = ["anomaly", "missed", "0.png", "1.png", "2.png", "--model", str(run.folder)]
+    why = ["anomaly", "explain", "0.png", "--model", str(run.folder)]
     for of, among in ((tuned, missed), (run, missed[:3])):  # three are too few to tune with
         assert shlex.split(of_images(of, among)[0].command) == why
 

@@ -25,12 +25,12 @@ from anomaly.errors import ConfigError
 from anomaly.evaluation.splits import TrainingImages, training_names
 from anomaly.explain.evidence import (
     GoodImages,
+    explained,
     patch_box,
     score_gradient,
     tile_of,
     worst_patches,
 )
-from anomaly.explain.score import explained
 from anomaly.export.features import from_model
 from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load

@@ -19,8 +19,8 @@ from browser import Browser
 from conftest import Command
 from kit import table
 
+from anomaly.explain.evidence import Explanation, explained
 from anomaly.explain.page import next_steps, verdict_lines
-from anomaly.explain.score import Explanation, explained
 from anomaly.storage.load import load_model
 
 CPU = torch.device("cpu")
@@ -109,10 +109,10 @@ def test_names_of_any_script_stay_text_and_commands_can_be_pasted(
     assert "<b onclick" not in page
     assert not re.search(r"""(href|src)=["'](?!data:|#)""", page)
     assert re.search(r"img-src data:;.*script-src 'none'", page)
-    missed = re.search(r"<code>(anomaly missed .*?)</code>", page)
-    assert missed
-    words = shlex.split(unescape(missed[1]))
-    assert words == ["anomaly", "missed", str(image), "--model", str(run_folder), "--keep"]
+    keep = re.search(r"<code>(anomaly explain .*?)</code>", page)
+    assert keep
+    words = shlex.split(unescape(keep[1]))
+    assert words == ["anomaly", "explain", str(image), "--model", str(run_folder), "--keep"]
 
 
 def test_what_to_do_next_follows_from_the_verdict(why: Explanation) -> None:

@@ -11,7 +11,7 @@ from sklearn.decomposition import PCA
 from torch import nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.feature_maps import (
+from anomaly.explain.saliency import (
     feature_map_picture,
     feature_map_pictures,
     most_active,

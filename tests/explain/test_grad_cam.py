@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError
-from anomaly.explain.feature_maps import feature_map_pictures
 from anomaly.explain.saliency import (
+    feature_map_pictures,
     grad_cam,
     guided_backpropagation,
     guided_grad_cam,
