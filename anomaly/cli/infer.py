@@ -30,7 +30,6 @@ from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import find_inputs, passed_over
 from anomaly.errors import DataError, OutputError, first_of, visible
-from anomaly.evaluation.weaknesses import JudgedImage, Run, lines, of_images
 from anomaly.files.outputs import (
     DONE,
     FOLDERS,
@@ -56,11 +55,9 @@ from anomaly.report.tables import passed_in_evaluation
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
-from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:
     from anomaly.cluster.actors import Cluster
-    from anomaly.scoring.prediction import Prediction
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +102,6 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
         journal = RunJournal(options.output / JOURNAL, about)
         with resumable(lambda: f"{len(journal.done)} of {total} images are"):
             learned = learned_by(model)
-            judged: list[JudgedImage] = []
             with ProgressLine() as progress:
                 thumbnails = infer_files(
                     model,
@@ -116,7 +112,6 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     decoders,
                     stopped=lambda: stop.signal is not None,
                     progress=partial(progress, "scoring"),
-                    scored=partial(_judge, learned, judged),
                     predict=predict,
                 )
             rows = journal.rows()
@@ -130,7 +125,7 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
             _print_rows(rows, total, options.output, page)
             _print_learned(rows, learned)
             _print_escapes(model, options.model)
-            _print_weaknesses(model, options, judged)
+            _warn_of_difference(model, options.model, rows, learned)
             if is_complete:
                 return _finish(options.output, journal, rows, model.name, begun)
         print("stopped; continue with --resume")
@@ -153,17 +148,17 @@ def _predict_on(
     return predict
 
 
-def _judge(learned: frozenset[str], judged: list[JudgedImage], prediction: Prediction) -> None:
-    """Note what an image that the model hasn't learned from says of the model."""
-    if prediction.sha256 not in learned and prediction.path is not None:
-        judged.append(JudgedImage.of(prediction, prediction.path))
-
-
-def _print_weaknesses(model: Model, options: argparse.Namespace, judged: list[JudgedImage]) -> None:
-    production = options.input or ["FOLDER"]
-    run = Run(model, options.model, training_record(options.model), production=production)
-    for line in lines(of_images(run, judged)):
-        log.info(line)
+def _warn_of_difference(
+    model: Model, folder: Path, rows: list[Row], learned: frozenset[str]
+) -> None:
+    """Warn if more or fewer images are flagged than the thresholds promise."""
+    # Images that are flagged whatever their score say nothing of the promise.
+    new = [r for r in rows if r.verdict and not r.reason and r.image_sha256 not in learned]
+    if model.thresholds is not None:
+        promised = model.thresholds.calibration.review.false_rejects
+        flagged = sum(row.verdict != "good" for row in new)
+        if line := flagged_line(flagged, len(new), promised, str(folder)):
+            log.warning(line)
 
 
 def _print_escapes(model: Model, folder: Path) -> None:

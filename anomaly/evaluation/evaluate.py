@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -145,7 +146,8 @@ def score_test_split(
                 if mask is not None and sample.is_defect and not mask.any():
                     mask = None  # or it would count as a good image's
                     unmarked.append(str(sample.mask_path))
-                scored[result.index] = Scored.of(sample, result)
+                width = None if mask is None or not sample.is_defect else width_of(mask)
+                scored[result.index] = replace(Scored.of(sample, result), width=width)
                 anomaly_map = result.anomaly_map
                 if mask is not None:
                     pixels.update(anomaly_map, mask)
@@ -189,6 +191,11 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
         sum(row.sha256 in chosen_with for row in rows),
         sum(detector.config.has_chosen(row.sha256) for row in rows),
     )
+
+
+def width_of(mask: Mask) -> float:
+    """The width of a defect where it is widest, in pixels of its mask (H, W)."""
+    return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
 
 
 def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError | None:

@@ -61,7 +61,6 @@ def infer(
     stopped: Callable[[], bool] = lambda: False,
     progress: Progress = lambda done, total: None,
     thumbnails: Thumbnails | None = None,
-    scored: Callable[[Prediction], None] = lambda prediction: None,
     predict: Predict | None = None,
 ) -> None:
     """Score the images that aren't in the record yet.
@@ -77,13 +76,12 @@ def infer(
         stopped: whether to stop; scored images are then still drawn and kept for a few seconds.
         progress: called with images done in this run, and the number to do.
         thumbnails: gets small heatmaps of the images that matter most.
-        scored: called with each prediction.
         predict: scores batches; None for the model, in this process.
 
     Raises:
         OutputError: results can't be written.
     """
-    run = _Run(model, inputs, record, decoders, stopped, thumbnails, scored)
+    run = _Run(model, inputs, record, decoders, stopped, thumbnails)
     run.score(progress, predict or model.predict_batches)
 
 
@@ -97,7 +95,6 @@ def infer_files(
     *,
     stopped: Callable[[], bool],
     progress: Callable[[int, int], None],
-    scored: Callable[[Prediction], None] = lambda prediction: None,
     predict: Predict | None = None,
 ) -> Thumbnails | None:
     """Score the files of a list that aren't in its journal yet, and write the tables.
@@ -111,7 +108,6 @@ def infer_files(
         decoders: started.
         stopped: whether to stop; the journal then lacks some files.
         progress: called with images done in this run, and the number to do.
-        scored: called with each prediction.
         predict: scores batches; None for the model, in this process.
 
     Returns:
@@ -136,7 +132,6 @@ def infer_files(
                 stopped=stopped,
                 progress=progress,
                 thumbnails=thumbnails,
-                scored=scored,
                 predict=predict,
             )
     except OutputError as error:
@@ -183,7 +178,6 @@ class _Run:
     decoders: Decoders
     stopped: Callable[[], bool]
     thumbnails: Thumbnails | None
-    scored: Callable[[Prediction], None]
     # The index of each batch's last image, and how many images it has.
     batches: dict[int, int] = field(default_factory=dict)
     # In the batches' order: results whose pictures may be unfinished, and the finished images of #
@@ -226,7 +220,6 @@ class _Run:
             self.decoders.forget(result.index)
             self.behind.append(result)
         else:
-            self.scored(result)
             i, options = result.index, self._render_options(result)
             path, name = self.inputs.paths[i], self.inputs.pictures[i]
             drawn = self.decoders.finish(i, path, result.source_map, name, options)

@@ -19,7 +19,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics.images import Confusion
-from anomaly.evaluation.weaknesses import JudgedImage, Run, Weakness, of_images, width_of
+from anomaly.evaluation.weaknesses import Run, Weakness, of_images
 from anomaly.maps.encoding import encoded, jpeg, pixels_for
 from anomaly.maps.heatmap import display, layer, outlines
 from anomaly.maps.regions import predicted_mask
@@ -139,10 +139,8 @@ def evaluated(
     """
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
-    judged: list[JudgedImage] = []
 
     def take(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
-        judged.append(_judged(prediction, sample, mask))
         tiles.add(prediction, anomaly_map, mask)
 
     with Tiles(len(samples), limit, workers) as tiles:
@@ -173,16 +171,8 @@ def evaluated(
         date=utc_now(),
         seconds=seconds,
         tiles=pictures,
-        weaknesses=of_images(run, judged),
+        weaknesses=of_images(run, evaluation.scored),
     )
-
-
-def _judged(prediction: Prediction, sample: Sample, mask: Mask | None) -> JudgedImage:
-    image = JudgedImage.of(prediction, sample.source)
-    image = replace(image, is_defect=sample.is_defect)
-    if image.flagged or not sample.is_defect:
-        return image
-    return replace(image, source=sample.source, width=None if mask is None else width_of(mask))
 
 
 def training_of(folder: Path, model_id: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ Floats = NDArray[np.float64]
 QUIET = 0.02  # contrast, below which a ratio to it means nothing
 # Brightness that differs less, all over an image, is one value and the rounding of resizing it.
 BLANK = 1e-4
-_GREY = 1 / 255  # mean difference between channels, below which an image has no colours
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class ImageStatistics:
         squared: sum of the squares of all their values.
         darkest: the lowest brightness of a pixel.
         brightest: the highest.
-        colour: sum of the differences between their channels, in [0, 1] each.
     """
 
     pixels: float
@@ -49,7 +47,6 @@ class ImageStatistics:
     squared: float
     darkest: float
     brightest: float
-    colour: float = 0.0
 
     def __add__(self, other: ImageStatistics) -> ImageStatistics:
         names = [field.name for field in fields(self)]
@@ -67,11 +64,6 @@ class ImageStatistics:
             f"all its pixels are {self.brightest:.3g} of full scale: a blank image "
             "(written while it was read, or from a camera without a picture?)"
         )
-
-    @property
-    def is_grey(self) -> bool:
-        """Whether the image has no colours: its channels are all but equal."""
-        return self.colour < _GREY * self.pixels
 
     def figures(self) -> dict[str, float]:
         """Brightness and contrast in [0, 1]; sharpness, the ratio of fine detail to contrast."""
@@ -166,11 +158,10 @@ def measure(
     red, green, blue = np.moveaxis(pixels, 2, 0)
     light = (red + green + blue) / np.float32(3)  # a fifth of the time that `mean` takes
     edges = np.abs(cv2.Laplacian(light, cv2.CV_32F))
-    colour = np.maximum(np.abs(red - green), np.abs(green - blue))
     if inside is not None:
         size = (light.shape[1], light.shape[0])
         shown = cv2.resize(inside.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST) > 0
-        light, edges, colour = light[shown], edges[shown], colour[shown]
+        light, edges = light[shown], edges[shown]
     return ImageStatistics(
         float(light.size),
         float(light.sum(dtype=np.float64)),
@@ -182,7 +173,6 @@ def measure(
         # A tile may have no pixel that counts.
         float(light.min(initial=np.inf)),
         float(light.max(initial=-np.inf)),
-        float(colour.sum(dtype=np.float64)),
     )
 
 

@@ -28,6 +28,7 @@ class Scored:
         sha256: of the file's bytes.
         status: `ok`, or that of an `UnusableImage`.
         peak: the highest value of the anomaly map, where that was asked for; else NaN.
+        width: of its defect in original pixels, where that is widest; None without a mask.
     """
 
     sample: Sample
@@ -36,6 +37,7 @@ class Scored:
     sha256: str = ""
     status: str = "ok"
     peak: float = math.nan
+    width: float | None = None
 
     @classmethod
     def of(

@@ -359,7 +359,6 @@ class Training(DetectorFit):
         patch_pixels: height and width of one patch in original pixels, in the median.
         outliers: training images that would be `review` for not being our part, had they not been
             learned from, by name.
-        grey: how many of those learned from have no colours.
     """
 
     refused: dict[str, str] = field(default_factory=dict)
@@ -367,7 +366,6 @@ class Training(DetectorFit):
     seconds: dict[str, float] = field(default_factory=dict)
     patch_pixels: tuple[float, float] = (0.0, 0.0)
     outliers: tuple[str, ...] = ()
-    grey: int = 0
 
     @property
     def learned(self) -> int:
@@ -491,7 +489,6 @@ def train(
         seconds=stages.seconds,
         patch_pixels=patch_pixels_of(features, min(setup.extractor.strides)),
         outliers=tuple(samples[fit.images[place]].name for place in outliers_among(statistics)),
-        grey=sum(image.is_grey for image in statistics),
     )
 
 

@@ -182,7 +182,6 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
         "device": training.detector.device.type,
         "images": {
             "learned": training.learned,
-            "grey": training.grey,
             "behind_thresholds": 0 if thresholds is None else thresholds.images,
             "refused": len(training.refused),
         },

@@ -54,7 +54,7 @@ def test_quiet_shows_results_and_the_log_file_everything(
         "detail settings from",
         "warning backbone.weights is 'random'",
         "detail time: backbone",
-        "remark weaknesses, the most important first",
+        "remark 12 good images can't guarantee",
         "detail exit code 0",
     ):
         assert known in text

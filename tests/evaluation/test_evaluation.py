@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
-from anomaly.evaluation.evaluate import Evaluation, score_test_split
+from anomaly.evaluation.evaluate import Evaluation, score_test_split, width_of
 from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.evaluation.price import Compared
 from anomaly.imaging.read import read_mask
@@ -131,3 +131,9 @@ def test_what_was_caught_and_would_pass_escapes() -> None:
     every = [(a, b) for a in ("good", "review", "reject") for b in ("good", "review", "reject")]
     escapes = [pair for pair in every if Compared("a.png", *pair, (1.0, 2.0)).newly_passes]
     assert escapes == [("review", "good"), ("reject", "good")]
+
+
+def test_the_width_of_a_defect() -> None:
+    mask = np.zeros((60, 80), bool)
+    mask[10:20, 5:70] = True  # ten pixels high
+    assert width_of(mask) == pytest.approx(10, abs=0.5)

@@ -218,10 +218,9 @@ function showHead() {
 function showWeaknesses() {
   const weaknesses = data.weaknesses || [];
   byId("weaknesses").hidden = !weaknesses.length;
-  byId("weaknesses").querySelector("ol").replaceChildren(...weaknesses.map(({ what, remedy, command, expected }) =>
+  byId("weaknesses").querySelector("ol").replaceChildren(...weaknesses.map(({ what, remedy, command }) =>
     element("li", {}, element("b", {}, visible(what)), ` ${visible(remedy)}`,
-      ...(command ? [element("code", {}, visible(command))] : []),
-      ...(expected ? [element("p", { class: "soft small" }, `Expected: ${visible(expected)}.`)] : []))));
+      ...(command ? [element("code", {}, visible(command))] : []))));
 }
 
 // What the thresholds promise beside what these images show; it stays when a threshold is moved.
