@@ -103,21 +103,6 @@ def _of_package(name: str) -> Backbone | None:
     return None
 
 
-def is_unchanged(name: str, recorded: Mapping[str, str | None]) -> bool:
-    """Whether a network is torchvision's or timm's, and both are those of a model's manifest.
-
-    Args:
-        name: of the network.
-        recorded: versions of packages.
-    """
-    if name in BACKBONES or not (
-        name.startswith(networks.TIMM) or name in networks.torchvision_names()
-    ):
-        return False  # its code may change without a version
-    packages = ("torchvision", *backbone_of(name).packages)
-    return all(recorded.get(package) == version_of(package) for package in packages)
-
-
 def version_of(package: str) -> str | None:
     """The version of an installed distribution; None where there is none."""
     try:

@@ -61,37 +61,36 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
         return FeatureExtractor(network.eval(), paths, layouts, copies, pairs)
 
 
-def truncation_of(extractor: FeatureExtractor) -> dict[str, Any]:
-    """What the dry runs of `truncate` have shown, which `truncate_again` takes."""
+def describe(extractor: FeatureExtractor) -> dict[str, Any]:
+    """The findings of `truncate`'s dry runs as plain values, from which `truncate_again` starts."""
     modules = extractor.network.named_modules()
     return {
-        "dropped": [path for path, module in modules if isinstance(module, PassThrough)],
+        "layers": list(extractor.layers),
+        "channels": list(extractor.channels),
+        "strides": list(extractor.strides),
         "axes": [layout.axes for layout in extractor.layouts],
+        "dropped": [path for path, module in modules if isinstance(module, PassThrough)],
         "copies": extractor.copies,
         "folded": [list(pair) for pair in extractor.pairs],
     }
 
 
-def truncate_again(network: nn.Module, backbone: Mapping[str, Any]) -> FeatureExtractor:
-    """Truncate a network as it was before, in place, without a dry run.
-
-    Of a network that isn't the same, it raises whatever torch does, here or as it computes.
+def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
+    """Truncate a network in place as before, without dry runs, which import torch's compiler (2 s).
 
     Args:
-        network: the same one, on the meta device.
-        backbone: `layers`, `channels` and `strides` of the extractor of before, and its
-            `truncation`.
+        network: on the meta device.
+        described: what `describe` gave.
     """
-    truncation = backbone["truncation"]
-    for path in truncation["dropped"]:
+    for path in described["dropped"]:
         network.set_submodule(path, PassThrough(), strict=True)
-    described = zip(truncation["axes"], backbone["channels"], backbone["strides"], strict=True)
+    layouts = zip(described["axes"], described["channels"], described["strides"], strict=True)
     return FeatureExtractor(
         network.eval(),
-        tuple(backbone["layers"]),
-        tuple(Layout(*values) for values in described),
-        truncation["copies"],
-        tuple((convolution, norm) for convolution, norm in truncation["folded"]),
+        tuple(described["layers"]),
+        tuple(Layout(*values) for values in layouts),
+        described["copies"],
+        tuple((convolution, norm) for convolution, norm in described["folded"]),
     )
 
 

@@ -11,6 +11,7 @@ from anomaly.config.schema import METHODS
 from anomaly.errors import AnomalyError, ConfigError
 from anomaly.files.tables import text_table
 from anomaly.storage.folder import find_model, read_manifest
+from anomaly.storage.load import config_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,10 +34,10 @@ def run(options: argparse.Namespace) -> int:
         network = build(name)
         hooked = _hooked_by_default(name, network)
     else:
-        backbone = read_manifest(find_model(options.model))["backbone"]
-        name = backbone["name"]
+        folder = find_model(options.model)
+        name = config_in(folder).backbone.name
         network = build(name)
-        hooked = dict.fromkeys(backbone["layers"], "hooked")
+        hooked = dict.fromkeys(read_manifest(folder)["backbone"]["layers"], "hooked")
     table = layer_table(network, options.input_size)
     shown = [x for x in table if options.depth is None or x.path.count(".") < options.depth]
     if options.json:

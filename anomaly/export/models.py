@@ -37,7 +37,6 @@ from anomaly.storage.folder import (
     claim_model,
     file_entry,
     find_model,
-    read_manifest,
 )
 from anomaly.storage.golden import golden_of
 from anomaly.storage.load import config_in, load_model
@@ -106,7 +105,7 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
 
 def _warn_of_scores(folder: Path) -> None:
     """Warn of a smallest defect, which a graph to patch scores leaves to other programs."""
-    config = config_in(folder, read_manifest(folder))
+    config = config_in(folder)
     if config.model.smallest_defect is not None:
         log.warning(
             "the whole graph ends with patch scores: smallest_defect of this model applies when "
@@ -161,7 +160,7 @@ def export_model(
     folder = check_export(source, output, options)
     engine, precision, camera = options.engine, options.precision, options.camera
     remove_drafts(output)
-    trained_in = read_manifest(folder)["made_with"]["precision"]
+    trained_in = config_in(folder).precision
     model = load_model(folder, "cpu", trained_in)
     if camera is not None:
         check_pixels(model)

@@ -22,14 +22,11 @@ from anomaly.line.feedback import judgements, safe_name, save_pictures
 from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, earlier, holds
 from anomaly.scoring.pipeline import Model
-from anomaly.storage.exported import files_of, read_export
+from anomaly.storage.exported import read_folder
 from anomaly.storage.folder import (
-    EXPORT,
     MANIFEST,
-    check_files,
     find_model,
     model_id,
-    read_manifest,
 )
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
@@ -138,8 +135,7 @@ def _drift(options: argparse.Namespace) -> int:
 
 def _thresholds(options: argparse.Namespace) -> Thresholds:
     folder = find_model(options.model)
-    manifest, export = read_manifest(folder), read_export(folder)
-    check_files(folder, files_of(manifest, export), [EXPORT] if export else [])
+    read_folder(folder)
     thresholds = read_thresholds(folder)
     if thresholds is None:
         raise DataError(

@@ -124,16 +124,6 @@ def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_fits(channels: int, learned: int) -> None:
-    """Check that a scorer was learned from embeddings of a network's channels.
-
-    Raises:
-        ModelError: it wasn't.
-    """
-    if channels != learned:
-        raise ModelError(f"its network has {channels} channels where its scorer has {learned}")
-
-
 def axis_length(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:
     """The length of one axis of a saved tensor; -1 if it has no such axis."""
     shape = tensors[name].shape if name in tensors else ()
@@ -209,18 +199,6 @@ class ArrayScorer(Protocol):
         """
         values = scores.scores
         return module_of(values).amax(values.reshape(len(values), -1), 1)
-
-    def check_origin(self, channels: int, images: int) -> None:
-        """Check that the scorer fits the network and the number of training images.
-
-        Args:
-            channels: of all hooked layers together.
-            images: training images, numbered from 0.
-
-        Raises:
-            ModelError: it can't; the message says what doesn't fit.
-        """
-        check_fits(channels, self.dimensions)
 
 
 class Scorer(ArrayScorer, Protocol):

@@ -1,4 +1,4 @@
-"""What a folder of an exported model says of itself: export.json, and which files belong to it.
+"""Exported models: their export.json, and which files belong to one.
 
     export/
       network.onnx           or network.xml and network.bin: images -> patch embeddings
@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph, has_no_layers
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
-from anomaly.files.writing import as_json
 from anomaly.runtime.devices import CPU
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import array_scorer_of
@@ -29,77 +30,54 @@ from anomaly.storage.folder import (
     EXPORT,
     MANIFEST,
     SCORER,
-    Part,
     Recorded,
-    checked,
+    check_files,
     find_model,
     model_id,
+    read_manifest,
     read_sealed,
     read_tensors,
-    sealed,
+    write_sealed,
 )
 
-FORMAT = "anomaly-export/2"
+FORMAT = "anomaly-export/3"
 
 
-class _Tensor(Part):
-    name: str
-    type: str
-    shape: tuple[int | str, ...]
-    meaning: str
+class _Facts(BaseModel):
+    """Entries of an exported model's file; others are for people."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-class _Graph(Part):
+class _Network(_Facts):
     file: str
-    inputs: tuple[_Tensor, ...]
-    outputs: tuple[_Tensor, ...]
 
 
-class _Changed(Part):
-    image: str
-    before: str
-    after: str
-    scores: tuple[float, float]
-
-
-class _OtherPrecision(Part):
-    trained_in: Literal["fp32", "bf16"]
-    median_difference: float
-    largest_difference: float
-    verdicts_changed: tuple[_Changed, ...]
-
-
-class _Equality(Part):
-    compared_with: str
-    images: tuple[str, ...]
-    tolerance: float
-    largest_difference: float
-    largest_difference_at: str
-    largest_whole_difference: float | None
-
-
-class _Export(Part):
-    format: Literal["anomaly-export/2"]
-    software_version: str
+class _Export(_Facts):
     model_id: str
     engine: Literal["onnx", "openvino"]
-    engine_version: str
-    opset: int
     precision: Literal["fp32", "bf16"]
-    network: _Graph
-    whole: _Graph | None
-    equality: _Equality
-    other_precision: _OtherPrecision | None
+    network: _Network
     files: dict[str, Recorded]
 
 
-def read_export(folder: Path) -> dict[str, Any] | None:
-    """What an exported model's folder says of itself; None for any other model folder.
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The manifest of a model folder and the export.json of an exported model, its files checked.
 
     Raises:
-        ModelError: it is damaged, was changed, was written by another version, or belongs to
-            another model than the manifest beside it; or it is missing where there is a graph.
+        ModelError: a file is missing, damaged, was changed, was written by another version, or
+            doesn't belong.
     """
+    manifest, export = read_manifest(folder), _read_export(folder)
+    files = dict(manifest["files"])
+    if export is not None:
+        files.pop(BACKBONE, None)
+        files |= export["files"]
+    check_files(folder, files)
+    return manifest, export
+
+
+def _read_export(folder: Path) -> dict[str, Any] | None:
     file = folder / EXPORT
     if not file.exists():
         if graphs := [name for name in _NETWORKS if (folder / name).exists()]:
@@ -107,8 +85,7 @@ def read_export(folder: Path) -> dict[str, Any] | None:
                 f"{folder} holds {graphs[0]} of an exported model, but lacks {EXPORT}; {AGAIN}"
             )
         return None
-    of_exports = ("of this version's exports", FORMAT)
-    values = read_sealed(file, _Export, of_exports, "export the model again")
+    values = read_sealed(file, _Export, FORMAT, "export the model again")
     if values["model_id"] != model_id(folder):
         raise ModelError(
             f"{folder} mixes files of two models: {EXPORT} belongs to another one than {MANIFEST}; "
@@ -123,10 +100,8 @@ def is_exported(folder: Path) -> bool:
 
 
 def write_export(folder: Path, values: dict[str, Any]) -> None:
-    """Write what an exported model's folder says of itself, sealed; all but `format`."""
-    content = {"format": FORMAT, **values}
-    checked(content, _Export, folder / EXPORT)
-    (folder / EXPORT).write_text(as_json(sealed(content)), "utf-8")
+    """Write the export.json of an exported model, sealed; `values` are all but `format`."""
+    write_sealed(folder / EXPORT, FORMAT, values)
 
 
 def check_layers(folder: Path) -> None:
@@ -142,15 +117,6 @@ def check_layers(folder: Path) -> None:
         raise has_no_layers(model)
 
 
-def files_of(manifest: dict[str, Any], export: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of the files that belong to a model, by name."""
-    files: dict[str, dict[str, Any]] = dict(manifest["files"])
-    if export is not None:
-        del files[BACKBONE]
-        files |= export["files"]
-    return files
-
-
 def open_network(
     folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any]
 ) -> ExportedNetwork:
@@ -163,7 +129,10 @@ def open_network(
     file = folder / export["network"]["file"]
     graph = Graph(file, export["engine"], export["precision"], get_threads())
     layers, channels, strides = (tuple(backbone[key]) for key in ("layers", "channels", "strides"))
-    return ExportedNetwork(graph, layers, channels, strides, backbone.get("patch"))
+    patches = (
+        stride for axes, stride in zip(backbone["axes"], strides, strict=True) if axes == "tokens"
+    )
+    return ExportedNetwork(graph, layers, channels, strides, next(patches, None))
 
 
 def exported_stages(network: ExportedNetwork, folder: Path, config: Config) -> dict[str, Any]:

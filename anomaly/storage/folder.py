@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = "anomaly-model/3"
+FORMAT = "anomaly-model/4"
 _SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
@@ -57,27 +57,20 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Truncation(Part):
-    """See `anomaly.backbones.truncation`."""
-
-    dropped: tuple[str, ...]
-    axes: tuple[Literal["map", "channels_last", "tokens"], ...]
-    copies: bool
-    folded: tuple[tuple[str, str], ...]
-
-
 class _Backbone(Part):
-    name: str
+    """See `anomaly.backbones.truncation.describe`."""
+
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     channels: tuple[_Count, ...]
     strides: tuple[_Count, ...]
+    axes: tuple[Literal["map", "channels_last", "tokens"], ...]
+    dropped: tuple[str, ...]
+    copies: bool
+    folded: tuple[tuple[str, str], ...]
     mean: tuple[_Mean, _Mean, _Mean]
     std: tuple[_Deviation, _Deviation, _Deviation]
-    weights: str
     weights_sha256: _Sha256 | None
-    weights_licence: str = _ABSENT
-    patch: _Count = _ABSENT
-    truncation: _Truncation = _ABSENT
+    weights_licence: str | None
 
 
 class _MadeWith(Part):
@@ -86,8 +79,6 @@ class _MadeWith(Part):
     machine: str
     device: str
     threads: _Count
-    batch_size: _Count
-    precision: Literal["fp32", "bf16"]
     shard_images: _Count = _ABSENT  # trained on a cluster, by shards of so many
 
 
@@ -98,27 +89,13 @@ class Recorded(Part):
     sha256: _Sha256
 
 
-class _Files(Part):
-    backbone: Recorded = Field(alias="backbone.safetensors")
-    scorer: Recorded = Field(alias="scorer.safetensors")
-    config: Recorded = Field(alias="config.yaml")
-    thresholds: Recorded = Field(alias="thresholds.json")
-    calibration: Recorded = Field(alias="calibration.json")
-    usual: Recorded = Field(alias="usual.safetensors", default=_ABSENT)
-    region: Recorded = Field(alias="region.png", default=_ABSENT)
-    ignore: Recorded = Field(alias="ignore.png", default=_ABSENT)
-    reference: Recorded = Field(alias="reference.safetensors", default=_ABSENT)
-
-
 class _Manifest(Part):
-    format: Literal["anomaly-model/3"]
+    format: Literal["anomaly-model/4"]
     software_version: str
-    name: str
-    seed: _Index
     aspect: Annotated[float, Field(ge=1e-4, le=1e4)] | None
     backbone: _Backbone
     made_with: _MadeWith
-    files: _Files
+    files: dict[str, Recorded]
     training_images: Annotated[dict[str, _Sha256], Field(min_length=1)]
     refused_images: dict[str, _Index]
     parent: _ModelId = _ABSENT
@@ -185,65 +162,58 @@ def checked(values: Any, kind: type[_T], file: Path) -> _T:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a model folder says about itself, without reading or checking its other files.
-
-    Args:
-        folder: the model folder.
+    """The origin of a model, its files and its network, without reading other files of its folder.
 
     Raises:
-        ModelError: it is damaged, was changed, or was made by something else.
+        ModelError: the manifest is damaged, was changed, or was made by something else.
     """
-    return read_sealed(
-        folder / MANIFEST,
-        _Manifest,
-        ("a manifest of this program's models", FORMAT),
-        "give a folder that this version's `train` wrote",
-    )
+    return read_sealed(folder / MANIFEST, _Manifest, FORMAT, "train it again")
 
 
-def read_sealed(file: Path, kind: type, what: tuple[str, str], advice: str) -> dict[str, Any]:
-    """The values in a JSON file that names its format and is sealed, without the seal.
+def read_sealed(file: Path, kind: type, form: str, advice: str) -> dict[str, Any]:
+    """The values in a JSON file that holds its format's name and a hash of itself.
 
     Args:
         file: of a model folder.
-        kind: the schema that they have.
-        what: the file has to be, for messages, and its format.
-        advice: what to do with a file of another format.
+        kind: schema of the values.
+        form: name of the format.
+        advice: the remedy for a file of another format.
 
     Raises:
         ModelError: it is damaged, was changed, or was written by something else.
     """
     values = read_json(file)
     written = values.get("format") if isinstance(values, dict) else None
-    if written != what[1]:
+    if written != form:
         raise ModelError(
-            f"{file} isn't {what[0]} (format {str(written)[:40]!r}, expected {what[1]!r}); {advice}"
+            f"{file} has the format {str(written)[:40]!r}, but this version reads {form!r}; "
+            f"{advice}"
         )
-    seal = values.pop(_SEAL, None)
-    if seal != _hash(values) or file.read_bytes() != as_json(sealed(values)).encode():
+    values.pop(_SEAL, None)
+    if file.read_bytes() != _sealed(values).encode():
         raise ModelError(f"{file} was changed since it was written; {AGAIN}")
     checked(values, kind, file)
     return dict(values)
 
 
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    """Write what a model folder says about itself, sealed.
+    """Write a manifest, sealed.
 
     Args:
         folder: the model folder.
-        values: all but `format` and the seal.
+        values: all but `format`.
     """
-    content = as_json(sealed({"format": FORMAT} | values | {"format": FORMAT}))
-    (folder / MANIFEST).write_text(content, "utf-8")
+    write_sealed(folder / MANIFEST, FORMAT, values)
 
 
-def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """Values with the hash of their own text."""
-    return values | {_SEAL: _hash(values)}
+def write_sealed(file: Path, form: str, values: dict[str, Any]) -> None:
+    """Write a JSON file that holds its format's name and a hash of itself; see `read_sealed`."""
+    file.write_text(_sealed({"format": form} | values | {"format": form}), "utf-8")
 
 
-def _hash(values: dict[str, Any]) -> str:
-    return hashlib.sha256(as_json(values).encode()).hexdigest()
+def _sealed(values: dict[str, Any]) -> str:
+    """Values as JSON, with the hash of their own text."""
+    return as_json(values | {_SEAL: hashlib.sha256(as_json(values).encode()).hexdigest()})
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
@@ -329,42 +299,31 @@ def check_run_folder(folder: Path, source: Path | None = None) -> None:
         )
 
 
-def _subfolders(folder: Path) -> list[Path]:
-    """The subfolders that may be models or runs, by name; none of a folder that can't be read."""
-    try:
-        entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    except OSError:  # not ours to read
-        return []
-    return [
-        entry
-        for entry in entries
-        if entry.is_dir() and entry.name != "model" and not entry.name.startswith(".")
-    ]
-
-
 def _models_inside(folder: Path) -> dict[str, Path]:
     """The model folders of the subfolders that are one or are a run, by the subfolder's name.
 
     Raises:
         ModelError: a subfolder holds other parts of a model, but no manifest.
     """
-    models = {entry.name: _model_at(entry) for entry in _subfolders(folder)}
-    if halves := [name for name, place in models.items() if not place and _is_half(folder / name)]:
-        raise ModelError(
-            f"{folder / halves[0]} holds parts of a model, but no {MANIFEST} in it or in its "
-            f"model/; {AGAIN}, or move it out of {folder}"
-        )
-    return {name: place for name, place in models.items() if place is not None}
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    except OSError:  # no folder, or not ours to read
+        return {}
+    models = {}
+    for entry in entries:
+        if entry.name == "model" or entry.name.startswith("."):
+            continue
+        if model := _model_at(entry):
+            models[entry.name] = model
+        elif any((entry / part).exists() for part in _PARTS):  # a broken copy
+            raise ModelError(
+                f"{entry} holds parts of a model, but no {MANIFEST} in it or in its model/; "
+                f"{AGAIN}, or move it out of {folder}"
+            )
+    return models
 
 
-def _is_half(folder: Path) -> bool:
-    """Whether a folder without a manifest is what a broken copy of a model or a run leaves."""
-    model = folder / "model"
-    if model.is_dir() and all(entry.name.startswith(".") for entry in model.iterdir()):
-        return True  # the folder was made, and nothing is in it yet
-    names = (BACKBONE, SCORER, STATISTICS, EXPORT)
-    parts = [place / name for place in (folder, model) for name in names]
-    return any(file.is_file() for file in (folder / "train.json", *parts))
+_PARTS = ("train.json", *(f"{at}{name}" for at in ("", "model/") for name in (BACKBONE, SCORER)))
 
 
 def _model_at(folder: Path) -> Path | None:
@@ -374,27 +333,18 @@ def _model_at(folder: Path) -> Path | None:
     return None
 
 
-def check_files(
-    folder: Path, expected: Mapping[str, Mapping[str, Any]], unlisted: Iterable[str] = ()
-) -> None:
+def check_files(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare every file of a model folder with what is recorded of it.
 
     Args:
         folder: the model folder.
-        expected: size and sha256 of each file that belongs there, by name.
-        unlisted: further files that do, besides the manifest and the history.
+        expected: size and sha256 of each file but the history and those that are sealed, by name.
 
     Raises:
         ModelError: a file is missing, was changed or doesn't belong.
     """
-    # Finder and Explorer leave their own files in every folder they show.
-    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - {
-        MANIFEST,
-        HISTORY,
-        "Thumbs.db",
-        "desktop.ini",
-        *unlisted,
-    }
+    others = {MANIFEST, EXPORT, HISTORY, "Thumbs.db", "desktop.ini"}
+    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - others
     if missing := sorted(set(expected) - present):
         raise ModelError(f"{folder} lacks {', '.join(missing)}; {AGAIN}")
     if foreign := sorted(present - set(expected)):
@@ -403,11 +353,7 @@ def check_files(
         )
     for name, record in expected.items():
         try:
-            if (folder / name).stat().st_size != record["bytes"]:
-                raise ModelError(
-                    f"{folder / name} has another size than when it was written; {AGAIN}"
-                )
-            if sha256_of(folder / name) != record["sha256"]:
+            if file_entry(folder / name) != record:
                 raise ModelError(f"{folder / name} was changed since it was written; {AGAIN}")
         except OSError as error:
             raise ModelError(f"{folder / name} can't be read: {error.strerror}; {AGAIN}") from None

@@ -100,39 +100,26 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    from anomaly.backbones.registry import backbone_of, is_unchanged, version_of
-    from anomaly.backbones.truncation import truncation_of
+    from anomaly.backbones.registry import backbone_of, version_of
+    from anomaly.backbones.truncation import describe
 
-    extractor, name = detector.extractor, detector.config.backbone.name
-    backbone = backbone_of(name)
-    stated = backbone.licence() if weights_sha256 else None
-    packages = {package: version_of(package) for package in (*_RECORDED, *backbone.packages)}
-    truncation = truncation_of(extractor) if is_unchanged(name, packages) else None
-    further = {"weights_licence": stated, "patch": extractor.patch, "truncation": truncation}
+    backbone = backbone_of(detector.config.backbone.name)
     return {
         "software_version": __version__,
-        "name": detector.config.name,
-        "seed": detector.config.seed,
         "aspect": detector.aspect,
         "backbone": {
-            "name": detector.config.backbone.name,
-            "layers": list(extractor.layers),
-            "channels": list(extractor.channels),
-            "strides": list(extractor.strides),
+            **describe(detector.extractor),
             "mean": list(detector.normalise.mean),
             "std": list(detector.normalise.std),
-            "weights": to_dict(detector.config)["backbone"]["weights"],
             "weights_sha256": weights_sha256,
-            **{key: value for key, value in further.items() if value is not None},
+            "weights_licence": backbone.licence() if weights_sha256 else None,
         },
         "made_with": {
-            "packages": packages,
+            "packages": {name: version_of(name) for name in (*_RECORDED, *backbone.packages)},
             "python": platform.python_version(),
             "machine": platform.machine(),
             "device": detector.device.type,
             "threads": get_threads(),
-            "batch_size": detector.config.batch_size,
-            "precision": detector.config.precision,
         },
         "files": {},
         "training_images": dict(training_images),

@@ -240,11 +240,14 @@ def _flip(file: Path) -> None:
 def test_a_spoilt_model_folder_is_refused(run_folder: Path, tmp_path: Path) -> None:
     spoils: list[tuple[Callable[[Path], object], str]] = [
         (lambda m: (m / "scorer.safetensors").unlink(), "lacks scorer.safetensors"),
-        (lambda m: (m / "config.yaml").write_text("seed: 5\n"), "another size"),
+        (lambda m: (m / "config.yaml").write_text("seed: 5\n"), "changed since"),
         (lambda m: _flip(m / "scorer.safetensors"), "changed since"),
         (lambda m: (m / "notes.txt").write_text("hello"), "isn't part of the model"),
         (lambda m: (m / "manifest.json").write_text("{"), "isn't JSON"),
-        (lambda m: (m / "manifest.json").write_text('{"format": "other/3"}'), "isn't a manifest"),
+        (
+            lambda m: (m / "manifest.json").write_text('{"format": "other/3"}'),
+            "has the format 'other/3'",
+        ),
         (lambda m: (m / "manifest.json").unlink(), "holds no model"),
     ]
     for number, (spoil, says) in enumerate(spoils):

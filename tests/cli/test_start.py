@@ -200,8 +200,9 @@ def test_a_folder_ends_in_a_page_without_a_network_connection(
     assert said.count("the network is timm/tf_efficientnet_lite2: its weights came with") == 1
     assert "can't be downloaded" not in said
     assert (tmp_path / "run" / "results" / "results.html").is_file()
-    backbone = load_model(tmp_path / "run").manifest["backbone"]
-    assert backbone["name"] == INSTALLED
+    model = load_model(tmp_path / "run")
+    backbone = model.manifest["backbone"]
+    assert model.config.backbone.name == INSTALLED
     assert backbone["weights_sha256"].startswith("9656183e")
     assert backbone["weights_licence"] == "apache-2.0"
     assert (backbone["strides"], backbone["mean"]) == ([8, 16], [0.5, 0.5, 0.5])

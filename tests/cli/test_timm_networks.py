@@ -25,9 +25,9 @@ def test_the_whole_way(product: Path, tmp_path: Path, says: Says) -> None:
     detector = load_model(run, "cpu")
     assert list(detector.extractor.layers) == hooked
     backbone = detector.manifest["backbone"]
-    assert (backbone["weights_sha256"], "weights_licence" in backbone) == (None, False)
+    assert (backbone["weights_sha256"], backbone["weights_licence"]) == (None, None)
     assert detector.manifest["made_with"]["packages"]["timm"]
-    assert backbone["patch"] == 16
+    assert (backbone["axes"], backbone["strides"]) == (["tokens"] * 2, [16, 16])
     part = product / "test" / "spot" / "001.png"
     found = anomaly.load(run, "cpu").predict(part)
     assert found.patch_scores.shape == tuple(side // 16 for side in found.view.size)

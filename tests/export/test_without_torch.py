@@ -192,8 +192,6 @@ def test_scorers_are_torchs(folder: str, request: pytest.FixtureRequest) -> None
             torch_scorer.score(torch.from_numpy(wrong))
     with pytest.raises(ModelError, match="missing or unknown"):
         array_scorer_of(detector.config, {})
-    with pytest.raises(ModelError):
-        array_scorer.check_origin(3, 1)
 
 
 def test_maps_and_image_scores_are_torchs() -> None:

@@ -24,7 +24,6 @@ from anomaly.methods.base import (
     PatchScores,
     Scorer,
     axis_length,
-    check_fits,
     check_tensors,
     device_of,
 )
@@ -302,18 +301,6 @@ class PatchGaussian(Scorer):
     def dimensions(self) -> int:
         """Number d of channels of the embeddings."""
         return self.projection.dimensions
-
-    def check_origin(self, channels: int, images: int) -> None:
-        """Check that the Gaussians can come from a network's embeddings.
-
-        Args:
-            channels: of all hooked layers together.
-            images: training images; any number.
-
-        Raises:
-            ModelError: they can't; the message says what doesn't fit.
-        """
-        check_fits(channels, self.projection.dim)
 
     def score(self, embeddings: Array) -> PatchScores:
         """Mahalanobis distances of patches to the Gaussian of their position (PaDiM, eq. 2).

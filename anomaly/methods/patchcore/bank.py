@@ -18,10 +18,8 @@ from anomaly.methods.base import (
     PatchScores,
     Scorer,
     axis_length,
-    check_fits,
     check_tensors,
 )
-from anomaly.methods.patchcore import ADAPTIVE_DIMENSIONS
 from anomaly.methods.patchcore.search import NearestNeighbors
 from anomaly.runtime.parallel import locked_cached_property
 
@@ -219,22 +217,6 @@ class MemoryBank(Scorer):
         """
         distances, nearest = self.neighbours(patches, count)
         return distances, self.origins[nearest]
-
-    def check_origin(self, channels: int, images: int) -> None:
-        """Check that the bank can come from a network's embeddings of so many images.
-
-        Args:
-            channels: of all hooked layers together.
-            images: training images, numbered from 0.
-
-        Raises:
-            ModelError: it can't; the message says what doesn't fit.
-        """
-        adaptive = self.embedding == "adaptive"
-        check_fits(ADAPTIVE_DIMENSIONS if adaptive else channels, self.dimensions)
-        low, high = int(self.origins[:, 0].min()), int(self.origins[:, 0].max())
-        if low < 0 or high >= images:
-            raise ModelError(f"its memory bank comes from training image {high}, of {images}")
 
     def graph(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """`score` as plain reductions, for exported graphs.
