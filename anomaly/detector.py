@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
 from anomaly.errors import ImageError, needs_training
-from anomaly.evaluation.recalibrate import recalibrated
+from anomaly.evaluation.recalibrate import Asked, recalibrated
 from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -246,18 +246,9 @@ class AnomalyDetector:
                 chance explains.
             ImageError: an array can't be used as an image.
         """
-        return AnomalyDetector(
-            recalibrated(
-                self.model,
-                good_images,
-                self.model.array_format(channels, full_scale, layout),
-                reject_rate=reject_rate,
-                review_rate=review_rate,
-                threshold=threshold,
-                review_threshold=review_threshold,
-                force=force,
-            )
-        )
+        asked = Asked(reject_rate, review_rate, threshold, review_threshold)
+        given = self.model.array_format(channels, full_scale, layout)
+        return AnomalyDetector(recalibrated(self.model, good_images, given, asked, force=force))
 
     def update(
         self,

@@ -367,7 +367,7 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
         ({"reject_rate": 1.5}, "between 0 and 1"),
         ({"threshold": 1.0, "reject_rate": 0.1}, "give one of these"),
         ({"threshold": 1.0, "review_threshold": 2.0}, "lies above"),
-        ({"review_threshold": 2.0}, "needs threshold"),
+        ({"review_threshold": 2.0}, "give both"),
     ]:
         with pytest.raises(DataError, match=says):
             detector.calibrate(**wrong)  # type: ignore[arg-type]

@@ -1,13 +1,15 @@
-"""Other thresholds for a trained model, from good images that it has not learned from."""
+"""Other thresholds for a trained model, and what they change; the model learns nothing."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import (
     GoodScores,
@@ -16,100 +18,360 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
+from anomaly.calibration.production import ProductionChoice, thresholds_from_production
+from anomaly.calibration.rates import percent, rate_above
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import DataError, some
-from anomaly.evaluation.price import DEFECTS, evaluated_on, fresh, known_parts, price, samples_of
+from anomaly.errors import DataError, first_of, some
+from anomaly.evaluation.price import (
+    DEFECTS,
+    PRODUCTION,
+    Price,
+    compare,
+    evaluated_on,
+    fresh,
+    known_parts,
+    price,
+    samples_of,
+)
 from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
 from anomaly.imaging.read import Image
-from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.scored import Scored, score
-from anomaly.storage.thresholds import change
+from anomaly.storage.folder import HISTORY
+from anomaly.storage.thresholds import change, earlier_thresholds
+
+if TYPE_CHECKING:
+    from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 
+_MOST_DEFECTIVE = 0.2  # share of production images
+_FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
+_MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
+
 
 @dataclass(frozen=True)
-class HeldOutScores:
-    """Images that the model hasn't learned from, with their scores and peaks.
+class Asked:
+    """Wishes for other thresholds; None for what isn't asked for.
 
     Attributes:
-        scored: all of them; some can't be used.
+        false_reject_rate: share of good parts that may be rejected.
+        review_rate: share of good parts that may not be called good.
+        threshold: reject above this image score.
+        review_threshold: review above this one; without it nothing is for review.
+        without: names of good images to leave out.
+        at_most_defective: the largest share of production images that may be defective.
+        undo: bring the earlier thresholds back.
+        data_root: the data sets' folder, where it has moved.
     """
 
-    scored: Sequence[Scored]
+    false_reject_rate: float | None = None
+    review_rate: float | None = None
+    threshold: float | None = None
+    review_threshold: float | None = None
+    without: Sequence[str] | None = None
+    at_most_defective: float | None = None
+    undo: bool | None = None
+    data_root: Path | None = None
 
-    @property
-    def images(self) -> list[Scored]:
-        """Those that have a score."""
-        return [one for one in self.scored if one.score is not None]
+    def check(self, *, good: bool, production: bool) -> None:
+        """Refuse wishes that contradict each other, before anything is loaded.
 
-    @property
-    def refused(self) -> list[str]:
-        """Reasons for which others can't be used."""
-        return [one.reason for one in self.scored if one.score is None]
-
-    def named_hashes(self) -> dict[str, str]:
-        """sha256 of each image that was scored, by its path."""
-        return {str(image.sample.path): image.sha256 for image in self.images}
-
-    def good_scores(self) -> GoodScores:
-        """What thresholds are found with, where all of these images are good.
-
-        Those with a reason for review say nothing of thresholds: they are left out, and a warning
-        in the log names some.
+        Args:
+            good: whether good images are given.
+            production: whether production images are.
 
         Raises:
-            DataError: they are all like that.
+            DataError: they do.
         """
-        kept = [one for one in self.scored if one.score is not None and not one.reason]
-        outliers = [f"{one.sample.path}: {one.reason}" for one in self.images if one.reason]
-        if not kept:
+        rates = {"false-reject": self.false_reject_rate, "review": self.review_rate}
+        by_rate = {name: rate for name, rate in rates.items() if rate is not None}
+        by_hand = {"threshold": self.threshold, "review threshold": self.review_threshold}
+        values = {name: value for name, value in by_hand.items() if value is not None}
+        images, share = good or production, self.at_most_defective
+        if self.undo and (by_rate or values or images or self.without or share is not None):
+            raise DataError("undo brings the previous thresholds back; leave other options out")
+        if values and by_rate:
+            raise DataError("thresholds are set by hand or found by rates; give one of these")
+        if values and self.threshold is None:
+            raise DataError("a review threshold needs a threshold; give both")
+        for name, rate in by_rate.items():
+            if not 0 < rate < 1:
+                raise DataError(f"the {name} rate is {rate:g}; it must be between 0 and 1")
+        if len(by_rate) == 2 and by_rate["false-reject"] > by_rate["review"]:
             raise DataError(
-                f"all {len(outliers)} good images would be flagged whatever their score "
-                f"({self.images[0].reason}), so they can't set thresholds; if parts look like that "
-                "from now on, let the model learn them (anomaly update)"
+                f"the false-reject rate {self.false_reject_rate:g} is above the review rate "
+                f"{self.review_rate:g}; what is rejected is never called good"
             )
-        if outliers:
-            log.warning(
-                "%d good images would be flagged whatever their score, so they can't set "
-                "thresholds; left out: %s",
-                len(outliers),
-                some(outliers, "; "),
+        for name, value in values.items():
+            if not isinstance(value, Real) or not 0 <= value < float("inf"):
+                raise DataError(f"the {name} is {value!r}; it must be a number of 0 or more")
+        review = values.get("review threshold", 0)
+        if review > values.get("threshold", review):
+            raise DataError(f"the review threshold {review:g} lies above the threshold")
+        if production != (share is not None):
+            raise DataError(
+                "--production and --at-most-defective need each other: look at the images, those "
+                "that are flagged now first, and give the largest share of them that may be "
+                "defective"
             )
-        return GoodScores(
-            tuple(_names([image.sample.path for image in kept])),
-            tuple(image.score for image in kept if image.score is not None),
-            tuple(image.peak for image in kept),
-            f"{len(kept)} good images that the model hasn't learned from",
-            hashes=tuple(image.sha256 for image in kept),
-        )
+        if share is None:
+            return
+        if good:
+            raise DataError("thresholds come from good or production images; give one of these")
+        if not 0 <= share <= _MOST_DEFECTIVE:
+            raise DataError(
+                f"--at-most-defective is {percent(share)}; it must be from 0 % to "
+                f"{percent(_MOST_DEFECTIVE)}. Beyond that, sort the images: give --good and "
+                "--defects"
+            )
+        if share and values:
+            raise DataError("thresholds by hand need images that are known to be good")
+
+    def values(self) -> dict[str, Any]:
+        """What is asked for, by name, for the record."""
+        asked = {name: value for name, value in asdict(self).items() if value is not None}
+        return asked | ({"data_root": str(self.data_root)} if self.data_root else {})
 
 
-def score_held_out(
-    detector: Model,
-    samples: Sequence[Sample],
+@dataclass(frozen=True, eq=False)
+class Recalibration:
+    """A model with other thresholds, not saved yet, and what they change.
+
+    Attributes:
+        before: the model so far.
+        after: the model with the new thresholds.
+        cost: verdicts of known parts, and of production images, before and after.
+        refused: reasons for which given images can't be used.
+        record: a line for the model's history.
+        doubts: reasons for a person to agree to it first.
+        choice: how defects among production images were taken into account; None without any.
+    """
+
+    before: Model
+    after: Model
+    cost: Price
+    refused: Sequence[str]
+    record: Mapping[str, Any]
+    doubts: Sequence[str]
+    choice: ProductionChoice | None
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """The new thresholds."""
+        assert self.after.thresholds is not None
+        return self.after.thresholds
+
+    def lines(self) -> list[str]:
+        """Lines for people: the thresholds, the defects found, and what changes."""
+        old = self.before.thresholds
+        lines = self.thresholds.lines()
+        for what, rate in (self.record["defects_found"] or {}).items():
+            lines.append(
+                f"of {rate['images']} defects {rate['count']} {_MEANING[what]}: "
+                f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
+                "(95 % confidence)"
+            )
+        lines += [] if old is None else ThresholdChange(old, self.thresholds).lines()
+        lines += [] if self.choice is None else self.choice.lines()
+        return [*lines, *self.cost.lines()]
+
+
+def recalibrate(
+    model: Model,
+    asked: Asked,
     *,
+    good: Sequence[Sample] = (),
+    production: Sequence[Sample] = (),
+    defects: Sequence[Sample] = (),
     workers: int = 2,
-    progress: Progress = lambda done, total: None,
-) -> HeldOutScores:
-    """Score images that thresholds may hang on, as `fresh` finds them.
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Recalibration:
+    """Find other thresholds, and compare verdicts before and after.
+
+    Warnings in the log say what is left out, and what is odd.
 
     Args:
-        detector: trained.
-        samples: the images.
+        model: trained; it isn't changed.
+        asked: checked already.
+        good: images to find thresholds with; without any, the scores that the model came with.
+        production: such images that nobody has sorted.
+        defects: whose verdicts are counted beside those of known defects.
         workers: decoding processes.
-        progress: called with (images done, all of them).
+        progress: called with (stage, done, total).
 
     Raises:
-        DataError: none can be used.
+        DataError: none of the images can be used, the model has no scores, or nothing can be
+            undone.
     """
-    held = HeldOutScores(score(detector, samples, workers=workers, peaks=True, progress=progress))
-    if not held.images:
-        raise DataError(f"none of {len(samples)} images can be used: {'; '.join(held.refused[:3])}")
-    return held
+    rates = model.rates(asked.review_rate, asked.false_reject_rate)
+    known = known_parts([model], evaluated_on(model, asked.data_root), defects)
+    kind = "production" if production else "good"
+    scored: list[Scored] = []
+    refused: list[str] = []
+    if samples := production or good:
+        what = f"{kind} images"
+        kept = fresh(model, samples, what, known, defects=defects, unsorted=bool(production))
+        shown = partial(progress, what)
+        every = score(model, kept, workers=workers, peaks=True, progress=shown)
+        scored = [one for one in every if one.score is not None]
+        refused = [one.reason for one in every if one.score is None]
+        if not scored:
+            raise DataError(f"none of {len(kept)} images can be used: {'; '.join(refused[:3])}")
+        for reason in first_of(refused, f" of the {what}"):
+            log.warning("skipped: %s", reason)
+    choice: ProductionChoice | None = None
+    if asked.undo:
+        limits = earlier_thresholds(model.history, Path(model.folder or "") / HISTORY)
+    elif asked.at_most_defective:
+        ours, theirs = known_scores(model, known[DEFECTS]), good_scores(scored)
+        choice = thresholds_from_production(ours, theirs, asked.at_most_defective, *rates)
+        limits = choice.thresholds
+    else:
+        without = asked.without or ()
+        scores = (
+            good_scores(scored).without(without)
+            if scored
+            else known_scores(model, known[DEFECTS], without)
+        )
+        limits = _found(scores, asked, rates)
+    after = replace(model, thresholds=limits, model_id="", folder=None)
+    cost = price(model, after, known, workers=workers, progress=progress)
+    if production:
+        compared = compare(scored, scored, (model.thresholds, limits))
+        cost = Price({**cost.compared, PRODUCTION: compared})
+    images = {kind: {str(one.sample.path): one.sha256 for one in scored}} if scored else {}
+    if choice is not None:
+        out = {name for name, _ in choice.left_out}
+        images["taken as defects"] = {n: sha for n, _, _, sha in theirs.rows() if n in out}
+    if defects:
+        images["defects"] = {defect.name: content_hash(defect) for defect in defects}
+    found = _defects_found(limits, cost, defects)
+    record = change(asked.values(), model.thresholds, limits, images, found)
+    doubts = [cost.refusal, *_doubts(model, limits, undone=bool(asked.undo))]
+    return Recalibration(
+        model, after, cost, refused, record, [doubt for doubt in doubts if doubt], choice
+    )
+
+
+def _found(scores: GoodScores, asked: Asked, rates: tuple[float, float]) -> Thresholds:
+    """The thresholds asked for: by hand, or by rates."""
+    if asked.threshold is None:
+        return thresholds_from(scores, *rates)
+    review = asked.threshold if asked.review_threshold is None else asked.review_threshold
+    return thresholds_by_hand(scores, review, asked.threshold)
+
+
+def _defects_found(
+    limits: Thresholds, cost: Price, defects: Sequence[Sample]
+) -> dict[str, Any] | None:
+    """How many of the given defects are rejected and caught; None without any.
+
+    Only thresholds by rate are sure not to have been chosen by these defects.
+    """
+    names = {defect.name for defect in defects}
+    scores = [image.scores[1] for image in cost.of(DEFECTS) if image.name in names]
+    if not scores:
+        return None
+    chosen = limits.label != "calibrated"
+    both = {"rejected": limits.image, "caught": limits.review}
+    found = {what: rate_above(scores, value, chosen=chosen) for what, value in both.items()}
+    return {what: asdict(rate) for what, rate in found.items()}
+
+
+def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
+    """Doubts about new thresholds that a person has to agree to; what is merely odd is logged."""
+    before, learned = model.thresholds, model.manifest["training_images"]
+    if any(out.name in learned for out in new.good.left_out):
+        log.info(
+            "the model has still learned from the images left out; if they aren't good, remove "
+            "them from the training images and train again"
+        )
+    if undone:
+        return []
+    if before is not None and new.label != before.label != "calibrated":
+        log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
+    highest = max(new.good.image)
+    if new.label == "by hand" and new.image > _FAR * highest > 0:
+        log.warning(
+            "the threshold %.4g is %.1f times the highest score of the good images, %.4g: "
+            "defects that score below the threshold will pass",
+            new.image,
+            new.image / highest,
+            highest,
+        )
+    for line in new.raised_lines():
+        log.warning(line)
+    if before is None:
+        return []
+    moved = ThresholdChange(before, new)
+    if moved.is_doubtful:
+        return [moved.caution]
+    if moved.caution:
+        log.warning(moved.caution)
+    return []
+
+
+def recalibrated(
+    detector: Model,
+    good: str | Path | Iterable[ImageLike] | None,
+    array_format: ArrayFormat,
+    asked: Asked,
+    *,
+    force: bool,
+) -> Model:
+    """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
+    asked.check(good=good is not None, production=False)
+    images = [] if good is None else samples_of(sources(good, array_format))
+    made = recalibrate(detector, asked, good=images)
+    for line in made.lines():
+        log.info(line)
+    if made.doubts and not force:
+        raise DataError(
+            f"{'; '.join(made.doubts)}; leave out images that aren't good, or give force=True"
+        )
+    changed = {**made.record, "model_before": detector.model_id}
+    return replace(made.after, changes=(*detector.changes, changed))
+
+
+def good_scores(scored: Sequence[Scored]) -> GoodScores:
+    """The scores that thresholds are found with, of good images that a model hasn't learned.
+
+    Those with a reason for review say nothing of thresholds: they are left out, and a warning in
+    the log names some.
+
+    Args:
+        scored: at least one, each with a score.
+
+    Raises:
+        DataError: they are all like that.
+    """
+    kept = [(one, one.score) for one in scored if one.score is not None and not one.reason]
+    outliers = [f"{one.sample.path}: {one.reason}" for one in scored if one.reason]
+    if not kept:
+        raise DataError(
+            f"all {len(outliers)} good images would be flagged whatever their score "
+            f"({scored[0].reason}), so they can't set thresholds; if parts look like that from now "
+            "on, let the model learn them (anomaly update)"
+        )
+    if outliers:
+        log.warning(
+            "%d good images would be flagged whatever their score, so they can't set thresholds; "
+            "left out: %s",
+            len(outliers),
+            some(outliers, "; "),
+        )
+    groups = {one.sample.group or i for i, (one, _) in enumerate(kept)}
+    return GoodScores(
+        tuple(_names([one.sample.path for one, _ in kept])),
+        tuple(value for _, value in kept),
+        tuple(one.peak for one, _ in kept),
+        f"{len(kept)} good images that the model hasn't learned from",
+        groups=len(groups) if any(one.sample.group for one, _ in kept) else None,
+        hashes=tuple(one.sha256 for one, _ in kept),
+    )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -120,94 +382,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
     places = [path.absolute() for path in paths]
     common = Path(os.path.commonpath([place.parent for place in places]))
     return [place.relative_to(common).as_posix() for place in places]
-
-
-def recalibrated(
-    detector: Model,
-    good: str | Path | Iterable[ImageLike] | None,
-    array_format: ArrayFormat,
-    *,
-    reject_rate: float | None,
-    review_rate: float | None,
-    threshold: float | None,
-    review_threshold: float | None,
-    force: bool,
-) -> Model:
-    """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
-    asked = {
-        "reject_rate": reject_rate,
-        "review_rate": review_rate,
-        "threshold": threshold,
-        "review_threshold": review_threshold,
-    }
-    if threshold is None:
-        if review_threshold is not None:
-            raise DataError("review_threshold needs threshold; give both")
-        wanted = detector.rates(review_rate, reject_rate)
-    elif reject_rate is not None or review_rate is not None:
-        raise DataError("thresholds are either set by hand or found by rates; give one of these")
-    else:
-        check_by_hand(threshold, review_threshold)
-    unseen = None
-    known = known_parts([detector], evaluated_on(detector))
-    if good is not None:
-        images = samples_of(sources(good, array_format))
-        unseen = score_held_out(detector, fresh(detector, images, "good images", known))
-        for reason in unseen.refused:
-            log.warning("skipped: %s", reason)
-    scores = unseen.good_scores() if unseen else known_scores(detector, known[DEFECTS])
-    if threshold is None:
-        limits = thresholds_from(scores, *wanted)
-    else:
-        limits = by_hand(scores, threshold, review_threshold)
-    after = replace(detector, thresholds=limits, model_id="", folder=None)
-    cost = price(detector, after, known)
-    for line in cost.lines():
-        log.info(line)
-    doubts = [cost.refusal]
-    if detector.thresholds is None:
-        for line in limits.lines():
-            log.info(line)
-        for line in limits.raised_lines():
-            log.warning(line)
-    else:
-        moved = ThresholdChange(detector.thresholds, limits)
-        for line in moved.lines():
-            log.info(line)
-        if moved.is_doubtful and not force:
-            doubts.append(f"{moved.caution}; leave out images that aren't good")
-        elif moved.caution:
-            log.warning(moved.caution)
-    if (doubt := "; ".join(filter(None, doubts))) and not force:
-        raise DataError(f"{doubt}, or give force=True")
-    asked = {name: value for name, value in asked.items() if value is not None}
-    hashes = {"good": unseen.named_hashes()} if unseen else {}
-    made = change(asked, detector.thresholds, limits, hashes) | {"model_before": detector.model_id}
-    return replace(after, changes=(*detector.changes, made))
-
-
-def by_hand(good: GoodScores, reject: float, review: float | None) -> Thresholds:
-    """Thresholds that somebody has chosen; without one of review, nothing is for review.
-
-    Raises:
-        DataError: review lies above rejection, or one isn't a number of 0 or more.
-    """
-    check_by_hand(reject, review)
-    return thresholds_by_hand(good, reject if review is None else review, reject)
-
-
-def check_by_hand(reject: float, review: float | None) -> None:
-    """See that chosen thresholds can be thresholds.
-
-    Raises:
-        DataError: review lies above rejection, or one isn't a number of 0 or more.
-    """
-    chosen = reject if review is None else review
-    for name, value in (("threshold", reject), ("review threshold", chosen)):
-        if not isinstance(value, Real) or not 0 <= value < float("inf"):
-            raise DataError(f"the {name} is {value!r}; it must be a number of 0 or more")
-    if chosen > reject:
-        raise DataError(f"the review threshold {chosen:g} lies above the threshold {reject:g}")
 
 
 def known_scores(
@@ -224,7 +398,10 @@ def known_scores(
         DataError: it knows no scores, or no image has such a name.
     """
     if detector.thresholds is None:
-        raise DataError("the model has no scores of good images; give some good images")
+        raise DataError(
+            "the model was trained without thresholds, so it has no scores of good images; give "
+            "good images with --good"
+        )
     before = detector.thresholds.good
     bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
     rows = [*before.rows(), *((out.name, 0.0, 0.0, out.sha256) for out in before.left_out)]

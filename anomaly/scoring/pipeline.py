@@ -152,25 +152,12 @@ class Model:
 
         Returns:
             Both; a rejected part isn't called good either, so the second is at most the first.
-
-        Raises:
-            DataError: both are given and contradict each other, or one isn't between 0 and 1.
         """
-        for name, value in (("review", review_rate), ("false-reject", reject_rate)):
-            if value is not None and not 0 < value < 1:
-                raise DataError(
-                    f"the {name} rate is {value:g}; it must be between 0 and 1 (0.01: 1 %)"
-                )
         config, now = self.config.calibration, self.thresholds
         review = review_rate or (now and now.calibration.review.target) or config.review_rate
         reject = reject_rate or (now and now.calibration.reject.target) or config.reject_rate
         if reject <= review:
             return review, reject
-        if review_rate is not None and reject_rate is not None:
-            raise DataError(
-                f"the false-reject rate {reject:g} is above the review rate {review:g}; what is "
-                "rejected is never called good"
-            )
         # One of them gives way: the one that wasn't given, or the rate of rejection.
         return (reject, reject) if reject_rate is not None else (review, review)
 

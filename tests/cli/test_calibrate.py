@@ -158,7 +158,7 @@ def test_what_was_taken_as_a_defect_never_counts_as_good_later(
     unsorted = ["--yes", "--production", production, "--at-most-defective"]
     calibrate(0, *unsorted, "5%")
     (taken,) = _history(run)[-1]["images"]["taken as defects"].values()
-    assert "--production left out: 1 taken as defects before" in calibrate(0, *unsorted, "0%")
+    assert "production images left out: 1 taken as defects before" in calibrate(0, *unsorted, "0%")
     good = json.loads((run / "model" / "calibration.json").read_text())
     assert (len(good["names"]), taken in good["hashes"]) == (39, False)
     calibrate(0, "--yes", "--defects", production / good["names"][0])
@@ -183,7 +183,7 @@ def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
     (tmp_path / "some").mkdir()
     shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
     for root, says in (
-        (moved, "none of 1 --good can be used: 1 of the test split"),
+        (moved, "none of 1 good images can be used: 1 of the test split"),
         (tmp_path / "absent", str(tmp_path / "absent")),
     ):
         assert says in calibrate(2, "--good", tmp_path / "some", "--data-root", root)
@@ -252,7 +252,7 @@ def test_good_images_that_cannot_count_are_left_out_and_said(
     cv2.imwrite(str(cap), np.full((96, 120, 3), 1, np.uint8))
     for folder, says in (
         (product / "train" / "good", "12 that the model has learned from"),
-        (tmp_path / "tested", "none of 2 --good can be used: 2 of the test split"),
+        (tmp_path / "tested", "none of 2 good images can be used: 2 of the test split"),
         (tmp_path / "dark", "all 1 good images would be flagged whatever"),
     ):
         assert says in calibrate(2, "--good", folder)
@@ -265,11 +265,11 @@ def test_good_images_that_cannot_count_are_left_out_and_said(
     said = calibrate(3, *mixed, "--false-reject-rate", "0.2")
     for says in (
         "thresholds calibrated on 10 good images",
-        "--good left out: 1 that the model has learned from, 2 of the test split or known as "
+        "good images left out: 1 that the model has learned from, 2 of the test split or known as "
         "defects, 1 that are copies of others",
         "text.png",
         f"left out: {cap}: all its pixels",
-        "of 4 defects 4 rejected: 100.0 %, 39.8 to 100.0 %",
+        "of 4 defects 4 rejected: 100 %, 40 % to 100 %",
     ):
         assert says in said
     line = _history(run)[-1]
