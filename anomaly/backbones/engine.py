@@ -39,25 +39,23 @@ class Graph:
     Args:
         file: as `anomaly.export` wrote it.
         engine: a key of `ENGINES`.
-        precision: `fp32` or `bf16`.
         threads: processor threads to use, all calls together.
 
     Attributes:
         version: the engine's.
 
     Raises:
-        ModelError: the engine isn't installed, or lacks the precision; when it is run, also where
-            the engine can't read the graph, or can't compute it on this processor.
+        ModelError: the engine isn't installed; when it is run, also where the engine can't read the
+            graph, or can't compute it on this processor.
     """
 
-    def __init__(self, file: Path, engine: str, precision: str, threads: int) -> None:
-        self.file, self.engine, self.precision = file, engine, precision
+    def __init__(self, file: Path, engine: str, threads: int) -> None:
+        self.file, self.engine = file, engine
         self._threads = max(1, threads)
         self._compiling, self._process = Lock(), os.getpid()
         self._compiled: dict[int, Run] = {}
         module = installed(engine, f"{file.parent} was exported for")
         self.version = str(module.__version__).partition("-")[0]
-        check_precision(engine, precision, f"{file.parent} was exported in {precision}")
 
     def __call__(self, images: Array, *, together: bool = False) -> list[Array]:
         """Run the graph.
@@ -96,7 +94,7 @@ class Graph:
     def _compile(self, streams: int) -> Run:
         compiler = {"onnx": _onnx, "openvino": _openvino}[self.engine]
         try:
-            return compiler(self.file, self.precision, self._threads, streams)
+            return compiler(self.file, self._threads, streams)
         except Exception:  # each engine has its own family of errors
             name = ENGINES[self.engine][0]
             raise ModelError(
@@ -131,31 +129,7 @@ def installed(engine: str, what: str) -> Any:
         ) from None
 
 
-def check_precision(engine: str, precision: str, what: str) -> None:
-    """Check that an engine, which is installed, computes in a precision on this processor.
-
-    Args:
-        engine: a key of `ENGINES`.
-        precision: `fp32` or `bf16`.
-        what: how the message begins, which goes on with what is in the way: "runs/x/model was
-            exported in bf16", for example.
-
-    Raises:
-        ModelError: the engine or the processor doesn't.
-    """
-    if precision != "bf16":
-        return
-    name, module, _ = ENGINES[engine]
-    if engine == "onnx":
-        raise ModelError(f"{what}, in which {name} doesn't compute on a CPU; use fp32")
-    with _stack_of_signals():
-        core = import_module(module).Core()
-        capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    if "BF16" not in capabilities:
-        raise ModelError(f"{what}, which this processor doesn't have; use fp32")
-
-
-def _onnx(file: Path, precision: str, threads: int, streams: int) -> Run:
+def _onnx(file: Path, threads: int, streams: int) -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -195,7 +169,7 @@ def _stack_of_signals() -> Iterator[None]:
         libc.sigaltstack(ctypes.byref(before), None)
 
 
-def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
+def _openvino(file: Path, threads: int, streams: int) -> Run:
     import openvino
 
     with _stack_of_signals():
@@ -204,7 +178,7 @@ def _openvino(file: Path, precision: str, threads: int, streams: int) -> Run:
             "CPU",
             {
                 # Without it OpenVINO takes bf16 wherever the processor has it.
-                "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32",
+                "INFERENCE_PRECISION_HINT": "f32",
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": streams,
                 "ENABLE_CPU_PINNING": False,  # other processes decode on these cores
@@ -275,16 +249,12 @@ class ExportedNetwork:
     channels: tuple[int, ...]
     strides: tuple[int, ...]
     patch: int | None = None
+    precision: ClassVar = "fp32"
 
     @property
     def engine(self) -> str:
         """What computes: a key of `ENGINES`."""
         return self.graph.engine
-
-    @property
-    def precision(self) -> str:
-        """The number format that the graph is computed in."""
-        return self.graph.precision
 
     @property
     def coarsest_stride(self) -> int:

@@ -46,7 +46,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="images on which export and model must give the same scores (default: some training "
-        "images; in another number format than training's the golden parts, if there are any)",
+        "images)",
     )
     parser.add_argument(
         "--output",
@@ -55,18 +55,6 @@ def _export(parser: argparse.ArgumentParser) -> None:
         help="folder for the export, which is written to its model/",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="number format (default: fp32)",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="export in another number format than training's even if verdicts of golden images "
-        "change",
-    )
     parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 

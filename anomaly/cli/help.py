@@ -64,7 +64,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "export": (
             "write a trained model for ONNX Runtime or OpenVINO",
             "export --model runs/part --to onnx --output runs/part_onnx",
-            "export --model runs/part --to openvino --precision bf16 --output runs/part_openvino",
+            "export --model runs/part --to openvino --output runs/part_openvino",
         ),
     },
     "the line": {

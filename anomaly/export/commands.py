@@ -15,7 +15,7 @@ from anomaly.cli.common_options import device_and_threads
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, counted
-from anomaly.export.equality import Camera
+from anomaly.export import Camera
 from anomaly.export.models import ExportOptions, check_export, export_model
 from anomaly.files.outputs import locked, locked_file
 from anomaly.files.writing import claim
@@ -32,11 +32,9 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError("--bgr needs --pixels; add --pixels WxH")
     wanted = ExportOptions(
         options.to,
-        precision=options.precision,
         whole=options.whole,
         camera=Camera(options.pixels, options.bgr) if options.pixels else None,
         golden=options.golden,
-        force=options.force,
         overwrite=options.overwrite,
     )
     check_export(options.model, options.output, wanted)  # before torch is imported
@@ -53,27 +51,14 @@ def _export(options: argparse.Namespace) -> int:
 
 def _print_export(values: dict[str, Any], folder: Path) -> None:
     """Print the facts of export.json."""
-    equal, other = values["equality"], values["other_precision"]
+    equal = values["equality"]
     engine = f"{ENGINES[values['engine']][0]} {values['engine_version']}"
-    print(f"exported model {values['model_id']} for {engine} in {values['precision']}: {folder}")
-    same = "" if other else "same verdicts; "
+    print(f"exported model {values['model_id']} for {engine}: {folder}")
     print(
         f"compared with {equal['compared_with']}, on "
-        f"{counted(len(equal['images']), 'golden image')}: {same}scores differ by "
+        f"{counted(len(equal['images']), 'golden image')}: same verdicts; scores differ by "
         f"{equal['largest_difference']:.1g} of their value at most"
     )
-    if other:
-        changed = other["verdicts_changed"]
-        print(
-            f"compared with the model in {other['trained_in']}, as it was trained: scores differ "
-            f"by {100 * other['median_difference']:.2f} % (median), "
-            f"{100 * other['largest_difference']:.2f} % at most; "
-            f"{counted(len(changed), 'verdict')} changed"
-        )
-        for change in changed:
-            before, after = change["scores"]
-            what = f"{change['before']} -> {change['after']} ({before:.4g} -> {after:.4g})"
-            print(f"  {change['image']}: {what}")
     print(
         f"Use it: anomaly infer --model {shlex.quote(str(folder.parent))} --input FOLDER --output "
         "FOLDER"

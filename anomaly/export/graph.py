@@ -18,7 +18,7 @@ from anomaly.backbones.engine import ENGINES, installed
 from anomaly.backbones.optimise import folded
 from anomaly.backbones.registry import build, load_state
 from anomaly.errors import ModelError
-from anomaly.export.equality import Camera
+from anomaly.export import Camera
 from anomaly.export.pixels import PixelsToVerdict
 from anomaly.hooks import HookSet, capture
 from anomaly.scoring.pipeline import Model

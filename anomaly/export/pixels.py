@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from anomaly.config.schema import METHODS
 from anomaly.errors import ModelError
-from anomaly.export.equality import Camera
+from anomaly.export import Camera
 from anomaly.imaging.geometry import View, resampling_matrix
 from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
 from anomaly.methods.base import PatchScores

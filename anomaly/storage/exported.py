@@ -56,7 +56,6 @@ class _Network(_Facts):
 class _Export(_Facts):
     model_id: str
     engine: Literal["onnx", "openvino"]
-    precision: Literal["fp32", "bf16"]
     network: _Network
     files: dict[str, Recorded]
 
@@ -123,11 +122,11 @@ def open_network(
     """The exported network, ready to run.
 
     Raises:
-        ModelError: its engine isn't installed, can't read the graph, or lacks the precision.
+        ModelError: its engine isn't installed, or can't read the graph.
     """
     backbone = manifest["backbone"]
     file = folder / export["network"]["file"]
-    graph = Graph(file, export["engine"], export["precision"], get_threads())
+    graph = Graph(file, export["engine"], get_threads())
     layers, channels, strides = (tuple(backbone[key]) for key in ("layers", "channels", "strides"))
     patches = (
         stride for axes, stride in zip(backbone["axes"], strides, strict=True) if axes == "tokens"

@@ -120,12 +120,9 @@ def _device(
 def _exported_network(
     folder: Path, manifest: dict[str, Any], export: dict[str, Any], precision: str | None
 ) -> ExportedNetwork:
-    """The exported network, in the precision that it was compared in alone."""
-    if precision not in (None, export["precision"]):
-        raise ModelError(
-            f"{folder} was exported in {export['precision']}; to have it in {precision}, export "
-            f"the model again with --precision {precision}"
-        )
+    """The exported network, which computes in fp32."""
+    if precision == "bf16":
+        raise ModelError(f"{folder} is an exported model, which computes in fp32 only")
     return open_network(folder, manifest, export)
 
 

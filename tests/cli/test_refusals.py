@@ -101,8 +101,6 @@ calibrate --model model --production good --at-most-defective 5 -> it must be fr
 calibrate --model model --production good --at-most-defective 5% --good good -> give one of these
 calibrate --model model --production good --at-most-defective 5% --threshold 9 -> known to be
 export --to onnx --model runs/run --output runs/e -> e/model exists already
-export --to onnx --model runs/run --output o --precision bf16 -> ONNX Runtime doesn't compute
-export --to onnx --model runs/run --output o --precision bf16 --whole -> fp32 only
 export --to onnx --model runs/run --output o --pixels 120x96 -> add --whole
 export --to onnx --model runs/run --output o --whole --bgr -> add --pixels
 export --to onnx --model runs/run --output o --whole --pixels 120 -> isn't width x height

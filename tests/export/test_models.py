@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,8 @@ from anomaly.cli.common_options import device_and_threads
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
-from anomaly.export.equality import compare, golden_images
 from anomaly.export.graph import write_graph
+from anomaly.export.models import compare, golden_images
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import write_sealed
 from anomaly.storage.load import load_model
@@ -112,7 +113,7 @@ def test_networks_of_several_kinds_embed_as_torch_does_in_both_engines(
     monkeypatch.setitem(BACKBONES, "same", Backbone(Same))
     model = with_network(load_model(run_folder, "cpu", "fp32"), name, layers)
     said = write_graph(model, tmp_path, "onnx")
-    graphs = [Graph(tmp_path / said["file"], engine, "fp32", 2) for engine in ("onnx", "openvino")]
+    graphs = [Graph(tmp_path / said["file"], engine, 2) for engine in ("onnx", "openvino")]
     for shape in ((1, 3, 64, 96), (3, 3, 160, 128)):
         images = torch.rand(*shape)
         with torch.inference_mode():
@@ -149,7 +150,6 @@ def test_what_an_export_says_of_itself(run_folder: Path, bank_export: Path) -> N
     said = json.loads((folder / "export.json").read_text())
     source = load_model(run_folder)
     assert said["model_id"] == source.model_id == load_model(bank_export).model_id
-    assert said["other_precision"] is None
     (images,), (embeddings,) = said["network"]["inputs"], said["network"]["outputs"]
     assert images["shape"] == ["batch", 3, "height", "width"]
     assert embeddings["shape"] == ["batch", "h", "w", source.scorer.dimensions]
@@ -232,9 +232,8 @@ def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -
     drawn = golden_images(detector, run_folder, None)
     assert len(drawn) == 12
     assert drawn == golden_images(detector, run_folder, None)
-    spots, good = (sorted((product / "test" / kind).iterdir()) for kind in ("spot", "good"))
+    spots = sorted((product / "test" / "spot").iterdir())
     assert golden_images(detector, tmp_path, product / "test" / "spot") == spots
-    assert golden_images(detector, run_folder, None, product / "test" / "good") == good
     model = shutil.copytree(run_folder / "model", tmp_path / "model")  # without its run
     with pytest.raises(DataError, match="--golden"):
         golden_images(detector, model, None)
@@ -270,13 +269,12 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
     (copied / "network.onnx").unlink()
     (copied / "export.json").unlink()
     refused(r"lacks backbone\.safetensors")
-    (copied / "export.json").write_text(good["export.json"].decode().replace("fp32", "bf16"))
+    (copied / "export.json").write_text(good["export.json"].decode().replace("fp32", "fp16"))
     refused("was changed")
     (copied / "export.json").write_text("{")
     refused("isn't JSON")
     for changed, says in (
         ({"format": "anomaly-export/1"}, "anomaly-export/1"),
-        ({"precision": "int8"}, "precision can't be int8"),
         ({"engine": "tensorrt"}, "engine"),
         ({"model_id": "0" * 16}, "mixes files of two models: export.json belongs to another one"),
     ):
@@ -285,12 +283,12 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
 
 
 def test_a_graph_that_the_engine_cannot_load_or_compute_ends_in_one_line(copied: Path) -> None:
-    graph = Graph(copied / "network.onnx", "onnx", "fp32", 1)
+    graph = Graph(copied / "network.onnx", "onnx", 1)
     with pytest.raises(ModelError, match=r"can't be computed by ONNX Runtime .* 1 × 7 × 64 × 64"):
         graph(np.zeros((1, 7, 64, 64), np.float32))
     (copied / "network.onnx").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="can't be loaded by ONNX Runtime") as caught:
-        Graph(copied / "network.onnx", "onnx", "fp32", 1)(np.zeros((1, 3, 64, 64), np.float32))
+        Graph(copied / "network.onnx", "onnx", 1)(np.zeros((1, 3, 64, 64), np.float32))
     assert "Protobuf" not in str(caught.value)
 
 
@@ -339,7 +337,7 @@ def test_openvinos_first_run_has_no_other_beside_it(monkeypatch: pytest.MonkeyPa
     assert most[:2] == [1, 1]  # the second thread begins once the first one is done
 
 
-def test_a_verdict_that_changes_with_the_precision_needs_consent(
+def test_a_verdict_that_changes_with_the_number_format_is_no_export(
     run_folder: Path, product: Path, tmp_path: Path, command: Command
 ) -> None:
     """The run as if it had been trained in bf16, with a threshold between a part's two scores."""
@@ -349,10 +347,6 @@ def test_a_verdict_that_changes_with_the_precision_needs_consent(
     first, second = max(pairs, key=lambda pair: pair[1].score - pair[0].score)
     assert second.score > first.score
     limit = (first.score + second.score) / 2
-    model = AnomalyDetector(high).calibrate(threshold=limit, force=True).model
-    config = model.config.model_copy(update={"precision": "bf16"})
-    save(replace(model, config=config), tmp_path / "run" / "model")
-
     golden, output = tmp_path / "golden", tmp_path / "e"
     golden.mkdir()
     assert first.path is not None
@@ -362,30 +356,22 @@ def test_a_verdict_that_changes_with_the_precision_needs_consent(
     left.mkdir(parents=True)
     (left / "network.onnx").touch()
     chosen = ["--model", tmp_path / "run", "--to", "onnx", "--threads", 2, "--output", output]
-    chosen += ["--golden", golden]
-    code, _, err = command("export", chosen)
-    assert code == 2
-    assert "trained in bf16, and in fp32 1 of 1 golden images get another verdict" in err
-    assert "(part.png: good -> reject)" in err
-    assert "--force" in err
-    assert not (output / "model").exists()
-
-    code, out, err = command("export", [*chosen, "--force"])
-    assert code == 0
-    assert "on 1 golden image: scores differ" in out
+    chosen += ["--golden", golden, "--overwrite"]
+    for threshold, code in ((limit, 2), (10 * limit, 0)):
+        model = AnomalyDetector(high).calibrate(threshold=threshold, force=True).model
+        config = model.config.model_copy(update={"precision": "bf16"})
+        save(replace(model, config=config), tmp_path / "run" / "model", overwrite=True)
+        found, out, err = command("export", chosen)
+        assert found == code, err
+        if code:
+            assert re.search(r"part\.png has .*\(reject\) with onnx and .*\(good\) with torch", err)
+            assert "train with --set precision=fp32" in err
+            assert not (output / "model").exists()
+    assert "on 1 golden image: same verdicts" in out
     assert "1 of 2 golden images can't be scored" in err
-    assert "1 verdict changed\n  part.png: good -> reject" in out
     assert {file.name for file in output.iterdir()} == {"model"}
     said = json.loads((output / "model" / "export.json").read_text())
     assert said["equality"]["images"] == ["part.png"]
     assert said["equality"]["largest_difference"] < 1e-4
-    assert said["equality"]["compared_with"].endswith("fp32")
-    other = said["other_precision"]
-    (changed,) = other["verdicts_changed"]
-    assert (changed["before"], changed["after"]) == ("good", "reject")
-    assert other["trained_in"] == "bf16"
-    shift = (second.score - first.score) / max(first.score, limit)
-    for which in ("largest", "median"):
-        assert other[f"{which}_difference"] == pytest.approx(shift, rel=1e-2)
     after, before = load_model(output), load_model(tmp_path / "run", "cpu", "bf16")
     assert (after.model_id, after.thresholds) == (before.model_id, before.thresholds)

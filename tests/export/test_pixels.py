@@ -20,8 +20,9 @@ from conftest import REPOSITORY, run_command, train_arguments
 import anomaly
 from anomaly.backbones.engine import Graph
 from anomaly.errors import DataError, ModelError
-from anomaly.export.equality import VERDICTS, Camera, compare_pixels
+from anomaly.export import VERDICTS, Camera
 from anomaly.export.graph import write_graph
+from anomaly.export.models import compare_whole
 from anomaly.storage.load import load_model
 
 EXAMPLES = REPOSITORY / "examples"
@@ -112,7 +113,7 @@ def test_in_javascript(exported: tuple[Path, Path], picture: Path) -> None:
 def check_graph(run: Path, export: Path, images: list[Path], *, bgr: bool) -> list[str]:
     """See that verdicts, scores, maps and patch scores are those of the files; gives verdicts."""
     said = json.loads((export / "export.json").read_text())
-    graph = Graph(export / said["whole"]["file"], said["engine"], "fp32", 2)
+    graph = Graph(export / said["whole"]["file"], said["engine"], 2)
     expected = anomaly.load(run, "cpu", "fp32").predict(images)
     pixels = [np.asarray(cv2.imread(str(file)))[..., :: 1 if bgr else -1] for file in images]
     for batch in (1, len(images)):
@@ -164,14 +165,14 @@ def test_a_planted_difference_or_another_camera_is_no_export(
     exported: tuple[Path, Path], product: Path, tmp_path: Path
 ) -> None:
     model = load_model(exported[0], "cpu", "fp32")
-    graph = Graph(exported[1] / "whole.onnx", "onnx", "fp32", 1)
+    graph = Graph(exported[1] / "whole.onnx", "onnx", 1)
     images = sorted((product / "test" / "spot").iterdir())
-    assert compare_pixels(model, graph, images, Camera((96, 120)), workers=1) < 1e-4
+    assert compare_whole(model, graph, images, Camera((96, 120)), workers=1) < 1e-4
     section = model.config.model.model_copy(update={"halo_damping": 0.6})
     config = model.config.model_copy(update={"model": section})
-    with pytest.raises(ModelError, match=r"scores of the graph from pixels differ"):
-        compare_pixels(replace(model, config=config), graph, images, Camera((96, 120)), workers=1)
+    with pytest.raises(ModelError, match="the whole graph's scores differ"):
+        compare_whole(replace(model, config=config), graph, images, Camera((96, 120)), workers=1)
     with pytest.raises(DataError, match="none of 3 golden images has 8 bits and 96×120 pixels"):
-        compare_pixels(model, graph, images, Camera((120, 96)), workers=1)
+        compare_whole(model, graph, images, Camera((120, 96)), workers=1)
     with pytest.raises(DataError, match="too thin"):
         write_graph(model, tmp_path, "onnx", whole=True, camera=Camera((1000, 12)))
