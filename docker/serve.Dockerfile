@@ -1,9 +1,9 @@
 # `anomaly serve` for exported models, without torch. From the repository:
 #
 #   docker build -f docker/serve.Dockerfile -t anomaly-serve .
-#   docker run -d -p 8000:8000 -e ANOMALY_TOKEN -v "$PWD/models:/models:ro" -v record:/record anomaly-serve
+#   docker run -d -p 127.0.0.1:8000:8000 -e ANOMALY_TOKEN -v "$PWD/models:/models:ro" -v record:/record anomaly-serve
 #
-# /models has a folder for each model, as `anomaly export` has written it; /record keeps the answers.
+# docker/compose.yaml puts nginx in front, for other machines. /models has a folder for each model, as `anomaly export` has written it; /record keeps the answers.
 FROM python:3.12-slim AS build
 WORKDIR /source
 COPY pyproject.toml setup.py README.md LICENSE constraints.txt ./

@@ -322,11 +322,11 @@ def served(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A service with the PatchCore run, in a thread: see tests/line/running.py."""
     from running import serving
 
-    from anomaly.line.guard import Limits
+    from anomaly.line.service import Limits
 
     models = tmp_path_factory.mktemp("line") / "models"
     shutil.copytree(run_folder, models / "disc")
-    with serving(models, limits=Limits.of(2_000_000)) as running:
+    with serving(models, limits=Limits(2_000_000)) as running:
         yield running
 
 

@@ -22,11 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from anomaly.errors import AnomalyError, DataError, nearest, visible
 from anomaly.inference.rows import region_rows
-from anomaly.line.bodies import shown_name
 from anomaly.line.engine import BusyError, Scored
-from anomaly.line.guard import author
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, Period, report
+from anomaly.line.server import author
 from anomaly.line.service import STOPPING, InspectionService
 from anomaly.line.slot import ModelSlot
 from anomaly.version import __version__
@@ -43,6 +42,10 @@ _PAGE = {
     "/words.json": ("words.json", "application/json"),
 }
 
+# Beginnings of a form, of JSON, of an address that holds the data, of a PNG or JPEG as base64.
+_TEXT = (b"--", b"{", b"[", b'"', b"data:", b"iVBOR", b"/9j/")
+_START = 64
+_LONGEST_NAME = 255
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 Include = Literal["heatmap", "mask", "regions"]
@@ -129,9 +132,15 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
                 f"{name} has no thresholds, so it has no masks or regions; include only the "
                 "heatmap",
             )
-        async with service.bodies.image(request) as (data, filename):
-            slot = _taking(service, name)  # it may have been stopped while the body came
-            scored = await _answered(service, partial(slot.submit, data, filename, include))
+        data = await anext(request.stream())  # the server passes it whole
+        if data[:_START].lstrip().startswith(_TEXT):
+            raise HTTPException(
+                415,
+                "the body is a form or text (JSON or base64), not an image file; send the file as "
+                "it is: curl --data-binary @part.png",
+            )
+        filename = _shown_name(request.query_params.get("name", ""))
+        scored = await _answered(service, partial(slot.submit, data, filename, include))
         return _TextResponse(
             _answer(scored, include), 200 if scored.answer.row.status == "ok" else 422
         )
@@ -173,8 +182,13 @@ def _taking(service: InspectionService, name: str) -> ModelSlot:
 def _slot(service: InspectionService, name: str) -> ModelSlot:
     if name not in service.registry.models:
         known = nearest(name, service.registry.models)
-        raise HTTPException(404, f"there is no model {shown_name(name)!r}; {known}")
+        raise HTTPException(404, f"there is no model {_shown_name(name)!r}; {known}")
     return service.registry.models[name]
+
+
+def _shown_name(name: str) -> str:
+    """A client's name for an image, on one line without control characters."""
+    return visible(name[:_LONGEST_NAME])[:_LONGEST_NAME]
 
 
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
@@ -290,7 +304,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         try:
             service.record.add_feedback(
                 judgement.verdict,
-                who=author(request, judgement.who),
+                who=author(request.headers.get("authorization", ""), judgement.who),
                 part=number,
                 defect_type=judgement.defect_type,
                 note=judgement.note,
@@ -305,7 +319,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
     ) -> dict[str, Any]:
         try:
-            service.keep_missed(number, author(request, who))
+            service.keep_missed(number, author(request.headers.get("authorization", ""), who))
         except DataError as error:
             raise HTTPException(409, str(error)) from None
         return service.part(number) or {}

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from anomaly.cli.common_options import device_and_threads
@@ -34,13 +33,15 @@ def run(options: argparse.Namespace) -> int:
     folders = named(find_models(options.models))
     with locked_file(record), Stopping(then="send parts without an answer again") as stop:
         # FastAPI and uvicorn are optional: `_check` has checked that they are installed.
-        from anomaly.line.guard import Limits
+        from anomaly.line.app import make_app
         from anomaly.line.server import listening, serve
-        from anomaly.line.service import InspectionService
+        from anomaly.line.service import InspectionService, Limits
 
         device, threads = device_and_threads(options, list(folders.values()))
         listener = listening(options.host, options.port)
-        limits = replace(Limits.of(round(options.max_body * 1e6)), waiting_parts=options.queue)
+        body_bytes = round(options.max_body * 1e6)
+        held_bytes = max(Limits.held_bytes, 2 * body_bytes)  # one is scored, another one waits
+        limits = Limits(body_bytes, held_bytes=held_bytes, waiting_parts=options.queue)
         service = InspectionService(
             folders,
             Record(record, Keeping(options.keep_good, options.keep_pictures)),
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
             stop.at_work = True
-            serve(service, listener, token, lambda: stop.signal is not None)
+            serve(make_app(service), service, listener, token, lambda: stop.signal is not None)
             stop.at_work = False
         log.info("stopped; all accepted parts are answered and recorded")
     return 0
@@ -68,7 +69,7 @@ def named(folders: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    needed = ("fastapi", "multipart", "uvicorn", "prometheus_client")
+    needed = ("fastapi", "uvicorn", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise AnomalyError(
             f"serve needs {', '.join(missing)}, which aren't installed: "
@@ -105,7 +106,7 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _check_open(options: argparse.Namespace, token: str) -> None:
-    from anomaly.line.guard import is_loopback  # with FastAPI, which is optional
+    from anomaly.line.server import is_loopback  # with FastAPI, which is optional
 
     if not token and not is_loopback(options.host):
         raise AnomalyError(

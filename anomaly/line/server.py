@@ -1,45 +1,52 @@
-"""The HTTP server of the service."""
+"""The HTTP server: uvicorn, behind checks of who asks and of the size and time of a body.
+
+It is for this machine, or for a proxy in front of it (docker/nginx.conf): slow clients and the
+number of connections are the proxy's job.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import re
+import base64
+import hmac
+import os
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
-from anomaly.errors import AnomalyError
-from anomaly.line.app import make_app
-from anomaly.line.guard import Guard
+from anomaly.errors import AnomalyError, visible
 from anomaly.line.service import InspectionService
 
-MOST_KNOWN = 512  # connections of clients with a request that was admitted
-MOST_STRANGERS = 256
-MOST_OF_ADDRESS = 128
-_AT_A_TIME = 4  # connections that work
-_IDLE_SECONDS = 15  # that a connection may stay without a complete head of a request
-_TAKE_SECONDS = 30  # that a client may take to receive written bytes
-_LAST_SECONDS = 3  # after a stop, until parts that wait are refused; then for the last answers
-_HEAD_BYTES = 8192
-_HEAD_LINES = 100
-# Chunks of a body: so many, and one more for each so many bytes.
-_CHUNKS, _CHUNK_BYTES = 64, 256
-_LINES_BYTES = 1024  # of heads, chunks and trailers, parsed at once
-_WAITING = 1024  # connections that the system queues
-# Taken at once: a new connection has sent its request before as many others have come as there
-# are places.
-_AT_ONCE = 32
-_BLANK_LINE = re.compile(rb"\n\r?\n")
-_EVENTS = 32  # of a connection, before others have their turn
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+MOST_AT_ONCE = 256  # requests; for health and figures there is always room
+_MOST_CONNECTIONS = 512
+_IDLE_SECONDS = 15  # that a connection stays open for the next request
+_HEAD_BYTES = 32768
+_DRAIN_SECONDS = 1.0
+_LAST_SECONDS = 3  # after a stop, until waiting parts are refused; then for the last answers
+_OPEN = ("/v2/health/live", "/v2/health/ready")  # for supervisors, which have no token
+_ALWAYS = (*_OPEN, "/metrics")
+_PAGE_HEADER = b"x-requested-with"  # sent by our page's scripts, see line.js
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_SAFE = {
+    b"content-security-policy": _POLICY.encode(),
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cache-control": b"no-store",
+}
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -49,19 +56,18 @@ def listening(host: str, port: int) -> socket.socket:
         AnomalyError: the address can't be listened at.
     """
     try:
-        kind = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(kind[0])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(kind[4])
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(address[0]), port), family=family)
     except (OSError, UnicodeError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or "the address is invalid"
+        code = getattr(error, "errno", None) or 0
+        reason = os.strerror(code) if code > 0 else "the address is invalid"
         raise AnomalyError(
             f"can't listen at {host}, port {port} ({reason}); give another --host or --port"
         ) from None
-    return listener
 
 
 def serve(
+    app: App,
     service: InspectionService,
     listener: socket.socket,
     token: str,
@@ -70,278 +76,34 @@ def serve(
     """Answer requests until stopped; all accepted parts are answered, see `_Server`.
 
     Args:
+        app: the routes.
         service: open.
         listener: as `listening` gives it.
         token: that each request has to send; empty for none. See `Guard`.
         stopped: whether to stop; called ten times a second.
     """
-    guard = Guard(
-        make_app(service),
-        token,
-        service.limits,
-        lambda status: service.metrics.answers.labels(str(status)).inc(),
-    )
     config = uvicorn.Config(
-        guard,
-        http=cast(Any, partial(_Connection, Places(), Turns())),
+        Guard(app, token, service),
+        http="h11",
         log_config=None,
         log_level="error",  # a warning for each bad request would let anybody fill the log
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        backlog=_AT_ONCE,
-        h11_max_incomplete_event_size=_HEAD_BYTES,
+        limit_concurrency=_MOST_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+        h11_max_incomplete_event_size=_HEAD_BYTES,
     )
-    server = _Server(config, service, stopped)
-    asyncio.run(server.serve([listener]))
-
-
-class _Paced(h11.Connection):
-    """Parses a client's bytes, a few events at a time.
-
-    A request's head ends a turn, so that its body isn't parsed before the head was checked.
-
-    Attributes:
-        turn: events left in this turn.
-        refused: why parsing has stopped; empty otherwise, and for bytes that aren't HTTP.
-    """
-
-    turn = 0
-    refused = ""
-    _more_chunks = math.inf
-    _body_bytes_left = 0  # bytes of the body, where the head says how many
-
-    def __init__(self) -> None:
-        super().__init__(h11.SERVER, _HEAD_BYTES)
-        self._unparsed = bytearray()  # received, but not passed to h11
-
-    def receive_data(self, data: bytes) -> None:
-        """Add received bytes."""
-        self._unparsed += data
-
-    def next_event(self) -> Any:
-        """The next event; NEED_DATA also when the turn is over.
-
-        Raises:
-            h11.RemoteProtocolError: the bytes aren't HTTP, or have a head or trailers that are
-                too long, or comes in chunks of a few bytes, each of which takes as long as one of
-                many.
-        """
-        if self.turn == 0:
-            return h11.NEED_DATA
-        while (event := self._parsed()) is h11.NEED_DATA and self._unparsed:
-            size = max(self._body_bytes_left, _LINES_BYTES)
-            super().receive_data(bytes(self._unparsed[:size]))
-            del self._unparsed[:size]
-        self.turn -= 1
-        if isinstance(event, h11.Request):
-            self.turn = 0
-            headers = dict(event.headers)
-            self._body_bytes_left = int(headers.get(b"content-length", 0))
-            self._more_chunks = _CHUNKS if b"transfer-encoding" in headers else math.inf
-        elif isinstance(event, h11.Data):
-            self._body_bytes_left -= len(event.data)
-            self._more_chunks += len(event.data) / _CHUNK_BYTES - event.chunk_start
-            if self._more_chunks < 0:
-                raise self._refusal("the chunks of the body are too small; send larger ones")
-        return event
-
-    def _parsed(self) -> Any:
-        """h11's next event; lines are counted before, since each takes time."""
-        lines = self.trailing_data[0]
-        if self.their_state is h11.IDLE:
-            blank = _BLANK_LINE.search(lines)
-            size = blank.start() if blank else len(lines)
-            if size > _HEAD_BYTES or lines.count(b"\n", 0, size) > _HEAD_LINES:
-                raise self._refusal(
-                    f"the head of a request has {_HEAD_BYTES} bytes and {_HEAD_LINES} lines at most"
-                )
-        elif self._more_chunks < math.inf and len(lines) > 2 * _LINES_BYTES:  # no whole line yet
-            raise self._refusal("the trailers of the body are too long; leave them out")
-        return super().next_event()
-
-    def _refusal(self, reason: str) -> h11.RemoteProtocolError:
-        self.refused = reason
-        return h11.RemoteProtocolError(reason)
-
-
-class Places:
-    """Limits the number of connections.
-
-    A connection is a stranger until one of its requests was admitted, with the token if one is
-    set. Strangers have few places, and the oldest is closed for the next, so they can't keep out
-    clients with the token. A proper client sends its request at once, so it is a stranger only
-    briefly.
-    """
-
-    def __init__(self) -> None:
-        self._strangers: dict[_Connection, None] = {}  # the oldest is first
-        self._of_address: dict[str, dict[_Connection, None]] = {}
-        self._known: dict[_Connection, None] = {}  # the one with the latest request is last
-
-    def come(self, connection: _Connection) -> None:
-        """Add a connection."""
-        self._strangers[connection] = None
-        of_address = self._of_address.setdefault(connection.address, {})
-        of_address[connection] = None
-        if len(of_address) > MOST_OF_ADDRESS:
-            self._end(next(iter(of_address)))
-        elif len(self._strangers) > MOST_STRANGERS:
-            self._end(next(iter(self._strangers)))
-
-    def let_in(self, connection: _Connection) -> bool:
-        """Admit a connection's request; False if all places are taken.
-
-        An idle connection is closed to make room.
-        """
-        self._known.pop(connection, None)
-        if len(self._known) >= MOST_KNOWN:
-            idle = next((one for one in self._known if one.idle), None)
-            if idle is None:
-                return False
-            self._end(idle)
-        self._forget_stranger(connection)
-        self._known[connection] = None
-        return True
-
-    def leave(self, connection: _Connection) -> None:
-        """Remove a closed connection."""
-        self._known.pop(connection, None)
-        self._forget_stranger(connection)
-
-    def _end(self, connection: _Connection) -> None:
-        self.leave(connection)
-        connection.transport.abort()
-
-    def _forget_stranger(self, connection: _Connection) -> None:
-        self._strangers.pop(connection, None)
-        of_address = self._of_address.get(connection.address, {})
-        of_address.pop(connection, None)
-        if not of_address:
-            self._of_address.pop(connection.address, None)
-
-
-class Turns:
-    """Lets a few connections work at a time, so that a new one needn't wait for all."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], object]] = deque()
-        self._runs = False
-
-    def ask(self, go_on: Callable[[], object]) -> None:
-        """Call a function when its turn comes."""
-        self._waiting.append(go_on)
-        if not self._runs:
-            self._next()
-
-    async def come(self) -> None:
-        """Wait for a turn."""
-        turn = asyncio.Event()
-        self.ask(turn.set)
-        await turn.wait()
-
-    def _next(self) -> None:
-        # It ends only when nobody waits: who asks in this iteration of the loop has the next turn.
-        self._runs = bool(self._waiting)
-        loop = asyncio.get_running_loop()
-        for _ in range(min(_AT_A_TIME, len(self._waiting))):
-            loop.call_soon(self._waiting.popleft())
-        if self._runs:
-            loop.call_soon(self._next)
-
-
-class _Connection(H11Protocol):
-    """One client's connection.
-
-    Attributes:
-        address: of the client.
-        turns: shared by all connections.
-        waiting: since when no request is in progress; None during a request.
-        unread: since when written bytes wait to be received; None if none do.
-    """
-
-    def __init__(self, places: Places, turns: Turns, **options: Any) -> None:
-        super().__init__(**options)
-        self.conn = self._paced = _Paced()
-        self.app_state = {"connection": self}
-        self.address = ""
-        self.waiting: float | None = None
-        self.unread: float | None = None
-        self._answered: object = None
-        self.turns = turns
-        self._places = places
-        self._turn_requested = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is in progress."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def let_in(self) -> bool:
-        """Take a place for a request; False if none is free."""
-        return self._places.let_in(self)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start a new connection."""
-        super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
-        self._places.come(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Clean up after the connection has closed."""
-        self._places.leave(self)
-        super().connection_lost(exc)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that aren't HTTP."""
-        try:
-            super().send_400_response(self._paced.refused or msg)
-        except h11.LocalProtocolError:  # an answer is in progress
-            self.transport.abort()
-
-    def handle_events(self) -> None:
-        """Handle received bytes for one turn; other connections have theirs before the next."""
-        if self._turn_requested:
-            return
-        self._paced.turn = _EVENTS
-        super().handle_events()
-        if self._paced.turn == 0:
-            self._turn_requested = True
-            self.transport.pause_reading()
-            self.turns.ask(self._go_on)
-
-    def _go_on(self) -> None:
-        self._turn_requested = False
-        if self.transport.is_closing():
-            return
-        if not self.flow.read_paused:
-            self.transport.resume_reading()
-        self.handle_events()
-
-    def end_if_late(self, now: float) -> None:
-        """Close the connection if the client was too slow."""
-        if self.transport.get_write_buffer_size() == 0:
-            self.unread = None
-        elif self.unread is None:
-            self.unread = now
-        elif now - self.unread > _TAKE_SECONDS:
-            self.transport.abort()
-        if not self.idle:
-            self.waiting = None
-        elif self.waiting is None or self._answered is not self.cycle:
-            self.waiting, self._answered = now, self.cycle
-        elif now - self.waiting > _IDLE_SECONDS:
-            self.transport.close()
+    asyncio.run(_Server(config, service, stopped).serve([listener]))
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server that leaves signals to the command and ends when all parts are answered.
 
     Once stopped, it refuses new parts, and after some seconds those that wait; parts that were
-    begun are finished, whatever time they take. It closes connections whose client doesn't
-    complete a request or doesn't receive the answer; uvicorn would wait for both forever.
+    begun are finished, whatever time they take.
     """
 
     def __init__(
@@ -350,48 +112,190 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._stopped = stopped
-        self._stopped_at = self._worked_at = 0.0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Nothing: the command has its own handlers."""
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
-        for listener in sockets or []:
-            listener.listen(_WAITING)  # asyncio lets as many wait as it takes at once
-
     async def on_tick(self, counter: int) -> bool:
         """True once the server has to end; asked ten times a second."""
-        now = time.monotonic()
-        if counter % 10 == 0:
-            for connection in self._connections():
-                connection.end_if_late(now)
-        if self._stopped() and self._has_answered(now):
-            return True
-        return await super().on_tick(counter)
-
-    def _has_answered(self, now: float) -> bool:
-        """True if all parts are answered, after a stop."""
-        if not self._service.stopping:
-            self._service.stop()
-            self._stopped_at = self._worked_at = now
-        if self._service.waiting:
-            self._worked_at = now
-            if now - self._stopped_at > _LAST_SECONDS:
-                self._service.refuse_waiting()
-            return False
-        late = now - self._worked_at > _LAST_SECONDS
-        return late or all(connection.idle for connection in self._connections())
+        return self._stopped() or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections."""
-        for connection in self._connections():
-            if not connection.idle:
-                connection.transport.abort()
+        """Answer all accepted parts, then close all connections."""
+        self._service.stop()
+        end = time.monotonic() + _LAST_SECONDS
+        while self._service.waiting:
+            await asyncio.sleep(0.05)
+            if time.monotonic() > end:
+                self._service.refuse_waiting()
         await super().shutdown(sockets)
 
-    def _connections(self) -> list[_Connection]:
-        return cast(list[_Connection], list(self.server_state.connections))
+
+class Guard:
+    """Refuses requests that aren't allowed, by the same rules for all routes.
+
+    Without a token only this machine can ask: the server listens on loopback, and other host names
+    are refused, so that no web page can reach it by a name of its own.
+    Bodies reach a route whole.
+
+    Args:
+        app: the ASGI application behind it.
+        token: shown as `Authorization: Bearer TOKEN`, or as the password that a browser asks for
+            beside a name; empty for none, and only this machine may ask.
+        service: whose limits hold, and whose figures are kept.
+    """
+
+    def __init__(self, app: App, token: str, service: InspectionService) -> None:
+        self._app = app
+        self._token = token
+        self._service = service
+        self._at_work = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or refuse it."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        admitted = False
+
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._service.metrics.answers.labels(str(message["status"])).inc()
+                message = {**message, "headers": [*(_SAFE | dict(message["headers"])).items()]}
+            await send(message)
+
+        self._at_work += 1
+        try:
+            self._admit(scope, headers)
+            admitted = True
+            async with self._body(scope, headers, receive) as body:
+                whole = iter([{"type": "http.request", "body": body}])
+
+                async def receive_whole() -> Any:
+                    return next(whole, None) or await receive()
+
+                await self._app(scope, receive_whole, answer)
+        except HTTPException as refused:
+            # A connection that is closed while data arrives is reset, and the answer is lost.
+            if admitted and refused.status_code != 408:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_DRAIN_SECONDS):
+                        while (await receive()).get("more_body", False):
+                            pass
+            close = {"Connection": "close", **(refused.headers or {})}
+            response = JSONResponse({"detail": refused.detail}, refused.status_code, close)
+            await response(scope, receive, answer)
+        except ClientDisconnect:
+            pass
+        finally:
+            self._at_work -= 1
+
+    def _admit(self, scope: Any, headers: Mapping[bytes, str]) -> None:
+        """Refuse whoever may not ask, and all but health and figures if too many ask."""
+        host = headers.get(b"host", "")
+        if not self._token and not is_loopback(_netloc(f"//{host}")[1]):
+            raise HTTPException(403, "without a token only this machine may ask, as localhost")
+        if _is_of_another_site(scope, headers, host):
+            raise HTTPException(403, "requests from pages of other sites are refused")
+        shown = credentials(headers.get(b"authorization", ""))[1]
+        known = not self._token or hmac.compare_digest(shown.encode(), self._token.encode())
+        if not known and scope["path"] not in _OPEN:
+            ask = {"WWW-Authenticate": 'Basic realm="anomaly", charset="UTF-8"'}
+            raise HTTPException(401, "the token is missing or wrong", ask)
+        if self._at_work > MOST_AT_ONCE and scope["path"] not in _ALWAYS:
+            raise _busy("too many requests are in progress")
+
+    @asynccontextmanager
+    async def _body(
+        self, scope: Any, headers: Mapping[bytes, str], receive: Any
+    ) -> AsyncIterator[bytes]:
+        """A request's whole body; it counts as held inside the `with` block.
+
+        Raises:
+            HTTPException: 408, 413 or 503: it is too slow, too long, or too many bytes are held.
+        """
+        limits, service = self._service.limits, self._service
+        image = scope["method"] == "POST" and scope["path"].endswith("/score")
+        most = limits.body_bytes if image else limits.short_bytes
+        shown = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
+        too_long = HTTPException(413, f"the body is longer than {shown}, which is the limit")
+        if int(headers.get(b"content-length", 0)) > most:  # h11 has seen that it is a number
+            raise too_long
+        pieces, held, more = list[bytes](), 0, True
+        try:
+            async with asyncio.timeout(limits.receive_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    pieces.append(message["body"])
+                    held += len(pieces[-1])
+                    service.held += len(pieces[-1])
+                    if held > most:
+                        raise too_long
+                    if service.held > limits.held_bytes:
+                        raise _busy("too many images are waiting")
+                    more = message["more_body"]
+            pieces = [b"".join(pieces)]
+            yield pieces[0]
+        except TimeoutError:
+            reason = f"the body must be complete within {limits.receive_seconds:g} s"
+            raise HTTPException(408, reason) from None
+        finally:
+            service.held -= held
+
+
+def _busy(reason: str) -> HTTPException:
+    return HTTPException(503, f"{reason}; try again in 1 s", {"Retry-After": "1"})
+
+
+def author(authorization: str, typed: str) -> str:
+    """Author of a judgement: the typed name, else the name given beside the token."""
+    return visible((typed.strip() or credentials(authorization)[0])[:80])
+
+
+def credentials(authorization: str) -> tuple[str, str]:
+    """Name and token in an Authorization header; a bearer's token has no name."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return "", value.strip()
+    if scheme.lower() == "basic":
+        with suppress(ValueError):
+            user, _, token = base64.b64decode(value, validate=True).decode().partition(":")
+            return user, token
+    return "", ""
+
+
+def _is_of_another_site(scope: Any, headers: Mapping[bytes, str], host: str) -> bool:
+    """True if the browser says that a page of another site asks.
+
+    Links to the page itself may be followed. Over plain HTTP browsers name the origin alone, and a
+    proxy may have put its own host in: a header of our page's then tells it from others, whose
+    browsers would first ask here whether they may send it. Scripts hold no data.
+    """
+    if site := headers.get(b"sec-fetch-site"):
+        is_page = scope["method"] == "GET" and scope["path"] == "/"
+        link = is_page and headers.get(b"sec-fetch-mode") == "navigate"
+        return site not in ("same-origin", "none") and not link
+    origin = headers.get(b"origin")
+    own = _PAGE_HEADER in headers or scope["path"].endswith(".js")
+    return origin is not None and _netloc(origin)[0] != host and not own
+
+
+def _netloc(address: str) -> tuple[str, str]:
+    """Host and port together, and the host alone; empty for an invalid address."""
+    try:
+        parts = urlsplit(address)
+        return parts.netloc, parts.hostname or ""
+    except ValueError:
+        return "", ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

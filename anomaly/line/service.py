@@ -8,7 +8,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,9 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from anomaly.errors import DataError, visible
 from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.read import MAX_PIXELS
-from anomaly.line.bodies import Bodies
 from anomaly.line.engine import BusyError, photograph
-from anomaly.line.guard import Limits
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
@@ -41,6 +39,27 @@ _BEHIND = 200  # events that a follower may be behind before it has to reload
 _SIGN_OF_LIFE_SECONDS = 10.0
 MOST_FOLLOWERS = 64
 STOPPING = "the service is stopping"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests.
+
+    Attributes:
+        body_bytes: of one image file.
+        short_bytes: of any other body.
+        held_bytes: of all bodies being received or waiting for their answers.
+        receive_seconds: until a body is complete.
+        answer_seconds: until a part is answered.
+        waiting_parts: parts in progress of each model.
+    """
+
+    body_bytes: int = 64_000_000
+    short_bytes: int = 64_000
+    held_bytes: int = 512_000_000
+    receive_seconds: float = 30.0
+    answer_seconds: float = 60.0
+    waiting_parts: int = 64
 
 
 class InspectionService:
@@ -66,9 +85,9 @@ class InspectionService:
         sinks: Sequence[Sink] = (),
     ) -> None:
         self.limits = limits or Limits()
-        self.bodies = Bodies(self.limits)
+        self.held = 0  # bytes of bodies being received or waiting for their answers
         self.record = record
-        self._outboxes = [Outbox(self.record, sink) for sink in sinks]
+        self.outboxes = [Outbox(self.record, sink) for sink in sinks]
         self._recorder = Recorder(self.record, self._publish)
         self.registry = ModelRegistry(
             folders,
@@ -77,7 +96,7 @@ class InspectionService:
             workers=workers,
             waiting_parts=self.limits.waiting_parts,
         )
-        self.metrics = Metrics(self.registry.models, self._outboxes, self.bodies, self.record)
+        self.metrics = Metrics(self)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
@@ -86,7 +105,7 @@ class InspectionService:
 
     def __enter__(self) -> InspectionService:
         self._open.callback(self.record.close)
-        for outbox in self._outboxes:
+        for outbox in self.outboxes:
             self._open.enter_context(outbox)
         self._open.enter_context(self._recorder)
         self._open.enter_context(self.registry)
@@ -248,7 +267,7 @@ class InspectionService:
     def _publish(self, number: int, answer: Answer) -> None:
         """Publish a recorded part; called in the record's thread."""
         self.metrics.note(answer)
-        for outbox in self._outboxes:
+        for outbox in self.outboxes:
             outbox.wake()
         if answer.heatmap:
             self._recent[number] = answer.heatmap
@@ -361,19 +380,10 @@ class Metrics:
     """The service's figures, in a registry of their own.
 
     Args:
-        models: by name.
-        outboxes: of the receivers.
-        bodies: of the images that wait.
-        record: of all results.
+        service: whose figures they are.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, ModelSlot],
-        outboxes: Sequence[Outbox],
-        bodies: Bodies,
-        record: Record,
-    ) -> None:
+    def __init__(self, service: InspectionService) -> None:
         registry = self._registry = CollectorRegistry()
         self._scores: dict[str, deque[float]] = {}
         self.parts = Counter(
@@ -402,15 +412,17 @@ class Metrics:
             registry=registry,
         )
         held = Gauge("anomaly_held_bytes", "Bytes of images that wait", registry=registry)
-        held.set_function(lambda: bodies.held)
-        receivers = {outbox.name: outbox for outbox in outboxes}
+        held.set_function(lambda: service.held)
+        sources: dict[str, Mapping[str, Any]] = {
+            "model": service.registry.models,
+            "receiver": {outbox.name: outbox for outbox in service.outboxes},
+        }
         for label, name, text, figure in _FIGURES:
             gauge = Gauge(f"anomaly_{name}", text, [label] * bool(label), registry=registry)
-            sources: Mapping[str, Any] = {"model": models, "receiver": receivers}.get(label, {})
-            for one, source in sources.items():
-                gauge.labels(one).set_function(partial(figure, source))
             if not label:
-                gauge.set_function(partial(figure, record))
+                gauge.set_function(partial(figure, service.record))
+            for one, source in sources.get(label, {}).items():
+                gauge.labels(one).set_function(partial(figure, source))
 
     def note(self, answer: Answer) -> None:
         """Count a part that was answered."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import http.client
 import json
+import shutil
+import socket
+import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -11,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from kit import until
 
-from anomaly.line.guard import Limits
+from anomaly.line.app import make_app
 from anomaly.line.record import Keeping, Record
 from anomaly.line.serve import named
 from anomaly.line.server import listening, serve
-from anomaly.line.service import InspectionService
+from anomaly.line.service import InspectionService, Limits
 from anomaly.line.sinks import Sink
 from anomaly.storage.folder import find_models
 
@@ -100,7 +105,9 @@ def serving(
     )
     stop, listener = threading.Event(), listening("127.0.0.1", 0)
     with service:
-        thread = threading.Thread(target=serve, args=(service, listener, token, stop.is_set))
+        thread = threading.Thread(
+            target=serve, args=(make_app(service), service, listener, token, stop.is_set)
+        )
         thread.start()
         try:
             served = Served(listener.getsockname()[1], folder, token)
@@ -109,3 +116,40 @@ def serving(
         finally:
             stop.set()
             thread.join()
+
+
+NGINX = """
+daemon off; user {user}; pid {folder}/pid; error_log {folder}/error.log;
+events {}
+http {
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  {site}
+}
+"""
+
+
+@contextmanager
+def behind_nginx(site: str, folder: Path) -> Iterator[int]:
+    """Nginx with the lines of a site, in which {port} is filled in; its port."""
+    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+    if program is None:
+        pytest.skip("nginx isn't installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = folder / "nginx.conf"
+    text = NGINX.replace("{folder}", str(folder)).replace("{site}", site)
+    text = text.replace("{user}", getpass.getuser())
+    config.write_text(text.replace("{port}", str(port)))
+    process = subprocess.Popen([program, "-e", folder / "error.log", "-c", config])
+
+    def listens() -> bool:
+        with socket.socket() as line:
+            return line.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        until(listens)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import Browser
-from kit import until
-from running import Served
+from conftest import REPOSITORY
+from running import Served, behind_nginx
 from test_line_page import arrive
 
-NGINX = """
-daemon off; pid {folder}/pid; error_log {folder}/error.log;
-events {{}}
-http {{
-  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-  fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  server {{
-    listen 127.0.0.1:{port};
-    location /plant/line/ {{ proxy_pass http://127.0.0.1:{service}/; }}
-  }}
-}}
-"""
 # As where a browser's settings forbid storage.
 NO_STORAGE = """
 Object.defineProperty(window, "localStorage", {
@@ -37,26 +23,13 @@ Object.defineProperty(window, "localStorage", {
 
 @pytest.fixture
 def proxied(served: Served, tmp_path: Path) -> Iterator[str]:
-    """The page's address behind nginx as it is configured by default."""
-    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if program is None:
-        pytest.skip("nginx isn't installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config = tmp_path / "nginx.conf"
-    config.write_text(NGINX.format(folder=tmp_path, port=port, service=served.port))
-    process = subprocess.Popen([program, "-e", tmp_path / "error.log", "-c", config])
-
-    def listens() -> bool:
-        with socket.socket() as line:
-            return line.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        until(listens)
+    """The page's address behind nginx as docs/service.md configures it."""
+    docs = (REPOSITORY / "docs" / "service.md").read_text("utf-8")
+    location = docs[docs.index("location /plant/line/") :].partition("```")[0]
+    location = location.replace("127.0.0.1:8000", f"127.0.0.1:{served.port}")
+    site = "server {listen 127.0.0.1:{port};\n" + location + "}"
+    with behind_nginx(site, tmp_path) as port:
         yield f"http://127.0.0.1:{port}/plant/line/"
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 @pytest.fixture
