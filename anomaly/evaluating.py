@@ -42,7 +42,6 @@ def evaluate(
     detector: AnomalyDetector,
     data: Dataset | Config | Iterable[Sample] | None = None,
     *,
-    workers: int = 2,
     progress: Progress = lambda done, total: None,
 ) -> EvaluationResult:
     """Score test images and compare with what they show.
@@ -55,7 +54,6 @@ def evaluate(
             set which a config's `data` names, samples of your own, or None for the data set that
             the detector was trained on, where its run remembers that. Images that it has learned
             from are left out.
-        workers: decoding processes, besides one for masks.
         progress: called with (done, total).
 
     Returns:
@@ -81,7 +79,6 @@ def evaluate(
         place,
         mask_above=mask_above,
         own_split=bool(place),  # samples have none
-        workers=workers,
         progress=progress,
     )
     return EvaluationResult(**{f.name: getattr(category, f.name) for f in fields(category)})

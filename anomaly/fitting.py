@@ -34,7 +34,6 @@ def fit(
     *,
     device: str | torch.device = "auto",
     calibrate: bool = True,
-    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
     channels: Channels | None = None,
     full_scale: float | None = None,
@@ -54,7 +53,6 @@ def fit(
             (`{"model": {"kind": "padim"}}`), or None for the defaults. `data` isn't read.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
         calibrate: whether to find thresholds. Without them predictions have no verdict.
-        workers: processes that decode files.
         progress: called with (stage, done, total).
         channels: order of NumPy arrays' three colours, as for `AnomalyDetector.predict`.
         full_scale: arrays' value that means white; floats have to state it.
@@ -80,7 +78,6 @@ def fit(
             defects=[sample for sample in test if sample.is_defect],
             device=device_of(device),
             scratch=Path(scratch),
-            workers=workers,
             calibrate=calibrate,
             progress=progress,
         )

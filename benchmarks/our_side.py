@@ -18,8 +18,7 @@ import torch
 from anomaly.cli import main
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.load import load_model
 from anomaly.storage.save import save
@@ -49,7 +48,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         samples,
         device=device,
         scratch=args.output,
-        workers=args.threads,
         calibrate=False,
     )
     save(training.detector, args.checkpoint, overwrite=True)
@@ -80,13 +78,13 @@ def infer(args: argparse.Namespace) -> dict[str, Any]:
 def latency(detector: Model, files: list[Path]) -> dict[str, float]:
     """From file to score and map, an image at a time."""
     times = []
-    with Decoders(1, Task(detector.loading)) as decoders:
-        for file in files:
-            start = time.perf_counter()
-            item = decoders.load(file)
-            for result in detector.predict_batches([[item]]):  # type: ignore[list-item]
-                result.source_map()  # type: ignore[union-attr]
-            times.append(time.perf_counter() - start)
+    decoders = Decoders(Task(detector.loading))
+    for file in files:
+        start = time.perf_counter()
+        item = decoders.load(file)
+        for result in detector.predict_batches([[item]]):  # type: ignore[list-item]
+            result.source_map()  # type: ignore[union-attr]
+        times.append(time.perf_counter() - start)
     times = sorted(times[2:])
     return {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]}
 

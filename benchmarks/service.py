@@ -12,7 +12,6 @@ import argparse
 import http.client
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -123,17 +122,15 @@ def _until_ready(port: int) -> None:
 
 def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     """Seconds that a loop of `infer` takes for so many images, once it is warm."""
-    from anomaly.imaging.decoder_pool import Decoders
-    from anomaly.imaging.decoder_worker import Task
+    from anomaly.imaging.pool import Decoders, Task
     from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import PictureWriter
     from anomaly.inference.run import Inputs, infer
     from anomaly.storage.load import load_model
 
     model = load_model(run)
-    cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder, Decoders(cores) as decoders:
-        decoders.begin(Task(model.loading, PictureWriter(Path(folder))))
+    with tempfile.TemporaryDirectory() as folder:
+        decoders = Decoders(Task(model.loading, PictureWriter(Path(folder))))
         for count in (32, images):
             paths = list(itertools.islice(itertools.cycle(files), count))
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])

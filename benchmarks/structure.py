@@ -216,16 +216,14 @@ def _name(frame: FrameType) -> str:
 def _decoding_here(path: Route) -> Iterator[None]:
     """Let the decoding processes' work be done here, and record while a run scores."""
     import anomaly.inference.run as run
-    from anomaly.imaging import decoder_worker
-    from anomaly.imaging.decoder_pool import _DecoderProcess
+    from anomaly.imaging.pool import Worker, _DecoderProcess
 
-    workers: dict[int, Any] = {}
+    worker = Worker()
 
     def exchange(
         process: object, request: object, task: Any, name: str, arguments: tuple[Any, ...]
     ) -> tuple[bool, Any]:
-        worker = workers.setdefault(id(task), decoder_worker.Worker(task))
-        return True, getattr(worker, name)(*arguments)
+        return worker.answer(task, name, arguments)
 
     def infer(*arguments: Any, **options: Any) -> Any:
         path.recording = True

@@ -28,11 +28,9 @@ from anomaly.backbones.extractor import network_input
 from anomaly.cli import main as command
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.runtime.devices import device_of
-from anomaly.runtime.parallel import cores
 from anomaly.scoring.image_statistics import statistics_of
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import save
@@ -70,7 +68,7 @@ def trained(folder: Path, args: argparse.Namespace, device: torch.device) -> Mod
     }
     config = parse_config(settings, "benchmark")
     samples = open_dataset("folder", folder, None).train
-    options: dict[str, Any] = {"scratch": folder, "workers": cores(), "calibrate": False}
+    options: dict[str, Any] = {"scratch": folder, "calibrate": False}
     return train(config, samples, device=device, **options).detector
 
 
@@ -122,9 +120,8 @@ def main() -> None:
         draw(root / "good", _LEARNED, args.size)
         model = trained(root / "good", args, device)
         paths = sorted((root / "good").iterdir())
-        with Decoders(cores(), Task(model.loading)) as decoders:
-            loaded = list(decoders.load_all(enumerate(paths)))
-            batch = [item for item in loaded if not isinstance(item, UnusableImage)]
+        loaded = list(Decoders(Task(model.loading)).load_all(enumerate(paths)))
+        batch = [item for item in loaded if not isinstance(item, UnusableImage)]
         batch = (batch * -(-args.batch // len(batch)))[: args.batch]
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             model.extractor(torch.zeros(1, 3, args.size, args.size, device=device))

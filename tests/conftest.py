@@ -148,22 +148,32 @@ def decoding_threads() -> Iterator[Callable[[], Any]]:
 
     What replaces a function replaces it there, too. Yields what starts processes otherwise.
     """
-    from anomaly.imaging import decoder_pool
+    from anomaly.imaging import pool
 
-    start = decoder_pool.start
+    start = pool.start
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(decoder_pool, "start", DecodingThread)
+        patched.setattr(pool, "start", DecodingThread)
         yield start
 
 
 @pytest.fixture
+def own_pool() -> Iterator[None]:
+    """A pool that starts in the test and ends with it."""
+    from anomaly.imaging import pool
+
+    pool.close()
+    yield
+    pool.close()
+
+
+@pytest.fixture
 def decoding_processes(
-    decoding_threads: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    own_pool: None, decoding_threads: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images are decoded in processes, as without tests."""
-    from anomaly.imaging import decoder_pool
+    from anomaly.imaging import pool
 
-    monkeypatch.setattr(decoder_pool, "start", decoding_threads)
+    monkeypatch.setattr(pool, "start", decoding_threads)
 
 
 def train(product: Path, setting: str, output: Path) -> None:

@@ -92,15 +92,10 @@ class DecodingThread:
 
 
 def _serve(questions: IO[bytes], answers: IO[bytes]) -> None:
-    from anomaly.imaging.decoder_worker import Worker, receive, send
+    from anomaly.imaging.pool import Worker, receive, send
 
-    worker = Worker(None)
+    worker = Worker()
     with suppress(OSError, EOFError), questions, answers:
         while True:
-            task, name, arguments = receive(questions)
-            worker = worker if task is None else Worker(task)
-            try:
-                answer = True, getattr(worker, name)(*arguments)
-            except Exception as error:
-                answer = False, error
-            send(answers, answer)
+            _, *request = receive(questions)
+            send(answers, worker.answer(*request))

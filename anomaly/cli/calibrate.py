@@ -7,7 +7,7 @@ import logging
 import shlex
 from dataclasses import fields
 
-from anomaly.cli.common_options import agreed, ask, check_images, device_and_threads
+from anomaly.cli.common_options import agreed, ask, check_images, chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.options import share_of
 from anomaly.datasets import Sample, check_inputs
@@ -49,11 +49,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, asked: Asked) -> int:
-    device, threads = device_and_threads(options)
+    device = chosen_device(options)
     model = load_model(options.model, device)
     images = {name: _given(options, name) for name in ("good", "production", "defects")}
     with ProgressLine() as progress:
-        made = recalibrate(model, asked, **images, workers=threads, progress=progress)
+        made = recalibrate(model, asked, **images, progress=progress)
     print("\n".join(made.lines()))
     if made.thresholds == model.thresholds:
         print("the model already has these thresholds; nothing was changed")

@@ -16,7 +16,6 @@ from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
-from anomaly.runtime.parallel import cores
 from anomaly.scoring.build import region_of
 
 _SHOWN = 5  # files of a fault
@@ -48,7 +47,6 @@ def run(options: argparse.Namespace) -> int:
             dataset,
             reading_of(config),
             one_grid=config.one_aspect,
-            workers=cores(),
             progress=partial(progress, "reading"),
         )
     folder = str(dataset.folder)

@@ -10,9 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cv2
+
 from anomaly.cli import annex
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
+from anomaly.imaging.pool import warm_up
 from anomaly.runtime.devices import CPU, device_of
 from anomaly.runtime.parallel import cores, cpu_quota, use_threads
 from anomaly.storage.exported import is_exported
@@ -99,7 +102,7 @@ def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def wanted_threads(options: argparse.Namespace) -> int:
-    """How many threads `device_and_threads` will use.
+    """How many threads the command computes with.
 
     Raises:
         AnomalyError: an impossible number.
@@ -110,27 +113,23 @@ def wanted_threads(options: argparse.Namespace) -> int:
     return threads
 
 
-def device_and_threads(
-    options: argparse.Namespace, models: Sequence[Path] | None = None
-) -> tuple[torch.device, int]:
-    """Set the threads of every library and choose the device.
+def chosen_device(
+    options: argparse.Namespace, models: Sequence[Path] | None = None, images: int = 0
+) -> torch.device:
+    """Set the threads of every library, start decoding processes, and choose the device.
 
     Torch is imported for it unless exported models are all that is asked for.
 
     Args:
         options: of the command.
         models: the folders it works with; by default those given with --model.
-
-    Returns:
-        The device, and the number of threads.
+        images: how many it will read: their processes start while torch is imported.
 
     Raises:
         AnomalyError: a GPU was asked for and isn't there, or isn't for the model; or an impossible
             number of threads.
     """
     threads = wanted_threads(options)
-    import cv2
-
     use_threads(threads)  # torch and faiss follow when they are imported
     if threads > (quota := cpu_quota()) + 1:  # a part of a processor is rounded up
         log.warning(
@@ -140,6 +139,7 @@ def device_and_threads(
             quota,
         )
     cv2.setNumThreads(1)  # files are decoded in parallel already
+    warm_up(images)
     if models is None:
         model = getattr(options, "model", None) or []
         models = model if isinstance(model, list) else [model]
@@ -147,10 +147,10 @@ def device_and_threads(
     if not any(exported):
         device = device_of(options.device)
         log.debug("on %s (--device %s), %d threads", device, options.device, threads)
-        return device, threads
+        return device
     if options.device == "cuda":
         raise AnomalyError("an exported model computes on the CPU; leave --device out")
-    return CPU if all(exported) else device_of("cpu"), threads
+    return CPU if all(exported) else device_of("cpu")
 
 
 def _is_exported(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import open_test_images
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
@@ -51,10 +51,10 @@ def _run(options: argparse.Namespace) -> int:
     failures: list[Failure] = []
 
     try:
-        device, threads = device_and_threads(options)
+        device = chosen_device(options)
         for source in _sources(options):
             try:
-                outcome = _evaluate(source, options, device, threads)
+                outcome = _evaluate(source, options, device)
                 category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
                 report = folder.add(category)
                 print(f"{category.name}: {report}")
@@ -84,16 +84,13 @@ def _sources(options: argparse.Namespace) -> list[str]:
     return listed
 
 
-def _evaluate(
-    source: str, options: argparse.Namespace, device: torch.device, threads: int
-) -> Category:
+def _evaluate(source: str, options: argparse.Namespace, device: torch.device) -> Category:
     """Evaluate one model.
 
     Args:
         source: a run or model folder.
         options: of the command.
         device: where to compute.
-        threads: decoding processes.
 
     Raises:
         AnomalyError: it can't be evaluated.
@@ -116,7 +113,6 @@ def _evaluate(
             mask_above=model.config.data.mask_above,
             own_split=not (options.good or options.defects),
             tested=_tested(options),
-            workers=threads,
             progress=partial(progress, model.config.name),
             model=str(folder),
         )

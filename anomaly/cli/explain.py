@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.common_options import chosen_device
 from anomaly.errors import AnomalyError, DataError
 from anomaly.explain.pictures import PAGE, RgbImage, claim_folder, save_explanation
 from anomaly.files.outputs import locked
@@ -51,7 +51,7 @@ def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.page import next_steps
     from anomaly.explain.saliency import explain_class
 
-    device, _ = device_and_threads(options)
+    device = chosen_device(options)
     claim_folder(options.output, overwrite=options.overwrite)
     facts: dict[str, Any] = {"image": str(options.input)}
     pictures: dict[str, RgbImage] = {}

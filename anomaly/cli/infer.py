@@ -22,7 +22,7 @@ from anomaly.calibration.production import flagged_line
 from anomaly.cli import annex
 from anomaly.cli.common_options import (
     check_cluster,
-    device_and_threads,
+    chosen_device,
     joined_cluster,
     wanted_threads,
 )
@@ -41,9 +41,8 @@ from anomaly.files.outputs import (
     locked,
 )
 from anomaly.files.writing import claim, from_json, remove_drafts
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.listing import is_folder
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.inference.journal import Finished, RunJournal
 from anomaly.inference.outputs import OutputOptions, Outputs, about_model
 from anomaly.inference.rows import Counts, Row, learned_by
@@ -82,13 +81,11 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
     if found.passed_over:
         log.log(NOTE, found.passed_over)
     is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
-    # The decoding processes start while this one imports torch.
     with (
-        Decoders(min(wanted_threads(options), total)) as decoders,
         Stopping() as stop,
         ExitStack() as opened,
     ):
-        device, _ = device_and_threads(options)
+        device = chosen_device(options, images=total)
         model = load_model(options.model, device, options.precision)
         about = outputs.about(model, found.sha256)
         if is_complete:
@@ -109,7 +106,6 @@ def _run(options: argparse.Namespace, outputs: Outputs) -> int:
                     [] if options.list else options.input,
                     outputs,
                     journal,
-                    decoders,
                     stopped=lambda: stop.signal is not None,
                     progress=partial(progress, "scoring"),
                     predict=predict,
@@ -223,15 +219,15 @@ def _watch(options: argparse.Namespace, outputs: Outputs) -> int:
     with suppress(DataError):  # a folder that can't be listed now is tried again
         if others := passed_over(options.input):
             log.log(NOTE, others)
-    with Decoders(wanted_threads(options)) as decoders, Stopping() as stop:
-        device, _ = device_and_threads(options)
+    with Stopping() as stop:
+        device = chosen_device(options, images=wanted_threads(options))
         model = load_model(options.model, device, options.precision)
         about = outputs.about(model)
         about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
         if not resume:
             outputs.clear(model)
         thumbnails = Thumbnails() if options.page else None
-        counts = _follow(options, outputs, model, about, decoders, stop, thumbnails)
+        counts = _follow(options, outputs, model, about, stop, thumbnails)
         page = ""
         if thumbnails is not None:
             rows, named = _rows_so_far(options.output), ", ".join(map(str, options.input))
@@ -249,7 +245,6 @@ def _follow(
     outputs: Outputs,
     model: Model,
     about: dict[str, object],
-    decoders: Decoders,
     stop: Stopping,
     thumbnails: Thumbnails | None,
 ) -> Counts:
@@ -290,7 +285,7 @@ def _follow(
         seen=on_row,
     )
     outputs.write_scale(model)
-    decoders.begin(Task(model.loading, outputs.pictures(model)))
+    decoders = Decoders(Task(model.loading, outputs.pictures(model)))
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{counts['ok']} images are"), journal:
         watch(

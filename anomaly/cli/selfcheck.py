@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError
@@ -46,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, paths: list[Path]) -> int:
     recorded = None if options.record else read_record(options.golden)
 
-    device, threads = device_and_threads(options)
+    device = chosen_device(options)
     model = load_model(options.model, device)
     with ProgressLine() as progress:
-        scores = score_golden(model, paths, options.golden, threads, partial(progress, "scoring"))
+        scores = score_golden(model, paths, options.golden, partial(progress, "scoring"))
     if (own := golden_of(find_model(options.model))) and own.resolve() != options.golden.resolve():
-        scores |= score_golden(model, missed_parts(own), own, threads)
+        scores |= score_golden(model, missed_parts(own), own)
     if recorded is None:
         write_record(options.golden, model.model_id, scores)
         print(f"{len(scores)} images recorded in {options.golden / GOLDEN}")

@@ -25,7 +25,6 @@ from anomaly.datasets.recognise import LIST_SUFFIX, recognise, with_copies_toget
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, from_json, write
-from anomaly.runtime.parallel import cores
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:
@@ -264,7 +263,6 @@ def _look(
         report = check(
             dataset,
             reading,
-            workers=cores(),
             progress=partial(progress, "looking"),
         )
     if not report.splits["train"].usable:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.weights import check_weights
 from anomaly.cli import annex
-from anomaly.cli.common_options import device_and_threads, joined_cluster
+from anomaly.cli.common_options import chosen_device, joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         # Before torch is imported, which takes seconds.
         dataset = open_dataset(data.format, data.root, data.category)
         check_weights(config.backbone.weights)
-        device, threads = device_and_threads(options)
+        device = chosen_device(options, images=len(dataset.train))
         with joined_cluster(options, device) as cluster:
             shared = (
                 None
@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> int:
                     dataset,
                     output,
                     device=device,
-                    workers=threads,
                     calibrate=not options.no_calibrate,
                     overwrite=options.overwrite,
                     shared=shared,

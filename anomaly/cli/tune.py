@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from anomaly.cli.common_options import (
-    device_and_threads,
+    chosen_device,
 )
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     output = _output(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     named = open_test_images(options.good, options.defects, None) if _named(options) else ()
-    device, threads = device_and_threads(options)
+    device = chosen_device(options)
     from anomaly.training.tuning.tune import tune
 
     with ProgressLine() as progress:
@@ -35,7 +35,6 @@ def run(options: argparse.Namespace) -> int:
             good=[s for s in named if not s.is_defect] if options.good else None,
             budget=options.budget,
             device=device,
-            workers=threads,
             say=log.info,
             progress=progress,
         )

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from anomaly.cli import annex
-from anomaly.cli.common_options import agreed, check_images, device_and_threads
+from anomaly.cli.common_options import agreed, check_images, chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     from anomaly.evaluation.update import update
 
-    device, threads = device_and_threads(options)
+    device = chosen_device(options)
     model = load_model(folder, device)
     good, defects, past = _images(options, model, scratch)
     with ProgressLine() as progress:
@@ -54,7 +54,6 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
             defects=defects,
             past=past,
             include_suspects=options.include_suspects,
-            workers=threads,
             scratch=scratch,
             progress=progress,
         )

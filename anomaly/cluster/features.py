@@ -25,15 +25,12 @@ import cv2
 
 from anomaly.cluster.actors import CRASHED, Actor, Cluster, Workers
 from anomaly.errors import AnomalyError, DataError
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.methods.base import PatchSet, Progress, Result, Scorer
 from anomaly.runtime.devices import device_of
 from anomaly.runtime.parallel import use_threads
-from anomaly.scoring.build import loading_of
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
 from anomaly.training.feature_cache import (
@@ -191,7 +188,7 @@ class ShardWorker:
 
     def __init__(self, job: ShardJob) -> None:
         self._job = job
-        self._decoders: Any = None
+        self._model: Any = None
 
     def learn(self, images: Sequence[int]) -> CachedFeatures:
         """Compute and keep features of images, and what a bank is selected from.
@@ -207,7 +204,7 @@ class ShardWorker:
         self._check_there(images)
         # The first shard stands for all of them where it is asked whether the disk has room.
         among = len(job.images) if 0 in images else len(images)
-        cache = FeatureCache(self._model, self._model.fitter, self._decoders, job.scratch)
+        cache = FeatureCache(self._model, self._model.fitter, job.scratch)
         with closing(cache):
             return cache.build({i: job.images[i] for i in images}, among=among)
 
@@ -241,7 +238,7 @@ class ShardWorker:
         return function(features.only(images))
 
     def _begin(self) -> None:
-        if self._decoders is not None:
+        if self._model is not None:
             return
         job = self._job
         if not job.scratch.is_dir():
@@ -255,8 +252,3 @@ class ShardWorker:
         cv2.setNumThreads(1)
         model = job.model
         self._model = replace(model, device=device_of(model.device.type))
-        stride, patch = model.extractor.coarsest_stride, model.extractor.patch
-        loading = loading_of(
-            model.config, stride, model.region, model.aspect, patch, model.reference
-        )
-        self._decoders = Decoders(job.threads, Task(loading, looks=True)).__enter__()

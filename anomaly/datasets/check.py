@@ -24,10 +24,10 @@ from anomaly.datasets.masks import strays
 from anomaly.datasets.poses import LEAST_IMAGES, grey_pictures, moving
 from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
 from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
+from anomaly.imaging.pool import read_all
 from anomaly.imaging.read import (
     MAX_PIXELS,
     Image,
@@ -181,7 +181,6 @@ def check(
     reading: Reading,
     *,
     one_grid: bool = False,
-    workers: int = 2,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DataReport:
     """Look at every image and mask of a data set.
@@ -190,12 +189,11 @@ def check(
         dataset: as listed.
         reading: how its images are read.
         one_grid: whether the model needs images of one aspect (PaDiM).
-        workers: decoding processes.
         progress: called with (done, total).
     """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
     images: list[_CheckedImage] = []
-    for image in _check_all(everything, reading, workers):
+    for image in _check_all(everything, reading):
         images.append(image)
         progress(len(images), len(everything))
     bits = bits_used(image.look.brightest for image in images if image.look is not None)
@@ -208,7 +206,7 @@ def check(
     faults += _nearly_repeated(images, looks, shown)
     faults += [*_too_few(images), *_bit_depth(bits)]
     if not reading.aligned:
-        faults += _moving_parts(images, reading, workers)
+        faults += _moving_parts(images, reading)
     if one_grid:
         faults += _other_aspects(images)
     order = list(Severity)
@@ -222,17 +220,16 @@ def check(
 
 
 def _check_all(
-    everything: Sequence[tuple[str, Sample]], reading: Reading, workers: int
+    everything: Sequence[tuple[str, Sample]], reading: Reading
 ) -> Iterator[_CheckedImage]:
-    with Decoders(min(workers, len(everything))) as decoders:
-        results = decoders.map(partial(_check_image, reading), everything)
-        for result, (split, sample) in zip(results, everything, strict=True):
-            if isinstance(result, _CheckedImage):
-                yield result
-            else:  # its process was stopped
-                mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
-                reason = f"{sample.path}{mask}: {result}"
-                yield _unusable(split, sample, UnusableImage(0, result.status, reason))
+    results = read_all(partial(_check_image, reading), everything)
+    for result, (split, sample) in zip(results, everything, strict=True):
+        if isinstance(result, _CheckedImage):
+            yield result
+        else:  # its process was stopped
+            mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
+            reason = f"{sample.path}{mask}: {result}"
+            yield _unusable(split, sample, UnusableImage(0, result.status, reason))
 
 
 def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
@@ -359,20 +356,16 @@ def _bit_depth(bits: int | None) -> Iterator[Fault]:
         yield _fault("bit_depth", "train", None, say_bits_used(bits))
 
 
-def _moving_parts(
-    images: Sequence[_CheckedImage], reading: Reading, workers: int
-) -> Iterator[Fault]:
+def _moving_parts(images: Sequence[_CheckedImage], reading: Reading) -> Iterator[Fault]:
     train = [image.sample for image in images if image.split == "train" and image.usable]
     if len(train) < LEAST_IMAGES:
         return
-    with Decoders(min(workers, len(train))) as decoders:
-        pictures = grey_pictures(
-            train,
-            decoders,
-            max_pixels=reading.max_pixels,
-            bit_depth=reading.bit_depth,
-            most=_COMPARED,
-        )
+    pictures = grey_pictures(
+        train,
+        max_pixels=reading.max_pixels,
+        bit_depth=reading.bit_depth,
+        most=_COMPARED,
+    )
     setting, detail = moving([grey for _, grey in pictures])
     if detail:
         yield replace(_fault("moving_parts", "train", None, detail), setting=setting)

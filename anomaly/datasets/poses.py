@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.pool import read_all
 from anomaly.imaging.pose import Motion
 from anomaly.imaging.reference import PREFERENCE, Grey, Reference, moved, normed, read_grey
 
@@ -35,7 +35,6 @@ _TURNED, _LEFT, _FAR = 2.0, 0.6, 0.03
 
 def grey_pictures(
     samples: Sequence[Sample],
-    decoders: Decoders,
     *,
     max_pixels: int,
     bit_depth: int | None,
@@ -45,14 +44,13 @@ def grey_pictures(
 
     Args:
         samples: the images.
-        decoders: what reads them.
         max_pixels: as in `anomaly.imaging.read.read_image`.
         bit_depth: as there.
         most: how many to read, evenly taken.
     """
     samples = samples[:: max(1, -(-len(samples) // most))]
     read = partial(read_grey, max_pixels=max_pixels, bit_depth=bit_depth)
-    pictures = decoders.map(read, [sample.source for sample in samples])
+    pictures = read_all(read, [sample.source for sample in samples])
     return [
         (sample.name, picture)
         for sample, picture in zip(samples, pictures, strict=True)

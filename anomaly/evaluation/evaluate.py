@@ -26,9 +26,9 @@ from anomaly.evaluation.metrics.images import (
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.evaluation.splits import threshold_images
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
+from anomaly.imaging.pool import read_one
 from anomaly.methods.base import Progress
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -100,7 +100,6 @@ def score_test_split(
     samples: Sequence[Sample],
     *,
     mask_above: int = 0,
-    workers: int = 2,
     progress: Progress = lambda done, total: None,
     visit: Visit = lambda prediction, sample, anomaly_map, mask: None,
 ) -> Evaluation:
@@ -111,7 +110,6 @@ def score_test_split(
         samples: good and defective images; a defective one without a mask, or whose mask marks
             nothing, counts for the image metrics only.
         mask_above: mask values above this are defect.
-        workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         visit: called with every scored image; nothing of it is kept here.
 
@@ -127,34 +125,31 @@ def score_test_split(
     unmarked: list[str] = []
     first: dict[str, Sample] = {}  # that shows a picture
     good = {sha256: name for name, sha256 in detector.manifest.get("training_images", {}).items()}
-    with Decoders(1) as masks:
-        for result in detector.score_all(
-            [s.source for s in samples], workers=workers, keep_images=True
-        ):
-            sample = samples[result.index]
-            try:
-                if isinstance(result, UnusableImage):
-                    raise ImageError(result.reason, result.status)
-                assert result.image is not None
-                same = first.setdefault(picture_of(result.image), sample)
-                if contrary := contradiction(same, sample) or _learned(sample, result.sha256, good):
-                    raise contrary
-                mask = _mask(masks, sample, result.view.source, mask_above)
-            except ImageError as error:
-                scored[result.index] = Scored(sample, None, str(error), status=error.status)
-            else:
-                if mask is not None and sample.is_defect and not mask.any():
-                    mask = None  # or it would count as a good image's
-                    unmarked.append(str(sample.mask_path))
-                width = None if mask is None or not sample.is_defect else width_of(mask)
-                scored[result.index] = replace(Scored.of(sample, result), width=width)
-                anomaly_map = result.anomaly_map
-                if mask is not None:
-                    pixels.update(anomaly_map, mask)
-                    if doubt := maybe_turned(sample, result.image):
-                        log.warning("%s", doubt)
-                visit(result, sample, anomaly_map, mask)
-            progress(len(scored), len(samples))
+    for result in detector.score_all([s.source for s in samples], keep_images=True):
+        sample = samples[result.index]
+        try:
+            if isinstance(result, UnusableImage):
+                raise ImageError(result.reason, result.status)
+            assert result.image is not None
+            same = first.setdefault(picture_of(result.image), sample)
+            if contrary := contradiction(same, sample) or _learned(sample, result.sha256, good):
+                raise contrary
+            mask = _mask(sample, result.view.source, mask_above)
+        except ImageError as error:
+            scored[result.index] = Scored(sample, None, str(error), status=error.status)
+        else:
+            if mask is not None and sample.is_defect and not mask.any():
+                mask = None  # or it would count as a good image's
+                unmarked.append(str(sample.mask_path))
+            width = None if mask is None or not sample.is_defect else width_of(mask)
+            scored[result.index] = replace(Scored.of(sample, result), width=width)
+            anomaly_map = result.anomaly_map
+            if mask is not None:
+                pixels.update(anomaly_map, mask)
+                if doubt := maybe_turned(sample, result.image):
+                    log.warning("%s", doubt)
+            visit(result, sample, anomaly_map, mask)
+        progress(len(scored), len(samples))
     if unmarked:
         log.warning(
             "%d masks of defects mark nothing (%s); these images count in image figures, not in "
@@ -215,13 +210,11 @@ def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError 
     )
 
 
-def _mask(
-    decoders: Decoders, sample: Sample, size: tuple[int, int], mask_above: int
-) -> Mask | None:
+def _mask(sample: Sample, size: tuple[int, int], mask_above: int) -> Mask | None:
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
     try:
-        mask = decoders.call(ground_truth, sample, size, mask_above, about=sample.mask_path)
+        mask = read_one(ground_truth, sample, size, mask_above, about=sample.mask_path)
     except ImageError as error:
         reason = f"{sample.path} is left out, because its mask can't be used: {error}"
         raise ImageError(reason, error.status) from None

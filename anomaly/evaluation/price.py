@@ -135,7 +135,6 @@ def price(
     after: Model,
     known: Mapping[str, Sequence[Sample]],
     *,
-    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Price:
     """Score known parts with both models, or once where only thresholds differ.
@@ -144,19 +143,18 @@ def price(
         before: the present model.
         after: the model that is to take its place.
         known: images by kind, as `known_parts` finds them.
-        workers: decoding processes.
         progress: called with (stage, done, total).
     """
     compared = {}
     for kind, samples in known.items():
         shown = partial(progress, kind)
-        old = score(before, samples, workers=workers, progress=shown)
+        old = score(before, samples, progress=shown)
         for one in old:
             if one.score is None:
                 log.warning("skipped: %s", one.reason)
         new = old
         if after.scorer is not before.scorer:
-            new = score(after, samples, workers=workers, progress=shown)
+            new = score(after, samples, progress=shown)
         compared[kind] = compare(old, new, (before.thresholds, after.thresholds))
     return Price(compared)
 

@@ -186,7 +186,6 @@ def recalibrate(
     good: Sequence[Sample] = (),
     production: Sequence[Sample] = (),
     defects: Sequence[Sample] = (),
-    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Recalibration:
     """Find other thresholds, and compare verdicts before and after.
@@ -199,7 +198,6 @@ def recalibrate(
         good: images to find thresholds with; without any, the scores that the model came with.
         production: such images that nobody has sorted.
         defects: whose verdicts are counted beside those of known defects.
-        workers: decoding processes.
         progress: called with (stage, done, total).
 
     Raises:
@@ -215,7 +213,7 @@ def recalibrate(
         what = f"{kind} images"
         kept = fresh(model, samples, what, known, defects=defects, unsorted=bool(production))
         shown = partial(progress, what)
-        every = score(model, kept, workers=workers, peaks=True, progress=shown)
+        every = score(model, kept, peaks=True, progress=shown)
         scored = [one for one in every if one.score is not None]
         refused = [one.reason for one in every if one.score is None]
         if not scored:
@@ -238,7 +236,7 @@ def recalibrate(
         )
         limits = _found(scores, asked, rates)
     after = replace(model, thresholds=limits, model_id="", folder=None)
-    cost = price(model, after, known, workers=workers, progress=progress)
+    cost = price(model, after, known, progress=progress)
     if production:
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})

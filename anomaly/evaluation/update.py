@@ -70,7 +70,7 @@ class Update:
         parts = golden_of(find_model(source))
         golden = None
         if parts is not None:
-            golden = parts, score_golden(self.detector, list_images(parts), parts, 2)
+            golden = parts, score_golden(self.detector, list_images(parts), parts)
         return keep_run(self.detector, output, source, golden=golden, overwrite=overwrite)
 
     @property
@@ -109,7 +109,6 @@ def update(
     defects: Sequence[Sample] = (),
     past: Sequence[Sample] = (),
     include_suspects: bool = False,
-    workers: int = 2,
     scratch: Path | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Update:
@@ -121,7 +120,6 @@ def update(
         defects: images of defects, compared like those of the test split and the golden parts.
         past: parts that nobody has judged, whose changed verdicts are listed.
         include_suspects: learn suspects, too; see `learn`.
-        workers: decoding processes.
         scratch: folder for temporary files.
         progress: called with (stage, done, total).
 
@@ -136,12 +134,11 @@ def update(
             detector,
             kept,
             scratch=Path(folder),
-            workers=workers,
             include_suspects=include_suspects,
             progress=progress,
         )
     known = {**known, "past parts": list(past)}
-    cost = price(detector, learned.detector, known, workers=workers, progress=progress)
+    cost = price(detector, learned.detector, known, progress=progress)
     assert detector.thresholds is not None  # `learn` requires thresholds
     caught = [is_flagged(defect.after) for defect in cost.of(DEFECTS)]
     made = change(

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.files.writing import as_json, claim, clear, write
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import encode_png
 
@@ -97,8 +97,7 @@ def signed(values: NDArray[Any]) -> RgbImage:
 
 def read_image(source: Path | Image, loading: Preprocessing) -> NetworkInput | UnusableImage:
     """Load one image, with the decoded file; else why it can't be used."""
-    (item,) = load_shared([(0, source)], loading, keep_image=True)
-    return item
+    return Decoders(Task(loading, keep_image=True)).load(source)
 
 
 def resized(

@@ -11,7 +11,7 @@ from typing import Any
 
 from anomaly.backbones.engine import ENGINES
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, counted
@@ -40,11 +40,9 @@ def _export(options: argparse.Namespace) -> int:
     check_export(options.model, options.output, wanted)  # before torch is imported
     with locked(options.output):
         options.device = "cpu"
-        _, threads = device_and_threads(options)
+        chosen_device(options)
         with ProgressLine() as progress:
-            exported = export_model(
-                options.model, options.output, wanted, workers=threads, progress=progress
-            )
+            exported = export_model(options.model, options.output, wanted, progress=progress)
     _print_export(exported, options.output / "model")
     return 0
 
@@ -94,7 +92,7 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     # Importing torch takes seconds, so options are checked before.
     from anomaly.export.features import from_backbone, from_model, save_features
 
-    device, threads = device_and_threads(options)
+    device = chosen_device(options)
     if options.model is None:
         source = from_backbone(
             options.backbone,
@@ -113,7 +111,6 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
             options.output,
             pool=options.pool,
             batch_size=options.batch_size,
-            workers=threads,
             progress=progress,
         )
     for each in refused:

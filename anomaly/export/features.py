@@ -31,10 +31,9 @@ from anomaly.backbones.truncation import truncate_in_place
 from anomaly.errors import ConfigError, DataError, LayerError
 from anomaly.files.writing import draft
 from anomaly.hooks import capture
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import MAX_PIXELS
 from anomaly.storage.load import load_model
 from anomaly.training.fit import StageProgress
@@ -139,7 +138,6 @@ def save_features(
     *,
     pool: Pooling = "mean",
     batch_size: int = 8,
-    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> list[UnusableImage]:
     """Save a network's features of images; the file appears when they are complete.
@@ -150,7 +148,6 @@ def save_features(
         file: where the features go; replaced if it is there.
         pool: `mean` over the positions of a map, or `none` to keep the whole map.
         batch_size: images at once.
-        workers: decoding processes.
         progress: called with (stage, images done, all of them).
 
     Returns:
@@ -163,18 +160,18 @@ def save_features(
     """
     rows: list[list[Array]] = [[] for _ in source.layers]
     used, refused = list[int](), list[UnusableImage]()
-    with Decoders(min(workers, len(paths)), Task(source.loading)) as decoders:
-        for batch in by_shape(decoders.load_all(enumerate(paths)), batch_size):
-            if isinstance(batch, UnusableImage):
-                refused.append(batch)
-            else:
-                for own, output, axis in zip(
-                    rows, source.outputs(batch), source.layers.values(), strict=True
-                ):
-                    own += [*pooled(output, axis, pool).float().cpu().numpy()]
-                used += [item.index for item in batch]
-                _check_maps(rows, len(paths))
-            progress("features", len(used) + len(refused), len(paths))
+    decoders = Decoders(Task(source.loading))
+    for batch in by_shape(decoders.load_all(enumerate(paths)), batch_size):
+        if isinstance(batch, UnusableImage):
+            refused.append(batch)
+        else:
+            for own, output, axis in zip(
+                rows, source.outputs(batch), source.layers.values(), strict=True
+            ):
+                own += [*pooled(output, axis, pool).float().cpu().numpy()]
+            used += [item.index for item in batch]
+            _check_maps(rows, len(paths))
+        progress("features", len(used) + len(refused), len(paths))
     if not used:
         raise DataError(f"no image can be used: {refused[0].reason}")
     names = np.array([str(paths[index]) for index in used])

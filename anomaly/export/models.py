@@ -24,10 +24,10 @@ from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.export import VERDICTS, Camera
 from anomaly.files.writing import as_json, remove_drafts, write
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import read_image
+from anomaly.runtime.parallel import program_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.scoring.scored import Scored, score
@@ -127,7 +127,6 @@ def export_model(
     output: Path,
     options: ExportOptions,
     *,
-    workers: int = 2,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Write a model for another engine, if it is equal on golden images.
@@ -136,7 +135,6 @@ def export_model(
         source: the run, or its model folder; `check_export` has passed it.
         output: a folder for `model/` and the run's facts of its training.
         options: engine, graphs, and images to compare on.
-        workers: decoding processes.
         progress: called with (stage, done, total).
 
     Returns:
@@ -191,12 +189,11 @@ def export_model(
             reference,
             exported,
             paths,
-            workers=workers,
             progress=lambda done, total: progress("comparing", done, total),
         )
         if whole:
-            graph = Graph(draft / whole["file"], engine, workers)
-            share = compare_whole(reference, graph, paths, camera, workers=workers)
+            graph = Graph(draft / whole["file"], engine, program_threads())
+            share = compare_whole(reference, graph, paths, camera)
             values["equality"]["largest_whole_difference"] = share
         write_export(draft, values)
     if record := training_record(source):  # where the data set is, for `evaluate`
@@ -240,7 +237,6 @@ def compare(
     exported: Model,
     paths: Sequence[Path],
     *,
-    workers: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Check that an exported model has torch's scores and the verdicts of the model as trained.
@@ -250,7 +246,6 @@ def compare(
         reference: the source in fp32, in which exports compute; `model` itself if that is the same.
         exported: the exported model.
         paths: images.
-        workers: decoding processes.
         progress: called with (images compared, all of them).
 
     Returns:
@@ -261,11 +256,11 @@ def compare(
         DataError: none of the images can be scored.
     """
     samples = [Sample(path, path.name) for path in paths]
-    wanted = score(reference, samples, workers=workers)
-    trained = wanted if reference is model else score(model, samples, workers=workers)
+    wanted = score(reference, samples)
+    trained = wanted if reference is model else score(model, samples)
     scale = _scale(reference)
     names, shares = list[str](), list[float]()
-    found = score(exported, samples, workers=workers, progress=progress)
+    found = score(exported, samples, progress=progress)
     for sample, want, own, answer in zip(samples, wanted, trained, found, strict=True):
         share = _share(want, answer, scale)
         is_changed = _verdict(model, own) != _verdict(exported, answer)
@@ -296,7 +291,7 @@ def compare(
 
 
 def compare_whole(
-    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera | None, *, workers: int
+    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera | None
 ) -> float:
     """Check that a whole graph says what a detector says.
 
@@ -305,7 +300,6 @@ def compare_whole(
         graph: from images to patch scores or, with a camera, from pixels to the verdict.
         paths: images; with a camera those of another size aren't compared.
         camera: what the graph takes.
-        workers: decoding processes.
 
     Returns:
         The largest difference of a patch score, or of an image score and a map's value, as a share
@@ -317,9 +311,9 @@ def compare_whole(
     """
     largest = -1.0
     if camera is None:
-        compared = _compared_patches(reference, graph, paths, workers)
+        compared = _compared_patches(reference, graph, paths)
     else:
-        compared = _compared_pixels(reference, graph, paths, camera, workers)
+        compared = _compared_pixels(reference, graph, paths, camera)
     for path, share, other_verdict in compared:
         if not share <= _TOLERANCE or other_verdict:
             raise ModelError(
@@ -337,25 +331,25 @@ def compare_whole(
 
 
 def _compared_patches(
-    reference: Model, graph: Graph, paths: Sequence[Path], workers: int
+    reference: Model, graph: Graph, paths: Sequence[Path]
 ) -> Iterator[tuple[Path, float, str]]:
-    with Decoders(min(workers, len(paths)), Task(reference.loading)) as decoders:
-        loaded = reference.fitting(decoders.load_all(enumerate(paths)))
-        for batch in tile_by_tile(by_shape(loaded, _BATCH), _BATCH):
-            if isinstance(batch, UnusableImage):
-                continue
-            found = graph(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))[0]
-            with reference.embedder.inference_mode():
-                wanted = as_numpy(reference.scorer.score(reference.embedder(batch)).scores)
-            for item, one, other in zip(batch, found, wanted, strict=True):
-                yield paths[item.index], _apart(one, other, _scale(reference)), ""
+    decoders = Decoders(Task(reference.loading))
+    loaded = reference.fitting(decoders.load_all(enumerate(paths)))
+    for batch in tile_by_tile(by_shape(loaded, _BATCH), _BATCH):
+        if isinstance(batch, UnusableImage):
+            continue
+        found = graph(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))[0]
+        with reference.embedder.inference_mode():
+            wanted = as_numpy(reference.scorer.score(reference.embedder(batch)).scores)
+        for item, one, other in zip(batch, found, wanted, strict=True):
+            yield paths[item.index], _apart(one, other, _scale(reference)), ""
 
 
 def _compared_pixels(
-    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera, workers: int
+    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera
 ) -> Iterator[tuple[Path, float, str]]:
     fitting = [path for path in paths if size_of(path) == camera.size]
-    for prediction in reference.score_all(fitting, workers=workers):
+    for prediction in reference.score_all(fitting):
         if not isinstance(prediction, Prediction):
             continue
         path = fitting[prediction.index]

@@ -14,9 +14,8 @@ from typing import TypeAlias
 from anomaly.datasets.inputs import Found, picture_names
 from anomaly.errors import OutputError
 from anomaly.files.outputs import HEATMAPS
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.inference.journal import Finished, Record, RunJournal
 from anomaly.inference.outputs import DEFAULTS, OutputOptions, Outputs, RenderOptions, RenderResult
 from anomaly.inference.rows import Row, row_of
@@ -72,7 +71,7 @@ def infer(
         model: scores the images.
         inputs: the images to score.
         record: gets each batch once its pictures are on disk.
-        decoders: started, with this model's loading.
+        decoders: at this model's loading, and the pictures.
         stopped: whether to stop; scored images are then still drawn and kept for a few seconds.
         progress: called with images done in this run, and the number to do.
         thumbnails: gets small heatmaps of the images that matter most.
@@ -91,7 +90,6 @@ def infer_files(
     folders: Sequence[Path],
     outputs: Outputs,
     journal: RunJournal,
-    decoders: Decoders,
     *,
     stopped: Callable[[], bool],
     progress: Callable[[int, int], None],
@@ -105,7 +103,6 @@ def infer_files(
         folders: the given folders; names of pictures are relative to them.
         outputs: what to write; its folder is prepared.
         journal: of the run.
-        decoders: started.
         stopped: whether to stop; the journal then lacks some files.
         progress: called with images done in this run, and the number to do.
         predict: scores batches; None for the model, in this process.
@@ -119,7 +116,7 @@ def infer_files(
     paths = found.paths
     inputs = Inputs(paths, picture_names(paths, folders), outputs.options, found.groups)
     thumbnails = Thumbnails(len(paths)) if outputs.options.page else None
-    decoders.begin(Task(model.loading, outputs.pictures(model)))
+    decoders = Decoders(Task(model.loading, outputs.pictures(model)))
     failure: OutputError | None = None
     try:
         with journal:

@@ -14,8 +14,8 @@ from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
 from anomaly.files.outputs import WATCHED
 from anomaly.files.writing import GrowingFile
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.listing import is_image, list_files
+from anomaly.imaging.pool import Decoders
 from anomaly.inference.journal import Finished, Journal
 from anomaly.inference.outputs import DEFAULTS, OutputOptions, picture_exists
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines, region_rows
@@ -220,7 +220,7 @@ def watch(
         folders: the folders to follow.
         output: the folder of pictures, so that none is overwritten.
         journal: open; gets each row once its pictures are on disk.
-        decoders: started, with this model's loading.
+        decoders: at this model's loading, and the pictures.
         settle: seconds without a change after which a file counts as complete.
         stopped: whether to stop.
         options: what to write for each image.

@@ -11,7 +11,7 @@ from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
-from anomaly.cli.common_options import agreed, device_and_threads
+from anomaly.cli.common_options import agreed, chosen_device
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.errors import AnomalyError, DataError, why
 from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
@@ -49,11 +49,11 @@ def _deploy(options: argparse.Namespace) -> int:
     if holds(line, folder):
         print(f"{options.to} holds this model already; nothing was changed")
         return 0
-    device, threads = device_and_threads(options)
+    device = chosen_device(options)
     model = load_model(folder, device)
-    print(f"checked: {check(model, folder, threads)}")
+    print(f"checked: {check(model, folder)}")
     replaces = (line / MANIFEST).is_file()
-    if replaces and not agreed(_doubts(model, line, threads), options):
+    if replaces and not agreed(_doubts(model, line), options):
         return 1
     if options.back:
         back(options.to)
@@ -66,13 +66,12 @@ def _deploy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doubts(model: Model, line: Path, workers: int) -> list[str]:
+def _doubts(model: Model, line: Path) -> list[str]:
     """Print the price of a version; why a person has to agree to it.
 
     Args:
         model: the new version.
         line: the model folder that it is to replace.
-        workers: decoding processes.
     """
     try:
         before = load_model(line, model.device)
@@ -81,7 +80,7 @@ def _doubts(model: Model, line: Path, workers: int) -> list[str]:
     test = [*evaluated_on(before), *evaluated_on(model)]
     with ProgressLine() as progress:
         known = known_parts([before, model], test)
-        cost = price(before, model, known, workers=workers, progress=progress)
+        cost = price(before, model, known, progress=progress)
     print("\n".join(cost.lines()))
     name = training_record(line).get("name", model.name)
     if name != model.name:

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from anomaly.errors import AnomalyError, OutputError, why
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import Image, read_image
 from anomaly.inference.rows import row_of
 from anomaly.line.record import Answer, Recorder
@@ -32,7 +31,7 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import thumbnail
 from anomaly.maps.heatmap import display, encode_png, heatmap
 from anomaly.maps.regions import MARKED, MarkedRegion, marked_regions, outlined_areas
-from anomaly.runtime.parallel import get_threads
+from anomaly.runtime.parallel import get_threads, program_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 
@@ -82,7 +81,6 @@ class Engine:
         name: the model's name in the service.
         model: the model.
         recorder: records the results.
-        workers: decoding processes.
         most_waiting: most parts in progress at once.
     """
 
@@ -92,14 +90,13 @@ class Engine:
         model: Model,
         recorder: Recorder,
         *,
-        workers: int,
         most_waiting: int = 64,
     ) -> None:
         self.name, self.model = name, model
         self._recorder = recorder
         self._most = most_waiting
         # Images in tiles stay in memory whole until they are scored: few of them at once.
-        self._most_begun = workers if model.config.image.tile else most_waiting
+        self._most_begun = program_threads() if model.config.image.tile else most_waiting
         self._held_back: deque[_Part] = deque()
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}
@@ -108,7 +105,7 @@ class Engine:
         self._lock = threading.Lock()
         limits = model.thresholds
         pixel, review = (None, None) if limits is None else (limits.pixel, limits.review_pixel)
-        self._decoders = Decoders(workers, Task(model.loading, PartPictureWriter(pixel, review)))
+        self._decoders = Decoders(Task(model.loading, PartPictureWriter(pixel, review)))
         self._thread = threading.Thread(target=self._work, name=f"score {name}", daemon=True)
 
     def __enter__(self) -> Engine:
@@ -120,7 +117,6 @@ class Engine:
             part.done.exception()  # waits for an answer or an error
         self._ready.put(None)
         self._thread.join()
-        self._decoders.__exit__()
 
     @property
     def waiting(self) -> int:

@@ -52,7 +52,6 @@ class ModelRegistry:
         folders: the models' folders by name.
         recorder: records the results.
         device: that the networks run on.
-        workers: decoding processes of each model.
         waiting_parts: most parts of each model that may wait.
     """
 
@@ -62,14 +61,12 @@ class ModelRegistry:
         recorder: Recorder,
         *,
         device: torch.device,
-        workers: int,
         waiting_parts: int = 64,
     ) -> None:
         record = recorder.record.file
         self.models = {name: ModelSlot(name, folder, record) for name, folder in folders.items()}
         self._recorder = recorder
         self._device = device
-        self._workers = workers
         self._waiting_parts = waiting_parts
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
@@ -130,12 +127,11 @@ class ModelRegistry:
         if not slot.folder.is_dir():
             raise ModelError(f"its folder {slot.folder} is missing")
         model = load_model(slot.folder, self._device)
-        version = Version.of(model, slot.folder, check(model, slot.folder, self._workers))
+        version = Version.of(model, slot.folder, check(model, slot.folder))
         engine = Engine(
             slot.name,
             model,
             self._recorder,
-            workers=self._workers,
             most_waiting=self._waiting_parts,
         )
         return version, engine.__enter__()
@@ -148,13 +144,12 @@ _BESIDE = ("train.json", "suspects", "golden")
 _PARTS = (*_BESIDE, "model")
 
 
-def check(model: Model, folder: Path, workers: int) -> str:
+def check(model: Model, folder: Path) -> str:
     """Check a model's golden parts, if there are any; `load` has checked its files.
 
     Args:
         model: the model.
         folder: its folder.
-        workers: decoding processes.
 
     Returns:
         What was checked, for people.
@@ -167,10 +162,10 @@ def check(model: Model, folder: Path, workers: int) -> str:
     if golden is None:
         # The first pass of a network takes longer than the others.
         grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
-        list(model.score_all([grey], workers=1))
+        list(model.score_all([grey]))
         return "every file's hash; no golden parts are recorded beside the model"
     recorded = read_record(golden)["images"]
-    scores = score_golden(model, list_images(golden), golden, workers)
+    scores = score_golden(model, list_images(golden), golden)
     moved = moved_since(recorded, scores, _TOLERANCE)
     if moved:
         changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import NOTE
 from anomaly.cli.stopping import Stopping
 from anomaly.errors import AnomalyError, OutputError, visible
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         from anomaly.line.server import listening, serve
         from anomaly.line.service import InspectionService, Limits
 
-        device, threads = device_and_threads(options, list(folders.values()))
+        device = chosen_device(options, list(folders.values()))
         listener = listening(options.host, options.port)
         body_bytes = round(options.max_body * 1e6)
         held_bytes = max(Limits.held_bytes, 2 * body_bytes)  # one is scored, another one waits
@@ -46,7 +46,6 @@ def run(options: argparse.Namespace) -> int:
             folders,
             Record(record, Keeping(options.keep_good, options.keep_pictures)),
             device=device,
-            workers=threads,
             limits=limits,
             sinks=sinks,
         )

@@ -18,14 +18,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.errors import DataError, visible
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import MAX_PIXELS
 from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import ModelSlot
-from anomaly.runtime.parallel import locked_cached_property
 from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ class InspectionService:
         folders: the models' folders by name.
         record: of all results; closed at the end.
         device: that the networks run on.
-        workers: decoding processes of each model.
         limits: of requests.
         sinks: receivers of all results.
     """
@@ -80,7 +78,6 @@ class InspectionService:
         record: Record,
         *,
         device: torch.device,
-        workers: int = 2,
         limits: Limits | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -93,7 +90,6 @@ class InspectionService:
             folders,
             self._recorder,
             device=device,
-            workers=workers,
             waiting_parts=self.limits.waiting_parts,
         )
         self.metrics = Metrics(self)
@@ -138,13 +134,8 @@ class InspectionService:
         else:
             image = slot.now.model.config.image
             limits = image.max_pixels, image.bit_depth
-        decoded = self._decoders.call(photograph, file, *limits, about=Path(part["path"]))
+        decoded = read_one(photograph, file, *limits, about=Path(part["path"]))
         return bytes(decoded)
-
-    @locked_cached_property
-    def _decoders(self) -> Decoders:
-        """A decoding process for the pages' photographs, apart from those for production."""
-        return self._open.enter_context(Decoders(1))
 
     def parts(
         self, before: int | None, verdict: str, limit: int, model: str

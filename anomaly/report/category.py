@@ -25,6 +25,7 @@ from anomaly.maps.heatmap import display, layer, outlines
 from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import utc_now
+from anomaly.runtime.parallel import program_threads
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -117,7 +118,6 @@ def evaluated(
     mask_above: int,
     own_split: bool = True,
     tested: Sequence[object] = ("--defects", "FOLDER", "--good", "FOLDER"),
-    workers: int = 2,
     progress: Progress = lambda done, total: None,
     model: str = "",
 ) -> Category:
@@ -130,7 +130,6 @@ def evaluated(
         mask_above: mask values above this are defect.
         own_split: whether they are the test split of a data set.
         tested: options that name them, where they aren't.
-        workers: decoding processes, besides one for masks.
         progress: called with (done, total).
         model: the model's folder, as the user named it.
 
@@ -143,12 +142,11 @@ def evaluated(
     def take(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
         tiles.add(prediction, anomaly_map, mask)
 
-    with Tiles(len(samples), limit, workers) as tiles:
+    with Tiles(len(samples), limit) as tiles:
         evaluation = score_test_split(
             detector,
             samples,
             mask_above=mask_above,
-            workers=workers,
             progress=progress,
             visit=take,
         )
@@ -215,13 +213,12 @@ class Tiles:
     Args:
         count: how many images there will be; the more, the smaller their pictures.
         threshold: the anomaly map's value where marking starts; None takes each map's highest.
-        workers: threads.
     """
 
-    def __init__(self, count: int, threshold: float | None, workers: int) -> None:
+    def __init__(self, count: int, threshold: float | None) -> None:
         self._pixels = pixels_for(count, _PIXELS)
         self._threshold = threshold
-        self._pool = ThreadPoolExecutor(workers)
+        self._pool = ThreadPoolExecutor(program_threads())
         self._tiles: dict[int, Future[Tile]] = {}
 
     def __enter__(self) -> Tiles:

@@ -24,10 +24,9 @@ import cv2
 import numpy as np
 
 from anomaly.errors import ImageError
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.maps.encoding import jpeg
 
 _PAGE = """\
@@ -204,8 +203,7 @@ def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> st
     longest = _LONGEST / math.sqrt(max(height, width) / min(height, width))
     area = max(1, round(min(_SIDE, longest, math.sqrt(height * width))))
     sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
-    with Decoders(1, Task(Preprocessing(sizing, bit_depth, max_pixels))) as decoders:
-        item = decoders.load(path)
+    item = Decoders(Task(Preprocessing(sizing, bit_depth, max_pixels))).load(path)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     picture = np.rint(item.pixels * 255).astype(np.uint8)

@@ -127,11 +127,16 @@ def wanted_threads() -> int:
     return _counts.program
 
 
+def program_threads() -> int:
+    """How many threads the program computes with, whatever this thread does."""
+    return _counts.program or cores()
+
+
 def get_threads() -> int:
     """How many threads this thread computes with: torch's setting, where torch is imported."""
     if torch := imported_torch():
         return int(torch.get_num_threads())
-    return getattr(_own, "threads", None) or _counts.program or cores()
+    return getattr(_own, "threads", None) or program_threads()
 
 
 def set_threads(count: int) -> None:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from anomaly.config.schema import METHODS, Config, ImageConfig, ShapeConfig
 from anomaly.errors import ConfigError, ModelError
 from anomaly.files.writing import at_home
-from anomaly.imaging.decoder_pool import read_mask
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing
+from anomaly.imaging.pool import read_mask
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 from anomaly.methods.base import ArrayScorer, Fitter, Scorer

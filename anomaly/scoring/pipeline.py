@@ -17,8 +17,6 @@ from anomaly.calibration import Thresholds
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
-from anomaly.imaging.decoder_pool import Decoders, load_shared
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import AnyView, Tiling
 from anomaly.imaging.loading import (
     NetworkInput,
@@ -28,6 +26,7 @@ from anomaly.imaging.loading import (
     inspectable,
     to_unusable,
 )
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import Image
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region, beyond
@@ -227,7 +226,8 @@ class Model:
             order than the images', as `index` tells.
         """
         given = given or self.array_format()
-        loaded = self.fitting(load_shared(sources(images, given), self.loading))
+        items = Decoders(Task(self.loading)).load_all(sources(images, given))
+        loaded = self.fitting(items)
         return self.predict_batches(by_shape(loaded, self.batch_size))
 
     def score_all(
@@ -235,25 +235,22 @@ class Model:
         images: Sequence[Path | Image],
         *,
         batch_size: int | None = None,
-        workers: int = 2,
         keep_images: bool = False,
     ) -> Iterator[Prediction | UnusableImage]:
-        """Score images with new decoding processes, and report unusable ones.
+        """Score images, and report unusable ones.
 
         Args:
             images: files, or pixels that are decoded already.
             batch_size: images at once; by default the model's.
-            workers: decoding processes.
             keep_images: whether the predictions are to have the decoded images.
 
         Yields:
             One result for each image, `UnusableImage` for those that can't be used. With images of
             several shapes the order isn't that of `images`; `index` tells.
         """
-        task = Task(self.loading, keep_image=keep_images)
-        with Decoders(min(workers, len(images)), task) as decoders:
-            loaded = self.fitting(decoders.load_all(enumerate(images)))
-            yield from self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
+        decoders = Decoders(Task(self.loading, keep_image=keep_images))
+        loaded = self.fitting(decoders.load_all(enumerate(images)))
+        return self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
 
     def fitting(
         self, items: Iterable[NetworkInput | UnusableImage]

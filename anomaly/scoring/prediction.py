@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError, ModelError
-from anomaly.imaging.decoder_pool import load_shared
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
@@ -170,7 +170,7 @@ class Prediction:
         if self.image is not None:
             return self.image
         assert self.path is not None
-        (item,) = load_shared([(self.index, self.path)], self.loading, keep_image=True)
+        item = Decoders(Task(self.loading, keep_image=True)).load(self.path, self.index)
         if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
         assert isinstance(item, NetworkInput)

@@ -63,7 +63,6 @@ def score(
     model: Model,
     samples: Sequence[Sample],
     *,
-    workers: int = 2,
     peaks: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Scored]:
@@ -72,7 +71,6 @@ def score(
     Args:
         model: trained.
         samples: the images.
-        workers: decoding processes.
         peaks: whether the highest value of each anomaly map is wanted.
         progress: called with (images done, all of them).
 
@@ -81,7 +79,7 @@ def score(
     """
     scored: dict[int, Scored] = {}
     sources = [sample.source for sample in samples]
-    for result in model.score_all(sources, workers=workers) if sources else ():
+    for result in model.score_all(sources) if sources else ():
         scored[result.index] = Scored.of(samples[result.index], result, peak=peaks)
         progress(len(scored), len(samples))
     return [scored[i] for i in range(len(samples))]

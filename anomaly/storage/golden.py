@@ -39,7 +39,6 @@ def score_golden(
     model: Model,
     paths: Sequence[Path],
     folder: Path,
-    workers: int,
     progress: Progress = lambda done, total: None,
 ) -> Answers:
     """What a model says today.
@@ -48,14 +47,13 @@ def score_golden(
         model: the model.
         paths: the golden images.
         folder: where they are.
-        workers: decoding processes.
         progress: called with images done, and how many there are.
 
     Returns:
         `image_score` and `verdict`, or None and the status, by the image's place in the folder.
     """
     samples = [Sample(path, path.relative_to(folder).as_posix()) for path in paths]
-    scored = score(model, samples, workers=workers, progress=progress)
+    scored = score(model, samples, progress=progress)
     answers = {
         one.sample.name: {
             "image_score": one.score,

@@ -24,10 +24,10 @@ from anomaly.backbones.registry import Normalisation
 from anomaly.config.schema import Config
 from anomaly.datasets.copies import none_usable
 from anomaly.errors import WriteError, unwritable
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (
     NetworkInput,
+    Preprocessing,
     UnusableImage,
     by_shape,
     inspectable,
@@ -36,6 +36,7 @@ from anomaly.imaging.loading import (
     with_turned,
 )
 from anomaly.imaging.looks import Look
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import Image
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
@@ -51,7 +52,7 @@ from anomaly.methods.base import (
 )
 from anomaly.runtime.devices import release_memory
 from anomaly.runtime.parallel import in_parallel
-from anomaly.scoring.build import turns_of
+from anomaly.scoring.build import loading_of, turns_of
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.image_statistics import (
     ImageStatistics,
@@ -99,6 +100,12 @@ class TrainingSetup:
     weights_sha256: str | None
 
     @property
+    def loading(self) -> Preprocessing:
+        """How files become network inputs."""
+        stride, patch = self.extractor.coarsest_stride, self.extractor.patch
+        return loading_of(self.config, stride, self.region, self.aspect, patch, self.reference)
+
+    @property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
         return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
@@ -124,7 +131,6 @@ class FeatureCache:
     Args:
         model: whose network and alignment make the embeddings, by its settings.
         fitter: what is to learn from them.
-        decoders: set to what the model's loading is.
         scratch: an existing folder for the temporary files.
         progress: called with images done, and how many there are.
     """
@@ -133,14 +139,12 @@ class FeatureCache:
         self,
         model: TrainingSetup | Model,
         fitter: Fitter[Any],
-        decoders: Decoders,
         scratch: Path,
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.model = model
         self.fitter = fitter
         self.scratch = scratch
-        self._decoders = decoders
         self._progress = progress
         self._built: list[CachedFeatures] = []
 
@@ -164,7 +168,7 @@ class FeatureCache:
         model, embedder = self.model, self.model.embedder
         size = embedder.max_batch_size(model.config.batch_size)
         turns = turns_of(model.config) if learned else ()
-        loaded = self._decoders.load_all(images.items())
+        loaded = Decoders(Task(model.loading, looks=True)).load_all(images.items())
         loaded = inspectable(loaded, embedder.grid, model.region, learned=learned)
         batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
         with torch.inference_mode():
@@ -212,7 +216,7 @@ class CachedFeatures(PatchSet):
         hashes: sha256 of each file used, by its number.
         views: how each was turned into the network's input.
         statistics: of each as a whole.
-        looks: what each looks like, where the decoders' task is to tell that.
+        looks: what each looks like.
         counts: how many patches each has.
         align: how maps become embeddings; None where these are kept.
         region: what of each image counts; None for all of it.

@@ -24,11 +24,10 @@ from anomaly.datasets import Sample
 from anomaly.datasets.copies import contradiction, near_copies
 from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.errors import ConfigError, DataError, some
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.geometry import Sizing, patch_size
-from anomaly.imaging.loading import NetworkInput, size_of
+from anomaly.imaging.loading import NetworkInput, Preprocessing, size_of
 from anomaly.imaging.looks import picture_of_source
+from anomaly.imaging.pool import Decoders, Task, read_all, rest
 from anomaly.imaging.read import Image, bits_used, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
@@ -54,15 +53,12 @@ StageProgress: TypeAlias = Callable[[str, int, int], None]
 _TRIAL_IMAGES = 4  # that show whether bf16 is safe
 
 
-def prepare(
-    config: Config, samples: Sequence[Sample], decoders: Decoders, device: torch.device
-) -> TrainingSetup:
-    """Load the backbone, set the decoders' task, and choose the precision.
+def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> TrainingSetup:
+    """Load the backbone, learn the pose, and choose the precision.
 
     Args:
         config: all settings; `config.data` isn't read.
         samples: the training images.
-        decoders: what reads them.
         device: where the network and the scorer are to run.
 
     Raises:
@@ -70,14 +66,13 @@ def prepare(
     """
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
-    region, aspect = region_of(config.image, Path()), _aspect(config, samples, decoders)
+    region, aspect = region_of(config.image, Path()), _aspect(config, samples)
     stride, patch = extractor.coarsest_stride, extractor.patch
-    reference = reference_of(config, samples, decoders)
+    reference = reference_of(config, samples)
     loading = loading_of(config, stride, region, aspect, patch, reference)
-    decoders.begin(Task(loading, looks=True))
     precision: str = config.precision
     if precision == "auto":
-        trial = _trial_images(samples, decoders)
+        trial = _trial_images(samples, loading)
         precision = "fp32"
         if trial:
             precision = choose_precision(extractor, network_input(trial, normalise, device))
@@ -96,7 +91,7 @@ def prepare(
         config, extractor, normalise, fitter, region, aspect, reference, device, weights_sha256
     )
     if config.model.smallest_defect is not None:
-        sizes = _image_sizes(samples, decoders)
+        sizes = _image_sizes(samples)
         check_smallest_defect(config, sizes, loading.sizing, setup.embedder.grid, region)
     return setup
 
@@ -144,7 +139,7 @@ def check_smallest_defect(
             )
 
 
-def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) -> Reference | None:
+def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
     """The reference for poses; None without `image.align`.
 
     Raises:
@@ -153,9 +148,7 @@ def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) 
     image = config.image
     if image.align == "none":
         return None
-    pictures = grey_pictures(
-        samples, decoders, max_pixels=image.max_pixels, bit_depth=image.bit_depth
-    )
+    pictures = grey_pictures(samples, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
     poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
     log.info(
         "all parts are brought into the pose of %s; image.region and image.ignore, if you set "
@@ -165,24 +158,25 @@ def reference_of(config: Config, samples: Sequence[Sample], decoders: Decoders) 
     return poses.reference
 
 
-def _aspect(config: Config, samples: Sequence[Sample], decoders: Decoders) -> float | None:
+def _aspect(config: Config, samples: Sequence[Sample]) -> float | None:
     """H/W of most training images, where the model needs one for all."""
     if not config.one_aspect:
         return None
-    sizes = _image_sizes(samples, decoders)
+    sizes = _image_sizes(samples)
     return median(height / width for height, width in sizes) if sizes else None
 
 
-def _image_sizes(samples: Sequence[Sample], decoders: Decoders) -> list[tuple[int, int]]:
+def _image_sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     """Sizes (H0, W0) of all readable images."""
-    headers = decoders.map(size_of, [s.path for s in samples if s.image is None])
+    headers = read_all(size_of, [s.path for s in samples if s.image is None])
     sizes = [size for size in headers if isinstance(size, tuple)]
     return sizes + [s.image.size for s in samples if s.image is not None]
 
 
-def _trial_images(samples: Sequence[Sample], decoders: Decoders) -> list[NetworkInput]:
+def _trial_images(samples: Sequence[Sample], loading: Preprocessing) -> list[NetworkInput]:
     """A few usable images of one size, from all over the list."""
     trial: list[NetworkInput] = []
+    decoders = Decoders(Task(loading))
     for i in range(0, len(samples), max(1, len(samples) // _TRIAL_IMAGES)):
         item = decoders.load(samples[i].source)
         if isinstance(item, NetworkInput):
@@ -304,7 +298,6 @@ def _check_labels(
     samples: Sequence[Sample],
     defects: Sequence[Sample],
     config: Config,
-    decoders: Decoders,
 ) -> None:
     """Refuse a good image that is the same picture as a defect.
 
@@ -315,7 +308,7 @@ def _check_labels(
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
     image = config.image
     read = partial(picture_of_source, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
-    shown = decoders.map(read, [sample.source for sample in defects])
+    shown = read_all(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None
         if same is not None and (contrary := contradiction(same, defect)):
@@ -403,7 +396,6 @@ def train(
     defects: Sequence[Sample] = (),
     device: torch.device,
     scratch: Path,
-    workers: int = 2,
     calibrate: bool = True,
     shared: SharedFeaturesOf | None = None,
     progress: StageProgress = lambda stage, done, total: None,
@@ -419,7 +411,6 @@ def train(
         defects: of the same data set, none of which may be among the good images.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
-        workers: decoding processes.
         calibrate: whether to find thresholds.
         shared: has other machines compute features and scores; all of them see `scratch`.
         progress: called with (stage, done, total).
@@ -437,23 +428,19 @@ def train(
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}
     with ExitStack() as opened:
-        decoders = opened.enter_context(Decoders(min(workers, len(samples))))
-        setup = prepare(config, samples, decoders, device)
+        setup = prepare(config, samples, device)
         stages.end("backbone")
 
-        def computed(done: int, total: int) -> None:
-            progress("features", done, total)
-            if done == total:  # their memory is wanted for the scorer
-                decoders.rest()
-
+        computed = stages.of("features")
         elsewhere: SharedFeatures | None = None
         if shared is None:
-            cache = FeatureCache(setup, setup.fitter, decoders, scratch, computed)
+            cache = FeatureCache(setup, setup.fitter, scratch, computed)
             features = opened.enter_context(closing(cache)).build(images)
         else:
             elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
             features = elsewhere.build()
-        _check_labels(features.checked(), samples, defects, config, decoders)
+        _check_labels(features.checked(), samples, defects, config)
+        rest()  # their memory is wanted for the scorer
         bits = bits_used(look.brightest for look in features.looks.values())
         if bits is not None and config.image.bit_depth is None:
             log.warning("%s", say_bits_used(bits))

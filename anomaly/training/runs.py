@@ -19,9 +19,8 @@ from anomaly.datasets import Dataset, Sample
 from anomaly.errors import DataError, why
 from anomaly.files.outputs import RUN, TRAIN
 from anomaly.files.writing import as_json, claim, clear, from_json, short_name, write
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -45,7 +44,6 @@ def train_run(
     output: Path,
     *,
     device: torch.device,
-    workers: int,
     calibrate: bool = True,
     overwrite: bool = False,
     shared: SharedFeaturesOf | None = None,
@@ -58,7 +56,6 @@ def train_run(
         dataset: what to learn from.
         output: the run's folder.
         device: where to compute.
-        workers: decoding processes.
         calibrate: whether to find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
         shared: has other machines compute features and scores; all of them see the folder.
@@ -82,7 +79,6 @@ def train_run(
         defects=[sample for sample in dataset.test if sample.is_defect],
         device=device,
         scratch=output,
-        workers=workers,
         calibrate=calibrate,
         shared=shared,
         progress=progress,
@@ -216,23 +212,23 @@ def _draw_suspects(
     thresholds = detector.thresholds
     listed = []
     wanted = [(s.image, samples[s.image].path) for s in training.suspects]
-    with Decoders(1, Task(detector.loading, keep_image=True)) as decoders:
-        for rank, loaded in enumerate(decoders.load_all(wanted), 1):
-            if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
-                continue
-            suspect, sample = training.suspects[rank - 1], samples[loaded.index]
-            model = detector.config.model
-            scores = SourceMap(
-                suspect.patch_scores,
-                loaded.view,
-                model.smoothing,
-                model.halo_damping,
-                detector.region,
-            ).held()
-            limit = suspect.score if thresholds is None else thresholds.pixel
-            review = None if thresholds is None else thresholds.review_pixel
-            picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-            areas = outlined_areas(scores, limit, review)
-            write(output / picture, encode_png(heatmap(loaded.decoded, scores, limit, areas)))
-            listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
+    decoders = Decoders(Task(detector.loading, keep_image=True))
+    for rank, loaded in enumerate(decoders.load_all(wanted), 1):
+        if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
+            continue
+        suspect, sample = training.suspects[rank - 1], samples[loaded.index]
+        model = detector.config.model
+        scores = SourceMap(
+            suspect.patch_scores,
+            loaded.view,
+            model.smoothing,
+            model.halo_damping,
+            detector.region,
+        ).held()
+        limit = suspect.score if thresholds is None else thresholds.pixel
+        review = None if thresholds is None else thresholds.review_pixel
+        picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
+        areas = outlined_areas(scores, limit, review)
+        write(output / picture, encode_png(heatmap(loaded.decoded, scores, limit, areas)))
+        listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed

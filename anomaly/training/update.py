@@ -17,8 +17,6 @@ from anomaly.calibration.thresholds import threshold_for_false_reject_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import from_json
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
@@ -57,7 +55,6 @@ def learn(
     samples: Sequence[Sample],
     *,
     scratch: Path,
-    workers: int = 2,
     include_suspects: bool = False,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Learned:
@@ -74,7 +71,6 @@ def learn(
         detector: trained; it isn't changed.
         samples: good images that it hasn't learned, each once.
         scratch: an existing folder for temporary files.
-        workers: decoding processes.
         include_suspects: learn suspects, too.
         progress: called with (stage, done, total).
 
@@ -90,7 +86,7 @@ def learn(
             "`anomaly calibrate` first"
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
-    with _reading(detector, samples, scratch, workers, progress) as (patches, names):
+    with _reading(detector, samples, scratch, progress) as (patches, names):
         # The first trial, with all images, finds the suspects; a second one learns without them.
         trial = _trial(detector, patches, names, names, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
@@ -141,17 +137,15 @@ def _reading(
     detector: Model,
     samples: Sequence[Sample],
     scratch: Path,
-    workers: int,
     progress: StageProgress,
 ) -> Iterator[tuple[CachedFeatures, dict[int, str]]]:
     """The images' patches, and their names by number; numbers follow those of the known images."""
     known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
     names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
-    with Decoders(min(workers, len(samples)), Task(detector.loading)) as decoders:
-        fitter, seen = fitter_of(detector.config), partial(progress, "features")
-        with closing(FeatureCache(detector, fitter, decoders, scratch, seen)) as cache:
-            images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
-            yield cache.build(images).checked(), names
+    fitter, seen = fitter_of(detector.config), partial(progress, "features")
+    with closing(FeatureCache(detector, fitter, scratch, seen)) as cache:
+        images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
+        yield cache.build(images).checked(), names
 
 
 class _Trial(NamedTuple):

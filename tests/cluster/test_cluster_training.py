@@ -35,7 +35,7 @@ def _trained(
     (output / "features-of-one-that-was-killed").mkdir(parents=True)
     shared = None if cluster is None else partial(ClusterFeatures, cluster)
     more: dict[str, Any] = {"shared": shared, "calibrate": calibrate}
-    return train_run(config, data, output, device=_CPU, workers=1, **more)
+    return train_run(config, data, output, device=_CPU, **more)
 
 
 def _same(one: Training, other: Training) -> bool:

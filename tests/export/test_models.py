@@ -29,7 +29,7 @@ from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
 from anomaly.backbones.registry import BACKBONES, Backbone, build, load_state, read_weights
 from anomaly.backbones.truncation import truncate
-from anomaly.cli.common_options import device_and_threads
+from anomaly.cli.common_options import chosen_device
 from anomaly.detector import AnomalyDetector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
@@ -224,7 +224,7 @@ def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
     with pytest.raises(
         ModelError, match=r"000\.png has score .*\(good\) with torch .*\(reject\) with torch"
     ):
-        compare(strict, strict, model, paths, workers=1)
+        compare(strict, strict, model, paths)
 
 
 def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_device_that_an_engine_lacks(bank_export: Path, monkeypatch: pytest.Mo
     assert load_model(bank_export).device.type == "cpu"
     for named in (bank_export, [bank_export / "model"]):
         options = argparse.Namespace(device="auto", threads=2, model=named)
-        assert device_and_threads(options)[0].type == "cpu"
+        assert chosen_device(options).type == "cpu"
 
 
 def test_an_engine_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:

@@ -167,12 +167,12 @@ def test_a_planted_difference_or_another_camera_is_no_export(
     model = load_model(exported[0], "cpu", "fp32")
     graph = Graph(exported[1] / "whole.onnx", "onnx", 1)
     images = sorted((product / "test" / "spot").iterdir())
-    assert compare_whole(model, graph, images, Camera((96, 120)), workers=1) < 1e-4
+    assert compare_whole(model, graph, images, Camera((96, 120))) < 1e-4
     section = model.config.model.model_copy(update={"halo_damping": 0.6})
     config = model.config.model_copy(update={"model": section})
     with pytest.raises(ModelError, match="the whole graph's scores differ"):
-        compare_whole(replace(model, config=config), graph, images, Camera((96, 120)), workers=1)
+        compare_whole(replace(model, config=config), graph, images, Camera((96, 120)))
     with pytest.raises(DataError, match="none of 3 golden images has 8 bits and 96×120 pixels"):
-        compare_whole(model, graph, images, Camera((120, 96)), workers=1)
+        compare_whole(model, graph, images, Camera((120, 96)))
     with pytest.raises(DataError, match="too thin"):
         write_graph(model, tmp_path, "onnx", whole=True, camera=Camera((1000, 12)))

@@ -14,11 +14,10 @@ from kit import until
 
 from anomaly.cli import stopping
 from anomaly.errors import AnomalyError, ImageError
-from anomaly.imaging import decoder_pool, read
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging import pool, read
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.pool import Decoders, Task, read_all, read_one
 from anomaly.imaging.read import COMPUTING_SECONDS, MODEST_PIXELS, read_header, read_image
 
 # A parser that a file's name makes do what no file should make it do.
@@ -42,27 +41,26 @@ def read_image(path, **options):
         held.append(b"x" * 20_000_000)
     return honest(path, **options)
 read.read_image = loading.read_image = read_image
-from anomaly.imaging.decoder_worker import serve
+from anomaly.imaging.pool import serve
 serve({parent}, 300_000_000)
 """
 # Starts that parser wherever images are decoded.
 _START = """
 import os, subprocess, sys
-from anomaly.imaging import decoder_pool, read
+from anomaly.imaging import pool, read
 def start():
     code = {parser!r}.format(path=sys.path, parent=os.getpid())
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", code], **pipes, stderr=subprocess.DEVNULL)
-decoder_pool.start = start
+pool.start = start
 """
 _MAIN = """
 from anomaly.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 _LOAD = """
-with decoder_pool.Decoders(1) as decoders:
-    print(decoders.call(os.getpid, about="it"), flush=True)
-    sys.stdin.read()
+print(pool.read_one(os.getpid, about="it"), flush=True)
+sys.stdin.read()
 """
 
 needs_proc = pytest.mark.skipif(
@@ -71,9 +69,9 @@ needs_proc = pytest.mark.skipif(
 
 
 @pytest.fixture
-def bad_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+def bad_parser(own_pool: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser above in every decoding process, and limits that a test can wait for."""
-    monkeypatch.setattr(decoder_pool, "start", decoder_pool.start)
+    monkeypatch.setattr(pool, "start", pool.start)
     exec(_START.format(parser=_PARSER), {})
     monkeypatch.setattr(read, "COMPUTING_SECONDS", 1.0)
 
@@ -94,16 +92,16 @@ def test_limits_hold_and_say_which(
         write_part(file, seed=1)
     task = Task(Preprocessing(Sizing(None, None, 32, 8), None, 10**6))
     asleep = files.pop("asleep")
-    with Decoders(2, task) as decoders:
-        once, *found, fine = decoders.load_all(enumerate(files.values()))
-        assert isinstance(once, NetworkInput)  # the second time it was read
-        assert isinstance(fine, NetworkInput)
-        # Functions are limited likewise.
-        ended, seen = decoders.map(read_image, [files["mortal"], files["fine"]])
-        with pytest.raises(ImageError, match="No such file"):
-            decoders.call(read_header, tmp_path / "none.png", about=tmp_path)
-        monkeypatch.setattr(decoder_pool, "CLOCK_SECONDS", 2.0)
-        found.append(decoders.load(asleep))
+    decoders = Decoders(task)
+    once, *found, fine = decoders.load_all(enumerate(files.values()))
+    assert isinstance(once, NetworkInput)  # the second time it was read
+    assert isinstance(fine, NetworkInput)
+    # Functions are limited likewise.
+    ended, seen = read_all(read_image, [files["mortal"], files["fine"]])
+    with pytest.raises(ImageError, match="No such file"):
+        read_one(read_header, tmp_path / "none.png", about=tmp_path)
+    monkeypatch.setattr(pool, "CLOCK_SECONDS", 2.0)
+    found.append(decoders.load(asleep))
     assert isinstance(ended, ImageError)
     assert (ended.status, says["mortal"] in str(ended)) == ("failed", True)
     assert seen.size == (96, 120)
@@ -139,15 +137,16 @@ def test_the_memory_limit_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monke
     side, file = 4890, tmp_path / "long.tif"
     assert 12 * side**2 > 8 * MODEST_PIXELS + 64 * 1024**2
     tifffile.imwrite(file, np.zeros((side, side, 3), "f4"), photometric="rgb")
-    with Decoders(1) as decoders:
-        assert decoders.call(read_image, file, about=file).size == (side, side)
+    assert read_one(read_image, file, about=file).size == (side, side)
+    pool.close()
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", "300")
     more = pytest.raises(ImageError, match=r"more than the 0\.3 GB .*ANOMALY_DECODER_MEMORY")
-    with Decoders(1) as decoders, more:
-        decoders.call(read_image, file, about=file)
+    with more:
+        read_one(read_image, file, about=file)
+    pool.close()
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", "lots")
     with pytest.raises(AnomalyError, match="'lots'; it must be a whole number of megabytes"):
-        Decoders(1)
+        read_one(read_image, file, about=file)
 
 
 def _run(program: str, *arguments: object) -> "subprocess.Popen[str]":

@@ -99,7 +99,6 @@ def serving(
         named(find_models(folder)),
         Record(record or folder / "line.sqlite", keeping or Keeping()),
         device=torch.device("cpu"),
-        workers=1,
         limits=limits,
         sinks=sinks,
     )

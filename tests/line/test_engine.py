@@ -13,7 +13,7 @@ import pytest
 from test_record import answer
 
 from anomaly.errors import OutputError
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.pool import Decoders
 from anomaly.line.engine import BusyError, Engine
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.scoring.pipeline import Model
@@ -57,7 +57,7 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
 ) -> None:
     told: list[int] = []
     with Recorder(gate, lambda number, _: told.append(number)) as recorder:
-        with Engine("disc", model, recorder, workers=1, most_waiting=4) as engine:
+        with Engine("disc", model, recorder, most_waiting=4) as engine:
             futures = [engine.submit(file.read_bytes(), file.name) for file in files[:4]]
             with pytest.raises(BusyError, match="4 parts are waiting"):
                 engine.submit(b"one more")
@@ -85,9 +85,10 @@ def test_images_in_tiles_are_decoded_few_at_a_time(
         return submit(self, index, *more)
 
     monkeypatch.setattr(Decoders, "submit", counted)
+    monkeypatch.setattr("anomaly.line.engine.program_threads", lambda: 2)
     with (
         Recorder(gate, lambda *_: None) as recorder,
-        Engine("disc", tiled, recorder, workers=2) as engine,
+        Engine("disc", tiled, recorder) as engine,
     ):
         futures = [engine.submit(file.read_bytes()) for file in files[:5]]
         assert not wait(futures, 0.3).done
@@ -120,7 +121,7 @@ def test_batches_are_no_larger_than_the_model_takes_at_once(
     gate.may.set()
     with (
         Recorder(gate, lambda *_: None) as recorder,
-        Engine("disc", model, recorder, workers=1) as engine,
+        Engine("disc", model, recorder) as engine,
     ):
         wait([engine.submit(files[0].read_bytes()) for _ in range(9)], 30)
     assert model.batch_size == 4 < model.config.batch_size
@@ -135,7 +136,7 @@ def test_what_cannot_be_written_down_is_not_answered(
     told: list[int] = []
     with (
         Recorder(gate, lambda number, _: told.append(number)) as recorder,
-        Engine("disc", model, recorder, workers=1) as engine,
+        Engine("disc", model, recorder) as engine,
         pytest.raises(OutputError, match="the disk is full"),
     ):
         engine.submit(files[0].read_bytes()).result(20)
@@ -166,7 +167,7 @@ def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
     data = files[0].read_bytes()
     with (
         Recorder(gate, lambda *_: None) as recorder,
-        Engine("disc", model, recorder, workers=1) as engine,
+        Engine("disc", model, recorder) as engine,
     ):
         both = [engine.submit(data) for _ in range(2)]
         wait(both, 20, "FIRST_COMPLETED")

@@ -27,7 +27,7 @@ from receivers import Receiver
 from running import Served, behind_nginx, serving
 
 from anomaly.errors import visible
-from anomaly.imaging.decoder_pool import Decoders
+from anomaly.imaging.pool import Decoders
 from anomaly.line import server, service
 from anomaly.line.serve import named
 from anomaly.line.server import is_loopback

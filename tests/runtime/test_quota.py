@@ -78,6 +78,6 @@ def test_more_threads_than_the_quota_are_taken_and_said(
     monkeypatch.setattr(common_options, "use_threads", used.append)
     for threads in (2, 8):
         caplog.clear()
-        common_options.device_and_threads(Namespace(threads=threads, device="cpu"))
+        common_options.chosen_device(Namespace(threads=threads, device="cpu"))
         assert ("this container's quota is 1.5 processors" in caplog.text) == (threads == 8)
     assert used == [2, 8]

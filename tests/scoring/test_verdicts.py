@@ -94,7 +94,7 @@ def test_what_is_not_inspected_is_not_good(model: Model, tmp_path: Path) -> None
     assert "pose can't be found" in found["none"].reason
     # One way to score: what the price of a change compares are these verdicts.
     samples = [Sample(file, name) for name, file in files.items()]
-    compared = price(model, model, {"parts": samples}, workers=1).compared["parts"]
+    compared = price(model, model, {"parts": samples}).compared["parts"]
     assert {one.name: one.after for one in compared} == {n: p.verdict for n, p in found.items()}
 
 

@@ -140,7 +140,7 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
     config = Config.model_validate(tiny(image=image))
     images = Images(tuple(train), (far, usual), (usual, far))
     device = torch.device("cpu")
-    features = Features(config, images, device=device, scratch=tmp_path, workers=1)
+    features = Features(config, images, device=device, scratch=tmp_path)
     with closing(features):
         (trial,) = features.trials([config])
     scores = trial.scores

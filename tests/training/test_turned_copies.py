@@ -17,9 +17,8 @@ from anomaly.datasets.samples import listed
 from anomaly.errors import ConfigError
 from anomaly.evaluation.splits import TrainingImages
 from anomaly.explain.evidence import GoodImages
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
 from anomaly.imaging.loading import NetworkInput, turn_of, turned
+from anomaly.imaging.pool import Decoders, Task
 
 SHAPE = (64, 96)
 
@@ -118,20 +117,20 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
     for i, part in enumerate(_parts(4)):
         cv2.imwrite(str(tmp_path / f"{i}.png"), part[..., ::-1])
     detector = anomaly.fit(tmp_path, _settings("quarter_turns"), device="cpu")
-    with Decoders(1, Task(detector.model.loading, keep_image=True)) as decoders:
-        files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
-        good = GoodImages(detector.model, files)
-        item = decoders.load(tmp_path / "2.png")
-        assert isinstance(item, NetworkInput)
-        for turn in (1, 2):
-            seen = replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)))
-            embeddings = detector.model.embedder([seen])[0]
-            height, width = embeddings.shape[:2]
-            upright = (width, height) if turn % 2 else (height, width)
-            places = turned(np.arange(height * width).reshape(upright), turn)
-            _, origins = detector.model.scorer.evidence(embeddings.flatten(0, 1), 1)
-            for (image, row, column), place in zip(
-                origins[:, 0].tolist(), places.flatten().tolist(), strict=True
-            ):
-                assert image == 2
-                assert good.as_photographed(image, row, column) == divmod(place, upright[1])
+    decoders = Decoders(Task(detector.model.loading, keep_image=True))
+    files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
+    good = GoodImages(detector.model, files)
+    item = decoders.load(tmp_path / "2.png")
+    assert isinstance(item, NetworkInput)
+    for turn in (1, 2):
+        seen = replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)))
+        embeddings = detector.model.embedder([seen])[0]
+        height, width = embeddings.shape[:2]
+        upright = (width, height) if turn % 2 else (height, width)
+        places = turned(np.arange(height * width).reshape(upright), turn)
+        _, origins = detector.model.scorer.evidence(embeddings.flatten(0, 1), 1)
+        for (image, row, column), place in zip(
+            origins[:, 0].tolist(), places.flatten().tolist(), strict=True
+        ):
+            assert image == 2
+            assert good.as_photographed(image, row, column) == divmod(place, upright[1])

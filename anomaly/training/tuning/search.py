@@ -80,7 +80,6 @@ class Search:
         budget: seconds.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
-        workers: decoding processes.
         say: called with what is worth knowing on the way.
         progress: called with (stage, done, total).
 
@@ -95,7 +94,6 @@ class Search:
     budget: float
     device: torch.device
     scratch: Path
-    workers: int
     say: Callable[[str], None]
     progress: StageProgress
     tried: list[Tried] = field(default_factory=list)
@@ -179,7 +177,6 @@ class Search:
             self.images,
             device=self.device,
             scratch=self.scratch,
-            workers=self.workers,
             progress=self.progress,
         )
 

@@ -16,7 +16,6 @@ import torch
 from anomaly.calibration.thresholds import Calibration, calibrate
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
-from anomaly.imaging.decoder_pool import Decoders
 from anomaly.imaging.geometry import AnyView
 from anomaly.methods.base import PatchBatch
 from anomaly.scoring.build import fitter_of
@@ -93,7 +92,6 @@ class Features:
         images: to learn from and to score.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
-        workers: decoding processes.
         progress: called with (stage, done, total).
     """
 
@@ -104,26 +102,24 @@ class Features:
         *,
         device: torch.device,
         scratch: Path,
-        workers: int,
         progress: StageProgress = lambda stage, done, total: None,
     ) -> None:
         self._images = images
         self._progress = progress
         started = time.perf_counter()
-        with Decoders(min(workers, len(images.train))) as decoders:
-            self._setup = prepare(config, images.train, decoders, device)
-            seen = partial(progress, "features")
-            self._cache = FeatureCache(self._setup, self._setup.fitter, decoders, scratch, seen)
-            try:
-                learned = {i: sample.source for i, sample in enumerate(images.train)}
-                self._train = self._cache.build(learned).checked()
-                between = time.perf_counter()
-                known = [*images.defects, *images.good]
-                sources = {i: sample.source for i, sample in enumerate(known)}
-                self._known = self._cache.build(sources, learned=False) if known else None
-            except BaseException:
-                self._cache.close()
-                raise
+        self._setup = prepare(config, images.train, device)
+        seen = partial(progress, "features")
+        self._cache = FeatureCache(self._setup, self._setup.fitter, scratch, seen)
+        try:
+            learned = {i: sample.source for i, sample in enumerate(images.train)}
+            self._train = self._cache.build(learned).checked()
+            between = time.perf_counter()
+            known = [*images.defects, *images.good]
+            sources = {i: sample.source for i, sample in enumerate(known)}
+            self._known = self._cache.build(sources, learned=False) if known else None
+        except BaseException:
+            self._cache.close()
+            raise
         self._seconds = {"features": between - started, "known": time.perf_counter() - between}
 
     @property

@@ -249,7 +249,6 @@ def tune(
     good: Sequence[Sample] | None = None,
     budget: float = 600.0,
     device: str | torch.device = "auto",
-    workers: int = 2,
     say: Callable[[str], None] = lambda text: None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Tuning:
@@ -268,7 +267,6 @@ def tune(
         budget: seconds; what won't fit isn't tried. The settings that are there are tried in any
             case.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
-        workers: decoding processes.
         say: called with what is worth knowing on the way.
         progress: called with (stage, done, total).
 
@@ -285,9 +283,7 @@ def tune(
         tuple([s for s in tested if not s.is_defect] if good is None else good),
     )
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
-        search = Search(
-            config, images, budget, device_of(device), Path(scratch), workers, say, progress
-        )
+        search = Search(config, images, budget, device_of(device), Path(scratch), say, progress)
         search.run()
     known = [*images.defects, *images.good]
     rate = config.calibration.review_rate

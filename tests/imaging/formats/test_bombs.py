@@ -14,10 +14,10 @@ import pytest
 from picture_files import chunk, encoded, picture, png
 from tiff_files import DEFLATE, PACK_BITS, file
 
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import MAX_PIXELS
 from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOptions
 from anomaly.maps.anomaly_map import SourceMap
@@ -36,9 +36,9 @@ _SIDE = 10_240  # squared, more than half of the limit
 _NO_MEMORY = "more than the 0.2 GB of memory that a decoding process may use"
 
 
-def _peak(decoders: Decoders) -> int:
+def _peak() -> int:
     """The most bytes that the process has held."""
-    child = decoders._processes[0]._child
+    child = pool._processes()[0]._child
     assert child is not None
     status = Path(f"/proc/{child.pid}/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) * 1024
@@ -71,13 +71,13 @@ def test_a_bomb_takes_no_more_than_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", str(_LIMIT // 10**6))
-    with Decoders(1, Task(_TASK)) as decoders:
-        for name, (data, said) in _bombs().items():
-            (tmp_path / name).write_bytes(data)
-            item = decoders.load(tmp_path / name)
-            reason = item.reason if isinstance(item, UnusableImage) else ""
-            assert (said in reason, bool(reason)) == (True, bool(said)), (name, reason)
-            assert _peak(decoders) < _LIMIT + _LIBRARIES, name
+    decoders = Decoders(Task(_TASK))
+    for name, (data, said) in _bombs().items():
+        (tmp_path / name).write_bytes(data)
+        item = decoders.load(tmp_path / name)
+        reason = item.reason if isinstance(item, UnusableImage) else ""
+        assert (said in reason, bool(reason)) == (True, bool(said)), (name, reason)
+        assert _peak() < _LIMIT + _LIBRARIES, name
 
 
 def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,13 +87,13 @@ def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", str(_LIMIT // 10**6))
     options = OutputOptions(side_by_side=True, masks=True, maps="float32")
     task = Task(_TASK, PictureWriter(tmp_path / "out", options, "s"))
-    with Decoders(1, task) as decoders:
-        (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
-        assert isinstance(item, NetworkInput)
-        found = SourceMap(np.ones((8, 8), np.float32), item.view, 4.0, 0.0, None)
-        what: Any = found, "a.bmp", RenderOptions(limit=0.5)
-        drawn = decoders.finish(0, tmp_path / "a.bmp", *what).result()
-        assert _peak(decoders) < _LIMIT + _LIBRARIES
+    decoders = Decoders(task)
+    (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
+    assert isinstance(item, NetworkInput)
+    found = SourceMap(np.ones((8, 8), np.float32), item.view, 4.0, 0.0, None)
+    what: Any = found, "a.bmp", RenderOptions(limit=0.5)
+    drawn = decoders.finish(0, tmp_path / "a.bmp", *what).result()
+    assert _peak() < _LIMIT + _LIBRARIES
     assert isinstance(drawn, UnusableImage)
     assert drawn.status == "unsupported"
     assert "ANOMALY_DECODER_MEMORY" in drawn.reason

@@ -17,11 +17,10 @@ import pytest
 from conftest import REPOSITORY, Command, train_arguments
 
 from anomaly.errors import AnomalyError, OutputError
-from anomaly.imaging import decoder_pool, decoder_worker
-from anomaly.imaging.decoder_pool import Decoders
-from anomaly.imaging.decoder_worker import Task
+from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
+from anomaly.imaging.pool import Decoders, Task
 from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOptions, RenderResult
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
@@ -40,7 +39,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def children(
-    decoding_threads: Callable[[], "subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
+    own_pool: None,
+    decoding_threads: Callable[[], "subprocess.Popen[bytes]"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> "list[subprocess.Popen[bytes]]":
     """The processes that are started from now on."""
     started: list[subprocess.Popen[bytes]] = []
@@ -49,7 +50,7 @@ def children(
         started.append(decoding_threads())
         return started[-1]
 
-    monkeypatch.setattr(decoder_pool, "start", start)
+    monkeypatch.setattr(pool, "start", start)
     return started
 
 
@@ -67,41 +68,66 @@ def _map(item: NetworkInput) -> SourceMap:
 
 
 @pytest.mark.usefixtures("decoding_processes")
-def test_the_same_as_here_in_order(folder: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_as_here_in_order(
+    processes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "program_threads", lambda: processes)
     paths = sorted(folder.glob("*.png"))
     task = _task(folder)
-    with Decoders(2) as decoders:
-        decoders.begin(task)
-        there = list(decoders.load_all(enumerate(paths)))
-        assert [item.index for item in there] == list(range(12))
-        for i, item in enumerate(there):
-            here = load(i, paths[i], task.loading)
-            if isinstance(here, UnusableImage):
-                assert item == here
-                continue
-            assert isinstance(item, NetworkInput)
-            assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
-            np.testing.assert_array_equal(item.pixels, here.pixels)
-            shown = RenderOptions(limit=1.0)
-            done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png", shown).result()
-            assert done == RenderResult()
-            areas = outlined_areas(_map(here), 1.0)
-            drawn = encode_png(heatmap(here.decoded, _map(here), 1.0, areas))
-            assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
-            with pytest.raises(ValueError, match="another process"):
-                _ = item.decoded
+    decoders = Decoders(task)
+    there = list(decoders.load_all(enumerate(paths)))
+    assert [item.index for item in there] == list(range(12))
+    for i, item in enumerate(there):
+        here = load(i, paths[i], task.loading)
+        if isinstance(here, UnusableImage):
+            assert item == here
+            continue
+        assert isinstance(item, NetworkInput)
+        assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
+        np.testing.assert_array_equal(item.pixels, here.pixels)
+        shown = RenderOptions(limit=1.0)
+        done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png", shown).result()
+        assert done == RenderResult()
+        areas = outlined_areas(_map(here), 1.0)
+        drawn = encode_png(heatmap(here.decoded, _map(here), 1.0, areas))
+        assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
+        with pytest.raises(ValueError, match="another process"):
+            _ = item.decoded
+
+
+def test_tasks_share_the_processes_and_keep_their_images_apart(folder: Path) -> None:
+    first, second = (Decoders(_task(folder / name)) for name in ("a", "b"))
+    paths = [folder / "00.png", folder / "01.png"]
+    items = [each.load(path) for each, path in zip((first, second), paths, strict=True)]
+    for path in paths:
+        path.unlink()
+    for each, path, item in zip((first, second), paths, items, strict=True):
+        each.finish(0, path, _map(item), "0.png", RenderOptions(limit=1.0)).result()
+    drawn = [cv2.imread(str(folder / name / "out/heatmaps/0.png")) for name in ("a", "b")]
+    assert [picture.shape[0] for picture in drawn] == [60, 64]
+
+
+@pytest.mark.usefixtures("decoding_processes")
+def test_files_are_looked_for_in_the_folder_of_the_moment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders = Decoders(_task(folder))
+    for place, usable in ((folder.parent, False), (folder, True)):
+        monkeypatch.chdir(place)
+        assert isinstance(decoders.load(Path("00.png")), NetworkInput) == usable
 
 
 def test_images_that_are_not_kept_are_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kept in (1 << 28, 0):
-        monkeypatch.setattr(decoder_worker, "_KEPT_BYTES", kept)
-        worker = decoder_worker.Worker(_task(folder))
+        monkeypatch.setattr(pool, "_KEPT_BYTES", kept)
+        worker, task = pool.Worker(), _task(folder)
         paths = [folder / f"{kept} {i}.png" for i in range(2)]
         for path in paths:
             path.write_bytes((folder / "00.png").read_bytes())
-        items = [worker.load(i, path) for i, path in enumerate(paths)]
+        items = [worker.answer(task, "load", (i, path))[1] for i, path in enumerate(paths)]
         for path in paths:
             path.unlink()
         assert isinstance(items[0], NetworkInput)
@@ -112,8 +138,7 @@ def test_images_that_are_not_kept_are_read_again(
 def test_tiles_are_the_same_as_here(folder: Path) -> None:
     task = _task(folder, tile=64, overlap=8)
     path = folder / "00.png"
-    with Decoders(1, task) as decoders:
-        there = decoders.load(path)
+    there = Decoders(task).load(path)
     here = load(0, path, task.loading)
     assert isinstance(there, NetworkInput)
     assert isinstance(here, NetworkInput)
@@ -128,16 +153,17 @@ def test_processes_that_are_killed_or_rest_are_replaced(
     folder: Path, children: "list[subprocess.Popen[bytes]]"
 ) -> None:
     path = folder / "00.png"
-    with Decoders(1, _task(folder)) as decoders:
-        first = decoders.load(path)
-        assert isinstance(first, NetworkInput)
-        children[-1].kill()
-        assert decoders.finish(0, path, _map(first), "0.png").result() == RenderResult()
-        children[-1].kill()
-        second = decoders.load(path)
-        decoders.rest()
-        assert children[-1].wait(timeout=60) == -signal.SIGKILL
-        third = decoders.load(path)  # with the same task
+    decoders = Decoders(_task(folder))
+    first = decoders.load(path)
+    assert isinstance(first, NetworkInput)
+    children[-1].kill()
+    assert decoders.finish(0, path, _map(first), "0.png").result() == RenderResult()
+    children[-1].kill()
+    second = decoders.load(path)
+    pool.rest()
+    assert children[-1].wait(timeout=60) == -signal.SIGKILL
+    third = decoders.load(path)  # with the same task
+    pool.close()
     assert len(children) == 4
     assert all(child.returncode is not None for child in children)
     for again in (second, third):
@@ -151,13 +177,13 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 
     (folder / "out").write_text("a file where the folder should be")
     path = folder / "00.png"
-    with Decoders(1, _task(folder)) as decoders:
-        item = decoders.load(path)
-        with pytest.raises(OutputError, match="can't be written"):
-            decoders.finish(0, path, _map(item), "1.png").result()
-        monkeypatch.setattr(decoder_worker, "load", load_badly)
-        with pytest.raises(ZeroDivisionError, match="a bug"):
-            decoders.load(path)
+    decoders = Decoders(_task(folder))
+    item = decoders.load(path)
+    with pytest.raises(OutputError, match="can't be written"):
+        decoders.finish(0, path, _map(item), "1.png").result()
+    monkeypatch.setattr(pool, "load", load_badly)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        decoders.load(path)
 
 
 def test_an_image_that_cannot_be_drawn_is_failed(
@@ -168,8 +194,8 @@ def test_an_image_that_cannot_be_drawn_is_failed(
 
     monkeypatch.setattr(PictureWriter, "write", fail)
     path = folder / "00.png"
-    with Decoders(1, _task(folder)) as decoders:
-        drawn = decoders.finish(0, path, _map(decoders.load(path)), "0.png").result()
+    decoders = Decoders(_task(folder))
+    drawn = decoders.finish(0, path, _map(decoders.load(path)), "0.png").result()
     assert (drawn.status, "no room" in drawn.reason) == ("failed", True)
 
 
@@ -180,13 +206,13 @@ def test_what_commands_send_to_the_processes_loads_no_torch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modules, send = {"anomaly.imaging.decoder_pool"}, decoder_worker.send
+    modules, send = {"anomaly.imaging.pool"}, pool.send
 
     def noting(stream: IO[bytes] | None, message: object) -> None:
         modules.update(re.findall(r"anomaly\.[a-z_.]+", pickle.dumps(message).decode("latin-1")))
         send(stream, message)
 
-    monkeypatch.setattr(decoder_pool, "send", noting)
+    monkeypatch.setattr(pool, "send", noting)
     settings = train_arguments(product, tmp_path / "run")
     model, output = ["--model", run_folder, "--device", "cpu"], ["--output", tmp_path / "results"]
     for name, arguments in (
@@ -210,14 +236,15 @@ def test_processes_that_do_not_start_are_not_the_images_fault(
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     def refused() -> str:
-        with Decoders(1, _task(folder)) as decoders, pytest.raises(AnomalyError) as caught:
-            decoders.load(folder / "00.png")
+        pool.close()
+        with pytest.raises(AnomalyError) as caught:
+            Decoders(_task(folder)).load(folder / "00.png")
         return str(caught.value)
 
     (folder / "cv2.py").write_text("raise ImportError('libGL.so.1: no such file')")
     monkeypatch.syspath_prepend(str(folder))
     assert re.search(r"end as soon as they are started: .*libGL\.so\.1", refused())
-    monkeypatch.setattr(decoder_pool.subprocess, "Popen", no_room)
+    monkeypatch.setattr(pool.subprocess, "Popen", no_room)
     assert "no process can be started that decodes images: Resourc" in refused()
 
 
@@ -228,5 +255,5 @@ def test_processes_find_the_package_from_any_folder(
     home = str(REPOSITORY)
     monkeypatch.setattr(sys, "path", ["", *(p for p in sys.path if p not in ("", home))])
     # Without the hooks of site-packages, which find an editable install.
-    command = [sys.executable, "-S", "-c", decoder_pool._imports()]
+    command = [sys.executable, "-S", "-c", pool._imports()]
     subprocess.run(command, cwd=folder, check=True)

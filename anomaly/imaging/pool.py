@@ -1,0 +1,695 @@
+"""The program's decoding processes: they read images and write their pictures.
+
+Every image file goes through here, whatever the command. A damaged file can take a decoder down,
+and with it its process: then the file is tried once more in a new one, and after that it is
+`failed`. So it is, at once, when it takes too long; the program goes on. The processes import no
+torch (45 MB each, not 700), and are asked in pickled messages through their standard input.
+
+There are as many as the program has threads. Each starts when it is first needed and ends with the
+program. One more answers single questions, which so never wait behind a list of images.
+
+Nobody knows what a parser does with a damaged file. So a process limits itself: the kernel refuses
+it memory beyond the limit, and ends it when a request's computing time is over. Only computing
+counts, so that neither a slow network folder nor a busy machine ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, Protocol, TypeVar
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from anomaly.errors import AnomalyError, ImageError, OutputError, why
+from anomaly.imaging import read
+from anomaly.imaging.geometry import Tiling, View
+from anomaly.imaging.loading import (
+    NetworkInput,
+    Preprocessing,
+    UnusableImage,
+    load,
+    paint,
+    to_unusable,
+)
+from anomaly.imaging.read import Image, described
+from anomaly.runtime.parallel import StoppedError, prefetch, program_threads
+
+if sys.platform == "linux":
+    import fcntl
+if sys.platform != "win32":
+    import resource
+
+AHEAD = 4  # images that each process may be ahead of the network
+# On the clock, for a file that doesn't come, and on Windows, where computing time isn't limited:
+# the largest image that is usually accepted takes 40 s of a quiet machine.
+CLOCK_SECONDS = 300.0
+_ATTEMPTS = 2
+_MEGABYTES = 1000
+_LEAST_MEGABYTES = 200  # an interpreter with its libraries takes 70
+_KEPT_BYTES = 256 * 1024**2  # decoded images that each process keeps to draw them
+_HOME = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
+_PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Item = TypeVar("Item")
+
+
+class Drawing(Protocol):
+    """What is drawn of each image; it travels to the processes, pickled."""
+
+    def write(self, image: Image, /, *what: Any) -> Any:
+        """Draw an image that was decoded, and write that."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the processes do with each file.
+
+    Attributes:
+        loading: how files become network inputs.
+        pictures: what to write for each image; None for nothing.
+        keep_image: whether the decoded image is handed over with the network's input.
+        looks: whether what each image looks like is told.
+        number: tells its images from those of other tasks.
+    """
+
+    loading: Preprocessing
+    pictures: Drawing | None = None
+    keep_image: bool = False
+    looks: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+class Decoders:
+    """The program's decoding processes, at one task.
+
+    Args:
+        task: what they do with each file.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._of: dict[int, _DecoderProcess] = {}
+
+    def load_all(
+        self,
+        items: Iterable[tuple[int, Path | Image | UnusableImage]],
+        stopped: Callable[[], bool] | None = None,
+    ) -> Iterator[NetworkInput | UnusableImage]:
+        """Load images in order, a bounded number ahead of the one asked for.
+
+        Args:
+            items: index of each image, and its file, or its pixels, or why it can't be used.
+            stopped: asked now and then whether they are still wanted.
+
+        Raises:
+            StoppedError: they aren't; a process that is at one of them is ended.
+        """
+        processes = _processes()
+        # An image that is worth tiling is too large to have many of it waiting.
+        ahead = 0 if self._task.loading.sizing.tile else AHEAD * len(processes)
+        try:
+            yield from prefetch(lambda item: self.submit(*item), items, ahead, stopped)
+        except StoppedError:
+            for process in processes:
+                process.drop()
+            raise
+
+    def load(self, source: Path | Image, index: int = 0) -> NetworkInput | UnusableImage:
+        """Load one image."""
+        return self.submit(index, source).result()
+
+    def submit(
+        self, index: int, source: Path | bytes | Image | UnusableImage
+    ) -> Future[NetworkInput | UnusableImage]:
+        """Load one image among many, as `load_all` does; nobody bounds how many wait.
+
+        Args:
+            index: no other image that is being loaded or waits for its pictures has it.
+            source: its file, the file's bytes, pixels, or why it can't be used.
+        """
+        task, process = self._task, _idlest()
+        if task.pictures is not None:
+            self._of[index] = process
+        if isinstance(source, Path | bytes):
+            return process.submit(_load, process, task, index, source)
+        done: Future[NetworkInput | UnusableImage] = Future()
+        if isinstance(source, Image):
+            done.set_result(load(index, source, task.loading, looks=task.looks))
+        else:
+            done.set_result(source)
+        return done
+
+    def finish(self, index: int, path: Path | bytes, *what: Any) -> Future[Any]:
+        """Write the pictures of an image that was loaded and that is now scored.
+
+        Args:
+            index: of the image.
+            path: of the image; its file's bytes where it was loaded from them.
+            what: for `Task.pictures.write`, behind the image.
+
+        Returns:
+            What that returns, once the pictures are on disk; `UnusableImage` when the file can't be
+            read any more, can't be drawn, or takes its process down. The future raises OutputError
+            when they can't be written.
+        """
+        process = self._of.pop(index)
+        return process.submit(_finish, process, self._task, index, path, *what)
+
+    def forget(self, index: int) -> None:
+        """An image that was loaded needs no pictures."""
+        self._of.pop(index, None)
+
+
+def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
+    """What a function that reads files makes of each item, in order, a bounded number ahead.
+
+    Args:
+        function: of a module, and its items, what it makes and what it raises can be pickled.
+        items: what it is called with.
+
+    Yields:
+        Its results; an ImageError (`failed`) where an item took too long, or took its process
+        down.
+
+    Raises:
+        Exception: what the function raises.
+    """
+    ahead = AHEAD * len(_processes())
+    return prefetch(lambda item: _idlest().call(function, item), items, ahead)
+
+
+def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
+    """What a function that reads a file returns; see `read_all`.
+
+    Args:
+        function: what to do.
+        arguments: with what.
+        about: the file, for messages.
+
+    Raises:
+        ImageError: `failed`: it took too long, or took its process down.
+    """
+    result = _pool()[-1].call(function, *arguments).result()
+    if isinstance(result, ImageError):
+        raise ImageError(f"{about}: {result}", result.status)
+    return result
+
+
+def read_mask(path: Path) -> NDArray[np.bool_]:
+    """Read a mask (H, W): True where any channel is above 0.
+
+    Raises:
+        ImageError: it is damaged or of a kind that isn't accepted, or took too long or too much.
+    """
+    return np.asarray(read_one(read.read_mask, path, about=path), bool)
+
+
+def warm_up(images: int) -> None:
+    """Start the processes that so many images need, while this one has something else to do."""
+    for process in _processes()[:images]:
+        process.submit(process.start)
+
+
+def rest() -> None:
+    """End the processes when they are done, for their memory; whoever asks more starts them."""
+    for process in _started:
+        process.submit(process.stop)
+
+
+@atexit.register
+def close() -> None:
+    """End the processes, whatever they are at; whoever asks more starts others."""
+    while _started:
+        _started.pop().close()
+
+
+_started: list[_DecoderProcess] = []
+_starting = threading.Lock()
+_parents: list[_DecoderProcess] = []  # of a forked process: neither to be asked nor to be ended
+
+
+def _after_fork() -> None:
+    """Forget the processes: a fork has none of its parent's threads that ask them."""
+    global _starting
+    _starting = threading.Lock()
+    _parents.extend(_started)
+    _started.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _pool() -> list[_DecoderProcess]:
+    """All processes; the last one answers single questions.
+
+    Raises:
+        AnomalyError: the memory limit that the environment sets is none.
+    """
+    with _starting:
+        if not _started:
+            _memory_limit()
+            _started.extend(_DecoderProcess() for _ in range(program_threads() + 1))
+        return list(_started)
+
+
+def _processes() -> list[_DecoderProcess]:
+    """Those that share lists of images."""
+    return _pool()[:-1]
+
+
+def _idlest() -> _DecoderProcess:
+    return min(_processes(), key=lambda process: process.waiting)
+
+
+def _load(
+    process: _DecoderProcess, task: Task, index: int, source: Path | bytes
+) -> NetworkInput | UnusableImage:
+    try:
+        answer = process.ask(task, "load", index, source)
+    except _EndedError as ended:
+        return _failed(index, source, "decoding", ended)
+    if isinstance(answer, NetworkInput) and answer.image is not None:
+        # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
+        render = partial(paint, answer.name, answer.image)
+        return replace(answer, render=render, image=answer.image if task.keep_image else None)
+    assert isinstance(answer, NetworkInput | UnusableImage)
+    return answer
+
+
+def _finish(
+    process: _DecoderProcess, task: Task, index: int, source: Path | bytes, *what: Any
+) -> Any:
+    try:
+        return process.ask(task, "finish", index, source, *what)
+    except _EndedError as ended:
+        return _failed(index, source, "drawing", ended)
+
+
+def _failed(index: int, source: Path | bytes, doing: str, ended: Exception) -> UnusableImage:
+    return UnusableImage(index, "failed", f"{_name_of(index, source)}: {doing} it {ended}")
+
+
+class _EndedError(Exception):
+    """The process was ended, or has ended, while it was at something; the message says why."""
+
+
+@dataclass
+class _Reading:
+    """A file that a process reads: it may only take so long; `over` says why it was ended."""
+
+    over: str = ""
+
+
+class _DecoderProcess:
+    """One process as the program sees it, asked one thing at a time by a thread."""
+
+    def __init__(self) -> None:
+        self.waiting = 0  # how much it has still to do
+        self._sent: Task | None = None  # what it was set to last
+        self._lock = threading.Lock()
+        self._reading: _Reading | None = None
+        self._has_answered = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        # On Linux a child goes when the thread that has started it does: not the caller's.
+        self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Do something in the process's thread once everything before it is done."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self.waiting += 1
+        self._jobs.put((future, partial(job, *arguments)))
+        return future
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """What a function returns in the process; an ImageError where that ended it."""
+
+        def called() -> Any:
+            try:
+                return self.ask(None, "call", function, arguments)
+            except _EndedError as ended:
+                return ImageError(f"reading it {ended}", "failed")
+
+        return self.submit(called)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except BaseException as error:
+                    future.set_exception(error)
+            with self._lock:
+                self.waiting -= 1
+            del item, future, job  # nothing here holds the result any longer
+        self.stop()
+
+    def ask(self, task: Task | None, name: str, *arguments: Any) -> Any:
+        """Its answer; called in its thread.
+
+        Args:
+            task: what it has to know; None where that doesn't matter.
+            name: a method of `Worker`.
+            arguments: for it.
+
+        Raises:
+            _EndedError: it took too long, or the process has died of it, twice.
+            AnomalyError: no such process can be started on this machine.
+            Exception: what went wrong there, if that is nothing of the image's own.
+        """
+        for _ in range(_ATTEMPTS):
+            self.start()
+            reading = None if name == "finish" else _Reading()
+            try:
+                done, answer = self._exchange(reading, task, name, arguments)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                code = self.stop(patience=1)
+                if reading is not None and reading.over:
+                    raise _EndedError(reading.over) from None
+                if sys.platform != "win32" and code == -signal.SIGPROF:
+                    raise _EndedError(
+                        f"took more than {read.COMPUTING_SECONDS:.0f} s of computing, the limit "
+                        f"for {read.MODEST_PIXELS / 1e6:.0f} million pixels"
+                    ) from None
+                continue
+            self._has_answered = True
+            if not done:
+                raise answer
+            return answer
+        if not self._has_answered:
+            _check_start()
+        raise _EndedError(f"has crashed {_ATTEMPTS} decoding processes, one after the other")
+
+    def drop(self) -> None:
+        """End it if what it is at may remain unfinished."""
+        self._end(self._reading, "wasn't waited for")
+
+    def close(self) -> None:
+        """End it, whatever it is at."""
+        with self._lock:
+            self._closed = True
+            if self._child is not None:
+                self._child.kill()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _exchange(
+        self, reading: _Reading | None, task: Task | None, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[bool, Any]:
+        assert self._child is not None
+        over = f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file"
+        watchdog = threading.Timer(CLOCK_SECONDS, self._end, (reading, over))
+        watchdog.daemon = True
+        self._reading = reading
+        watchdog.start()
+        try:
+            new = None if task is self._sent else task
+            send(self._child.stdin, (_folder(), new, name, arguments))
+            self._sent = task or self._sent
+            done, answer = receive(self._child.stdout)
+            return done, answer
+        finally:
+            watchdog.cancel()
+            with self._lock:
+                self._reading = None
+
+    def _end(self, reading: _Reading | None, over: str) -> None:
+        with self._lock:
+            if reading is not None and self._reading is reading and self._child is not None:
+                reading.over = over
+                self._child.kill()
+
+    def start(self) -> None:
+        """Start it, unless it is there."""
+        with self._lock:
+            if self._closed:
+                raise _EndedError("wasn't waited for")
+            if self._child is None:
+                self._child, self._sent = start(), None
+
+    def stop(self, patience: float = 0) -> int:
+        """End it, if it is there, and give its exit code.
+
+        Args:
+            patience: seconds in which it may end by itself, and so say why.
+        """
+        with self._lock:
+            child, self._child = self._child, None
+        if child is None:
+            return 0
+        if patience:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+        child.kill()
+        code = child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with suppress(OSError):  # what it couldn't be sent any more
+                    stream.close()
+        return code
+
+
+def _folder() -> Path | None:
+    """The working folder, in which a process looks for files; None where it was deleted."""
+    with suppress(OSError):
+        return Path.cwd()
+    return None
+
+
+def start() -> subprocess.Popen[bytes]:
+    """A fresh interpreter that serves: works alike on every system, whatever threads there are.
+
+    Raises:
+        AnomalyError: none can be started.
+    """
+    code = f"{_imports()}; serve({os.getpid()}, {_memory_limit()})"
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | threads,
+        )
+    except OSError as error:
+        raise AnomalyError(
+            f"no process can be started that decodes images: {why(error)}; end other programs, or "
+            "give the machine more memory"
+        ) from None
+    if sys.platform == "linux" and child.stdout is not None:
+        with suppress(OSError):  # the user's pipes hold as much as they may
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return child
+
+
+def _imports() -> str:
+    """A program that finds the modules where this one does, its working folder changed or not."""
+    places = [*sys.path, _HOME]
+    return f"import sys; sys.path[:] = {places!r}; from {serve.__module__} import serve"
+
+
+def _check_start() -> None:
+    """See that an interpreter gets as far as serving, where none has answered yet."""
+    tried = subprocess.run(
+        [sys.executable, "-c", _imports()], capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        reason = (tried.stderr.strip() or "it says nothing").splitlines()[-1]
+        raise AnomalyError(
+            f"the processes that decode images end as soon as they are started: {reason}"
+        )
+
+
+def _memory_limit() -> int:
+    """Bytes that a decoding process may take: 1 GB, or as many megabytes as the environment says.
+
+    Raises:
+        AnomalyError: `ANOMALY_DECODER_MEMORY` isn't a number of megabytes.
+    """
+    text = os.environ.get(read.MEMORY_SETTING, str(_MEGABYTES))
+    if not text.isdecimal() or int(text) < _LEAST_MEGABYTES:
+        raise AnomalyError(
+            f"{read.MEMORY_SETTING} is {text!r}; it must be a whole number of megabytes, "
+            f"{_LEAST_MEGABYTES} or more"
+        )
+    return int(text) * 1_000_000
+
+
+def send(stream: IO[bytes] | None, message: object) -> None:
+    """Hand a message to the other end of a pipe."""
+    assert stream is not None
+    pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+def receive(stream: IO[bytes] | None) -> Any:
+    """Wait for the next message from the other end of a pipe; EOFError when it has gone."""
+    assert stream is not None
+    return pickle.load(stream)  # from our own child
+
+
+def serve(parent: int, memory: int) -> None:
+    """The work of a decoding process, until its standard input ends.
+
+    Args:
+        parent: id of the process that has started it.
+        memory: bytes that it may take.
+    """
+    _end_with(parent)
+    cv2.setNumThreads(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
+    if sys.platform != "win32":
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    # Whatever a library may print mustn't get between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    worker = Worker()
+    _limit_memory(memory)
+    with suppress(BrokenPipeError, EOFError):
+        while True:
+            folder, *request = receive(sys.stdin.buffer)
+            if folder is not None:
+                os.chdir(folder)
+            _limit_time(read.COMPUTING_SECONDS)
+            # Nothing here holds the answer, or an error and all that its frames hold, any longer.
+            send(answers, worker.answer(*request))
+            del request
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process with the thread that has started it, where it can."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.name == "posix" and os.getppid() != parent:
+        os._exit(1)
+
+
+def _limit_memory(memory: int) -> None:
+    """Let this process take so many bytes."""
+    if sys.platform != "win32":
+        # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard == resource.RLIM_INFINITY or memory < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+
+
+def _limit_time(seconds: float) -> None:
+    """Let this process compute for so many seconds from now on; 0 for any.
+
+    A large image gets more, see `read.read_image`.
+    """
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+class Worker:
+    """What a process does when it is asked: to `call`, to `load` or to `finish`.
+
+    It keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn; those
+    that didn't fit it reads again.
+    """
+
+    def __init__(self) -> None:
+        self._task: Task
+        self._kept: OrderedDict[tuple[int, int], Image] = OrderedDict()
+
+    def answer(self, task: Task | None, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Whether a request was done, and what it returns or the error that it raises.
+
+        Args:
+            task: what it has to know from now on; None for the last one.
+            name: of the method that does it.
+            arguments: for that.
+        """
+        if task is not None:
+            self._task = task
+        try:
+            return True, getattr(self, name)(*arguments)
+        except Exception as error:  # of no image alone: a full disk, a mistake of ours
+            return False, error
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """What a function returns that needs none of the images that are kept."""
+        return function(*arguments)
+
+    def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
+        """Load an image; it is kept to be drawn, and handed over to be cut into tiles."""
+        loaded = self._load(index, source)
+        if isinstance(loaded, UnusableImage):
+            return loaded
+        if self._task.pictures is not None:
+            self._keep(index, loaded.decoded)
+        handed = self._task.keep_image or isinstance(loaded.view, Tiling)
+        return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
+
+    def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
+        """Draw an image, which is forgotten then."""
+        assert self._task.pictures is not None
+        image = self._kept.pop((self._task.number, index), None)
+        if image is None:
+            loaded = self._load(index, source)
+            if isinstance(loaded, UnusableImage):
+                return loaded
+            image = loaded.decoded
+        _limit_time(0)  # drawing follows no file's orders
+        try:
+            try:
+                return self._task.pictures.write(image, *what)
+            except (MemoryError, cv2.error):
+                if not self._kept:
+                    raise
+                self._kept.clear()  # they may take the memory that this one needs
+                return self._task.pictures.write(image, *what)
+        except OutputError:  # of every image to come, too
+            raise
+        except Exception as error:
+            return to_unusable(index, _name_of(index, source), error)
+
+    def _load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
+        loaded = load(index, source, self._task.loading, looks=self._task.looks)
+        if isinstance(loaded, UnusableImage) and loaded.status == "unsupported" and self._kept:
+            self._kept.clear()  # they may take the memory that this one needs
+            loaded = load(index, source, self._task.loading, looks=self._task.looks)
+        return loaded
+
+    def _keep(self, index: int, image: Image) -> None:
+        self._kept[self._task.number, index] = image
+        held = sum(kept.pixels.nbytes for kept in self._kept.values())
+        while held > _KEPT_BYTES and len(self._kept) > 1:
+            held -= self._kept.popitem(last=False)[1].pixels.nbytes
+
+
+def _name_of(index: int, source: Path | bytes) -> str:
+    """The name of an image in messages: its path, or its place where it came from memory."""
+    return described(index, source if isinstance(source, Path) else None)
+
+
+def _elsewhere(view: View) -> NDArray[np.float32]:
+    raise ValueError(f"{view} can't be rendered: the image was decoded in another process")
