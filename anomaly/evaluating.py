@@ -16,8 +16,8 @@ from anomaly.detector import AnomalyDetector
 from anomaly.errors import DataError
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.methods.base import Progress
+from anomaly.report.category import Category, evaluated
 from anomaly.report.index import write_report
-from anomaly.report.report import Category, evaluated
 
 log = logging.getLogger(__name__)
 
@@ -64,53 +64,47 @@ def evaluate(
         DataError: there are no images, or a mask doesn't fit its image.
     """
     model = detector.model
-    mask_above = model.config.data.mask_above
     if data is None:
         if model.folder is None:
             raise DataError("there is nothing to test with; give a data set, or samples")
         data, place = images_to_test(model, model.folder)
         samples = list(data)
     else:
-        samples, place, mask_above = _test_images(data, mask_above)
+        samples, place = _test_images(data)
     samples = not_learned(model, model.config.name, samples)
     category = evaluated(
         model,
         samples,
         place,
-        mask_above=mask_above,
         own_split=bool(place),  # samples have none
         progress=progress,
     )
     return EvaluationResult(**{f.name: getattr(category, f.name) for f in fields(category)})
 
 
-def _test_images(
-    data: Dataset | Config | Iterable[Sample], mask_above: int
-) -> tuple[list[Sample], str, int]:
+def _test_images(data: Dataset | Config | Iterable[Sample]) -> tuple[list[Sample], str]:
     """The test images of a data set, of the data set that a config names, or the samples given.
 
     Args:
         data: any of these.
-        mask_above: mask values above this are defect, where no config says so.
 
     Returns:
-        The images; their folder for people, empty for samples; and above which value their masks
-        are defect.
+        The images; and their folder for people, empty for samples.
 
     Raises:
         DataError: the data set that the config names can't be opened, or something else was given.
     """
     if isinstance(data, Config):
-        where, mask_above = data.data, data.data.mask_above
+        where = data.data
         data = open_dataset(where.format, where.root, where.category)
     if isinstance(data, Dataset):
         if unused := strays(data.unused_masks):
             log.warning("%s", unused)
-        return list(data.test), str(data.folder), mask_above
+        return list(data.test), str(data.folder)
     samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
     if not all(isinstance(sample, Sample) for sample in samples):
         raise DataError(
             "test images need labels that say which are defective: give "
             "anomaly.open_dataset(format, folder), samples, or a Config"
         )
-    return samples, "", mask_above
+    return samples, ""

@@ -58,16 +58,15 @@ def draw(folder: Path, count: int, size: int) -> None:
 
 def trained(folder: Path, args: argparse.Namespace, device: torch.device) -> Model:
     """A model of drawn pictures, with as many bank vectors as 209 images give."""
-    patches = (args.size // 8) ** 2
+    samples = open_dataset("folder", folder, None).train
     settings = {
         "image": {"resize": args.size},
         "backbone": {"name": args.network, "weights": "random"},
-        "model": {"coreset_size": round(_RATIO * _BANK_IMAGES * patches)},
+        "model": {"coreset_ratio": min(1.0, _RATIO * _BANK_IMAGES / len(samples))},
         "precision": args.precision,
         "batch_size": args.batch,
     }
     config = parse_config(settings, "benchmark")
-    samples = open_dataset("folder", folder, None).train
     options: dict[str, Any] = {"scratch": folder, "calibrate": False}
     return train(config, samples, device=device, **options).detector
 

@@ -48,8 +48,12 @@ FAST = [
     "precision=fp32",
     "image.area=64",
     "model.coreset_ratio=0.1",
-    "model.dimensions=20",
 ]
+
+
+def fast(*overrides: str) -> list[str]:
+    """Quick settings of the method that overrides choose."""
+    return [*FAST[:-1], "model.dimensions=20"] if "model.kind=padim" in overrides else FAST
 
 
 def write_part(file: Path, seed: int, mark: tuple[int, int] | None = None) -> None:
@@ -252,7 +256,7 @@ def train_arguments(product: Path, output: Path, *overrides: str) -> list[object
         f"data.root={product.parent}",
         f"data.category={product.name}",
         "name=disc",
-        *FAST,
+        *fast(*overrides),
         *overrides,
     ]
     for setting in settings:

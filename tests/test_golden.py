@@ -34,21 +34,19 @@ _SMALL = [
     "backbone.name=resnet18",
     "backbone.weights=random",
     "image.area=64",
-    "model.coreset_ratio=0.1",
-    "model.dimensions=20",
 ]
+_SMALL_BANK = [*_SMALL, "model.coreset_ratio=0.1"]
 _BOTTLE = [
     "precision=fp32",
     "backbone.name=resnet50_v1",
     f"backbone.weights={WEIGHTS}",
     "image.area=128",
-    "model.coreset_ratio=0.01",
 ]
 _WHOLE: dict[str, tuple[str, list[str]]] = {
-    "disc_patchcore": ("disc", _SMALL),
-    "disc_padim": ("disc", [*_SMALL, "model.kind=padim"]),
-    "disc_tiles": ("disc", [*_SMALL, "image.tile=64"]),
-    "bottle_patchcore": ("bottle", _BOTTLE),
+    "disc_patchcore": ("disc", _SMALL_BANK),
+    "disc_padim": ("disc", [*_SMALL, "model.kind=padim", "model.dimensions=20"]),
+    "disc_tiles": ("disc", [*_SMALL_BANK, "image.tile=64"]),
+    "bottle_patchcore": ("bottle", [*_BOTTLE, "model.coreset_ratio=0.01"]),
     "bottle_padim": ("bottle", [*_BOTTLE, "model.kind=padim"]),
 }
 

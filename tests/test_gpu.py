@@ -29,7 +29,6 @@ SETTINGS = {
     "turned copies": ("model.turned_copies=quarter_turns_and_mirrors",),
     "paper's score": ("model.image_score=reweighted",),
     "adaptive": ("model.embedding=adaptive",),
-    "streamed coreset": ("memory_limit=16",),
 }
 
 

@@ -65,7 +65,6 @@ def reading_of(config: Config) -> Reading:
     return Reading(
         image.bit_depth,
         image.max_pixels,
-        config.data.mask_above,
         region,
         image.tile is not None,
         image.align != "none",

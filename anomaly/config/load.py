@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[1]
 FOLDERS = (Path("configs"), _PACKAGE / "configs", _PACKAGE.parent / "configs")
 
-# Far more than any settings need; what is read takes a second at most.
-_LONGEST, _MOST_NODES, _DEEPEST, _MOST_DIGITS = 1_000_000, 50_000, 20, 40
+_LONGEST, _MOST_DIGITS = 1_000_000, 40  # far more than any settings need
 
 
 def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
@@ -94,12 +93,20 @@ _WANTED = {
 
 # Settings, and values of settings, that earlier versions had: what to do instead.
 GONE = {
+    "calibration.folds": "remove it: training images are always scored in ten parts",
     "data.category as a list": "train a model for each category",
     "data.format=coco": "write a CSV list of the images and use data.format=csv",
+    "data.mask_above": "write masks whose background is 0",
+    "image.ignore.unit": "give corners as shares of width and height, 0 to 1",
+    "image.overlap": "remove it: tiles overlap by an eighth",
+    "image.region.unit": "give corners as shares of width and height, 0 to 1",
+    "memory_limit": "remove it: the coreset is always selected within 256 MiB",
     "model.arrangement": "leave it out; an image is scored by its patches alone",
     "model.border_damping": "remove it: the border counts like the rest of the image",
     "model.components": "remove it: no method reads it",
+    "model.coreset_size": "use model.coreset_ratio",
     "model.kind=subspace": "use model.kind=patchcore",
+    "model.neighbours": "remove it: `reweighted` takes 3 neighbours, as in the paper",
     "model.variance": "remove it: no method reads it",
     "rules": "use model.smallest_defect for small defects",
     "zones": "use image.region and image.ignore for what counts",
@@ -164,29 +171,22 @@ def load_config(
     changed = f", changed by {', '.join(overrides)}" if overrides else ""
     log.debug("settings from %s%s", file.absolute(), changed)
     config = parse_config(values, str(file), overrides)
-    _warn_of_unused(config, {o.partition("=")[0].strip(): f"--set {o}" for o in overrides})
+    _refuse_unread({o.partition("=")[0].strip(): f"--set {o}" for o in overrides}, config)
     return config
 
 
-def _warn_of_unused(config: Config, sources: Mapping[str, str]) -> None:
-    """Warn of settings on the command line that the method doesn't read; a base may have any."""
+def _refuse_unread(sources: Mapping[str, str], config: Config) -> None:
+    """Refuse overrides that the method doesn't read; a base may have settings of any method."""
     kind = config.model.kind
     for key, source in sources.items():
         if (owners := readers(key)) and kind not in owners:
-            log.warning(
-                "%s has no effect with model.kind=%s: it is for %s", source, kind, owners[0]
+            raise ConfigError(
+                f"{source} has no effect with model.kind={kind}: it is for {owners[0]}; remove it"
             )
-    if "model.image_score" not in sources:
-        return
-    if config.model.smallest_defect is not None:
-        log.warning("%s has no effect beside model.smallest_defect", sources["model.image_score"])
-    elif config.image_score_in_force != config.model.image_score:
-        log.warning(
-            "%s has no effect with model.kind=%s, which takes %s",
-            sources["model.image_score"],
-            kind,
-            config.image_score_in_force,
-        )
+        if key == "model.image_score" and config.model.smallest_defect is not None:
+            raise ConfigError(
+                f"{source} has no effect beside model.smallest_defect; remove one of them"
+            )
 
 
 def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
@@ -278,6 +278,8 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
         return _Loader(text).get_single_data()
     except _RefusedError as error:
         what, line = error.args
+    except RecursionError:
+        what, line = "this is nested too deep; check brackets and indents", 1
     except (yaml.YAMLError, ValueError) as error:
         what = (
             "this isn't valid YAML; write `key: value` lines, indented by blanks, and put values "
@@ -294,39 +296,34 @@ class _RefusedError(ConfigError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML, and refuses what would be lost, read otherwise, or endless."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._nodes = 0
-        self._sizes: dict[int, int] = {}  # of nodes, with all that their aliases stand for
+    """Reads YAML, and refuses what would be lost or read otherwise, and aliases, which multiply."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """See yaml.SafeLoader."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            raise _RefusedError(f"this has the alias *{event.anchor}; write its value", line)
         if getattr(event, "tag", None) not in (None, "!"):
             raise _RefusedError(f"this has the tag {event.tag}; remove it", line)
-        self._depth += 1
-        self._nodes += 1
-        if self._depth > _DEEPEST:
-            what = f"this is nested more than {_DEEPEST} levels deep; check brackets and indents"
-            raise _RefusedError(what, line)
         node = super().compose_node(parent, index)
-        self._depth -= 1
-        if not isinstance(event, yaml.AliasEvent):
-            self._sizes[id(node)] = 1 + sum(self._sizes[id(inner)] for inner in _inside(node))
-        elif id(node) not in self._sizes:
-            raise _RefusedError(
-                f"the alias *{event.anchor} lies inside the part that it repeats; remove it", line
-            )
-        if max(self._nodes, self._sizes[id(node)]) > _MOST_NODES:
-            raise _RefusedError(
-                f"there are more than {_MOST_NODES:,} values up to here, counting those that "
-                "aliases (*) repeat; write fewer",
-                line,
-            )
+        if isinstance(node, yaml.MappingNode):
+            self._refuse_twins(node)
         return node
+
+    @staticmethod
+    def _refuse_twins(mapping: yaml.MappingNode) -> None:
+        """Refuse a key that stands twice: the first one would be lost."""
+        seen: dict[str, int] = {}
+        for key, _ in mapping.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise _RefusedError(
+                    f"{key.value} is also in line {seen[key.value]}; write all of its settings in "
+                    "one place",
+                    line,
+                )
+            seen[str(key.value)] = line
 
     def number(self, node: yaml.ScalarNode) -> float:
         """A number that is written as one; in YAML 010 is 8, and 1:30 is 90."""
@@ -341,34 +338,11 @@ class _Loader(yaml.SafeLoader):
         return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
 
 
-def _inside(node: yaml.Node | None) -> list[yaml.Node]:
-    """What lies in a mapping, keys among it, or in a list.
-
-    Raises:
-        _RefusedError: a key stands twice: the first one would be lost.
-    """
-    if not isinstance(node, yaml.MappingNode):
-        return node.value if isinstance(node, yaml.SequenceNode) else []
-    seen: dict[str, int] = {}
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise _RefusedError(
-                    f"{key.value} is also in line {seen[key.value]}; write all of its settings in "
-                    "one place",
-                    line,
-                )
-            seen[key.value] = line
-    return [inner for pair in node.value for inner in pair]
-
-
-_KINDS: dict[str, Callable[[_Loader, Any], Any]] = {
+for _kind, _construct in {
     "int": _Loader.number,
     "float": _Loader.number,
     "timestamp": _Loader.construct_scalar,  # no setting is a date
-}
-for _kind, _construct in _KINDS.items():
+}.items():
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
 
 

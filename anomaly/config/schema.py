@@ -46,9 +46,7 @@ METHODS = {
         embedded_by=("model.embedding",),
         settings=(
             "coreset_ratio",
-            "coreset_size",
             "embedding",
-            "neighbours",
             "search",
             "spacing_neighbours",
         ),
@@ -87,6 +85,7 @@ class DataConfig(_Section):
     format: Literal[
         "mvtec",
         "mvtec_ad_2",
+        "mvtec_loco",
         "mvtec_3d",
         "btad",
         "visa",
@@ -99,8 +98,6 @@ class DataConfig(_Section):
     """The folder with the images, or the CSV list; relative to the working directory."""
     category: str | None = None
     """A folder in `data.root` that holds the data set."""
-    mask_above: Annotated[int, Field(ge=0, lt=65535)] = 0
-    """Mask values above this are defect."""
 
 
 class ShapeConfig(_Section):
@@ -109,22 +106,17 @@ class ShapeConfig(_Section):
     png: Path | None = None
     """A picture of the region: every value except 0 belongs to it."""
     polygons: tuple[Annotated[tuple[tuple[float, float], ...], Field(min_length=3)], ...] = ()
-    """Lists of corners [x, y]; `anomaly region` draws them."""
-    unit: Literal["relative", "pixels"] = "relative"
-    """Shares of width and height, or original pixels."""
+    """Lists of corners [x, y], as shares of width and height; `anomaly region` draws them."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> ShapeConfig:
         if (self.png is None) == (not self.polygons):
             raise ValueError("a region takes either `png` or `polygons`")
-        corners = [value for polygon in self.polygons for point in polygon for value in point]
-        if any(value < 0 for value in corners):
-            raise ValueError(f"a polygon's corner is {min(corners)}; corners start at 0")
-        if self.unit == "relative" and any(value > 1 for value in corners):
-            raise ValueError(
-                f"a polygon's corner is {max(corners):g}, but relative corners end at 1; "
-                "for original pixels add `unit: pixels`"
-            )
+        for corner in (value for polygon in self.polygons for point in polygon for value in point):
+            if not 0 <= corner <= 1:
+                raise ValueError(
+                    f"a polygon's corner is {corner:g}; give shares of width and height, 0 to 1"
+                )
         return self
 
 
@@ -143,7 +135,7 @@ class ImageConfig(_Section):
     Either `resize` (both sides, aspect not kept) and an optional centred `crop`, as in the papers,
     or, without them, `area`: the aspect is kept and the area is that of a square of this side.
     With `tile`, large images are cut into squares of that many original pixels, which overlap by
-    at least `overlap`, and each tile is seen at `area`.
+    at least an eighth, and each tile is seen at `area`.
     """
 
     area: Size = 256
@@ -158,8 +150,6 @@ class ImageConfig(_Section):
     """A centred crop of the resized image."""
     tile: Annotated[int, Field(ge=64, le=16384)] | None = None
     """Cuts large images into squares of this side, in original pixels."""
-    overlap: Annotated[int, Field(ge=0)] | None = None
-    """Original pixels that neighbouring tiles share; unset: an eighth of a tile."""
     align: Literal["none", "shift", "rigid"] = "none"
     """Finds the part in each image and brings it into the pose of a training image: `shift` for
     shifted parts, `rigid` for shifted and turned parts (any angle). Regions follow the part.
@@ -180,7 +170,9 @@ class ImageConfig(_Section):
     """
 
     @model_validator(mode="after")
-    def _crop_fits(self) -> ImageConfig:
+    def _sizes_fit(self) -> ImageConfig:
+        if self.tile is not None and self.resize is not None:
+            raise ValueError("image.tile and image.resize exclude each other: tiles use image.area")
         if self.crop is None:
             return self
         if self.resize is None:
@@ -192,27 +184,10 @@ class ImageConfig(_Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _tiles_fit(self) -> ImageConfig:
-        if self.tile is None:
-            if self.overlap is not None:
-                raise ValueError("image.overlap needs image.tile")
-            return self
-        if self.resize is not None:
-            raise ValueError("image.tile and image.resize exclude each other: tiles use image.area")
-        if self.overlap is not None and self.overlap > self.tile // 2:
-            raise ValueError(
-                f"image.overlap is {self.overlap}; it can be at most half of image.tile "
-                f"({self.tile // 2})"
-            )
-        return self
-
     @property
-    def overlap_in_force(self) -> int:
-        """Original pixels that neighbouring tiles share: an eighth of a tile unless set."""
-        if self.tile is None:
-            return 0
-        return self.tile // 8 if self.overlap is None else self.overlap
+    def overlap(self) -> int:
+        """Original pixels that neighbouring tiles share: enough for a defect at an edge."""
+        return (self.tile or 0) // 8
 
 
 class BackboneConfig(_Section):
@@ -246,7 +221,7 @@ def _known_method(kind: str) -> str:
 
 
 class ModelConfig(_Section):
-    """The method and its settings. Keys of another method are allowed and unused."""
+    """The method and its settings. A file may hold keys of another method, which are unused."""
 
     kind: Annotated[str, AfterValidator(_known_method)] = "patchcore"
     """The method: `patchcore` or `padim`."""
@@ -258,8 +233,7 @@ class ModelConfig(_Section):
     `map_top_percent`: mean of the highest 1 % of the blurred map; `map_max`: its maximum;
     `map_top_relative`: that mean divided by the image's median patch score, for products whose
     good images differ as a whole in light or grain; `top_percent` and `max`: the same of the
-    patch scores (`max` is PatchCore's reference); `reweighted`: the PatchCore paper's, with
-    `model.neighbours`.
+    patch scores (`max` is PatchCore's reference); `reweighted`: the PatchCore paper's, with b = 3.
     """
     smallest_defect: SmallestConfig | None = None
     """Smaller defects don't count, however high they score.
@@ -285,8 +259,6 @@ class ModelConfig(_Section):
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: share of the patches kept in the memory bank."""
-    coreset_size: PositiveInt | None = None
-    """PatchCore: number of patches kept; overrides the ratio."""
     embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
     """PatchCore: layers averaged over 3 × 3 positions and joined, with more weight on the
     centre in the finest layer (`sharp`) or without (`concat`, as published); or pooled to 1,024
@@ -296,8 +268,6 @@ class ModelConfig(_Section):
     image score. A distance is divided by the nearest bank vector's mean distance to its K
     neighbours, relative to the bank's mean, if that is above 1. 0: plain distances, which maps
     always use."""
-    neighbours: Annotated[int, Field(ge=2, le=1000)] = 3
-    """PatchCore: b of the `reweighted` image score."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
     """PatchCore: how the nearest bank vector is found."""
 
@@ -314,16 +284,14 @@ class CalibrationConfig(_Section):
     """Which share of good parts may be rejected, and which may need a second look.
 
     The reject rate is kept with 95 % confidence, the review rate on average. For their cross-fitted
-    scores, the training images are split into `folds` parts; PaDiM without groups leaves out each
-    image alone.
+    scores, the training images are split into ten parts; PaDiM without groups leaves out each image
+    alone.
     """
 
     reject_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """The share of good parts that may be rejected, kept with 95 % confidence."""
     review_rate: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The share of good parts that may need a second look, on average."""
-    folds: Annotated[int, Field(ge=2, le=100)] = 10
-    """The number of parts into which the training images are split to be scored."""
 
     @model_validator(mode="after")
     def _in_order(self) -> CalibrationConfig:
@@ -347,8 +315,6 @@ class Config(_Section):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto` uses bf16 if the processor has it and a trial on training images shows that it is
     safe. Set at training; part of the model."""
-    memory_limit: Annotated[int, Field(ge=16, le=1_000_000)] = 256
-    """MiB of patches held while the coreset is selected; larger selections are streamed."""
     calibration: CalibrationConfig = CalibrationConfig()
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Images computed together: on a CPU at most 4, in exported models 2."""
@@ -366,13 +332,8 @@ class Config(_Section):
 
     @property
     def image_score_in_force(self) -> str:
-        """How image scores are made: the default where the config names another method's own."""
-        if self.model.smallest_defect is not None:
-            return "smallest_defect"
-        wanted = self.model.image_score
-        owners = [kind for kind, method in METHODS.items() if wanted in method.image_scores]
-        others = owners and self.model.kind not in owners
-        return ModelConfig().image_score if others else wanted
+        """The name of the image score."""
+        return "smallest_defect" if self.model.smallest_defect else self.model.image_score
 
     @property
     def one_aspect(self) -> bool:
@@ -395,11 +356,15 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _method_takes_what_is_asked(self) -> Config:
+        kind, score = self.model.kind, f"model.image_score={self.model.image_score}"
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
         for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
-            if is_set and METHODS[self.model.kind].one_grid:
+            if is_set and METHODS[kind].one_grid:
                 raise ValueError(
-                    f"{key} needs model.kind=patchcore, because {self.model.kind} learns each "
-                    "position separately; change one of these"
+                    f"{key} needs model.kind=patchcore, because {kind} learns each position "
+                    "separately; change one of these"
                 )
+        for other, method in METHODS.items():
+            if self.model.image_score in method.image_scores and kind != other:
+                raise ValueError(f"{score} needs model.kind={other}; change one of these")
         return self

@@ -153,7 +153,6 @@ class Reading:
 
     bit_depth: int | None = None
     max_pixels: int = MAX_PIXELS
-    mask_above: int = 0
     region: Region | None = None
     tiled: bool = False
     aligned: bool = False
@@ -243,7 +242,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
         return _unusable(split, sample, to_unusable(0, sample.path, error))
     faults = (
         *_region_faults(split, sample, image, reading),
-        *_mask_faults(split, sample, image, reading.mask_above),
+        *_mask_faults(split, sample, image),
     )
     return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
 
@@ -262,11 +261,11 @@ def _region_faults(split: str, sample: Sample, image: Image, reading: Reading) -
         yield _fault("region", split, sample, detail)
 
 
-def _mask_faults(split: str, sample: Sample, image: Image, above: int) -> Iterator[Fault]:
+def _mask_faults(split: str, sample: Sample, image: Image) -> Iterator[Fault]:
     if sample.mask_path is None:
         return
     try:
-        marked = bool(ground_truth(sample, image.size, above).any())
+        marked = bool(ground_truth(sample, image.size).any())
     except (MaskError, ImageError) as error:
         kind = error.kind if isinstance(error, MaskError) else "mask_unusable"
         yield _fault(kind, split, sample, str(error))

@@ -102,13 +102,12 @@ class MaskError(DataError):
         self.kind = kind
 
 
-def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArray[np.bool_]:
+def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
     """Where a sample's defect is.
 
     Args:
         sample: a good image, or a defect with a mask.
         size: (H0, W0) of its image.
-        above: mask values above this are defect.
 
     Returns:
         (H0, W0); all False for an image without a mask.
@@ -125,7 +124,7 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
     if not files:
         raise MaskError(f"{sample.mask_path} holds no masks; add them or remove the folder")
     for file in files:
-        mask = read_mask(file, above=above)
+        mask = read_mask(file)
         if mask.shape != size:
             raise MaskError(
                 f"mask {file} is {mask.shape[1]}×{mask.shape[0]} pixels, but its image "
@@ -136,9 +135,8 @@ def ground_truth(sample: Sample, size: tuple[int, int], above: int = 0) -> NDArr
     if sample.is_defect and (marked := float(whole.mean())) >= NEARLY_ALL:
         raise MaskError(
             f"{sample.mask_path} marks {marked:.1%} of {sample.path} as defect. If the defect is "
-            "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, set "
-            "data.mask_above to the background's value; if all of the part is defective, remove "
-            "the mask",
+            "black in it, invert it (magick MASK -negate MASK); if its background isn't 0, write "
+            "it anew with 0; if all of the part is defective, remove the mask",
             "mask_inverted",
         )
     if not sample.is_defect and whole.any():

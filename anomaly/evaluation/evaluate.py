@@ -99,7 +99,6 @@ def score_test_split(
     detector: Model,
     samples: Sequence[Sample],
     *,
-    mask_above: int = 0,
     progress: Progress = lambda done, total: None,
     visit: Visit = lambda prediction, sample, anomaly_map, mask: None,
 ) -> Evaluation:
@@ -109,7 +108,6 @@ def score_test_split(
         detector: trained.
         samples: good and defective images; a defective one without a mask, or whose mask marks
             nothing, counts for the image metrics only.
-        mask_above: mask values above this are defect.
         progress: called with (done, total).
         visit: called with every scored image; nothing of it is kept here.
 
@@ -134,7 +132,7 @@ def score_test_split(
             same = first.setdefault(picture_of(result.image), sample)
             if contrary := contradiction(same, sample) or _learned(sample, result.sha256, good):
                 raise contrary
-            mask = _mask(sample, result.view.source, mask_above)
+            mask = _mask(sample, result.view.source)
         except ImageError as error:
             scored[result.index] = Scored(sample, None, str(error), status=error.status)
         else:
@@ -210,11 +208,11 @@ def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError 
     )
 
 
-def _mask(sample: Sample, size: tuple[int, int], mask_above: int) -> Mask | None:
+def _mask(sample: Sample, size: tuple[int, int]) -> Mask | None:
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
     try:
-        mask = read_one(ground_truth, sample, size, mask_above, about=sample.mask_path)
+        mask = read_one(ground_truth, sample, size, about=sample.mask_path)
     except ImageError as error:
         reason = f"{sample.path} is left out, because its mask can't be used: {error}"
         raise ImageError(reason, error.status) from None

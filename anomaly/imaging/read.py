@@ -227,13 +227,13 @@ def _named(source: Path | bytes, what: str) -> str:
     return what if isinstance(source, bytes) else f"{source}: {what}"
 
 
-def read_mask(path: Path, *, above: int = 0) -> NDArray[np.bool_]:
-    """Read a mask as (H, W): True where any channel is above a value, in the file's own scale.
+def read_mask(path: Path) -> NDArray[np.bool_]:
+    """Read a mask as (H, W): True where any channel is above 0.
 
     Raises:
         ImageError: as `read_image`.
     """
-    return np.asarray((read_image(path).pixels > above).any(axis=2))
+    return np.asarray((read_image(path).pixels > 0).any(axis=2))
 
 
 def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -25,45 +25,21 @@ class Polygons:
     """A shape drawn by its corners.
 
     Attributes:
-        corners: of each polygon, (x, y) with (0, 0) at the image's upper left corner; what is
-            inside an odd number of a polygon's lines is inside it, and polygons add up.
-        relative: corners are shares of the image's width and height, not original pixels.
+        corners: of each polygon, (x, y) as shares of the image's width and height, (0, 0) at its
+            upper left corner; what is inside an odd number of a polygon's lines is inside it, and
+            polygons add up.
     """
 
     corners: tuple[Polygon, ...]
-    relative: bool
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Which pixel centres lie inside, in some rows of an image of (H0, W0) pixels.
-
-        Raises:
-            DataError: a corner in pixels lies outside the image.
-        """
+        """Which pixel centres lie inside, in some rows of an image of (H0, W0) pixels."""
         top, bottom, _ = strip.indices(size[0])
         mask = np.zeros((bottom - top, size[1]), dtype=bool)
-        scale = np.array((size[1], size[0]) if self.relative else (1, 1), dtype=np.float64)
         for polygon in self.corners:
-            points = np.asarray(polygon, dtype=np.float64) * scale
-            self._check(points, size)
+            points = np.asarray(polygon, dtype=np.float64) * (size[1], size[0])
             mask |= _filled(points, slice(top, bottom), size[1])
         return mask
-
-    def scaled(self, share: float) -> Polygons:
-        """The same shape in an image that is so many times as large."""
-        if self.relative:
-            return self
-        return replace(
-            self, corners=tuple(tuple((share * x, share * y) for x, y in c) for c in self.corners)
-        )
-
-    @staticmethod
-    def _check(points: NDArray[np.float64], size: tuple[int, int]) -> None:
-        x, y = points.max(axis=0)
-        if x > size[1] + 1 or y > size[0] + 1:
-            raise DataError(
-                f"its {size[1]}×{size[0]} pixels don't hold a polygon that reaches to ({x:.0f}, "
-                f"{y:.0f}); draw it on an image of this size, or in relative units"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +51,6 @@ class DrawnMask:
     """
 
     pixels: Mask
-
-    def scaled(self, share: float) -> DrawnMask:
-        """The same shape in an image that is so many times as large: it covers that one, too."""
-        return self
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
         """Which pixels lie inside, in some rows of an image of (H0, W0) pixels.
@@ -131,11 +103,6 @@ class Region:
         else:
             mask = self.look.inside(size, strip)
         return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
-
-    def scaled(self, share: float) -> Region:
-        """The region of an image that is so many times as large."""
-        look, ignore = (shape and shape.scaled(share) for shape in (self.look, self.ignore))
-        return replace(self, look=look, ignore=ignore)
 
     def patches(self, layout: AnyView, grid: tuple[int, int]) -> Mask:
         """Which patches count: those at least half of whose original pixels do.

@@ -100,9 +100,7 @@ class SourceMap:
         view = self.view if isinstance(self.view, Tiling) else self.view.shrunk(_PIXELS_SHOWN)
         if view is self.view:
             return self
-        share = view.source[0] / self.view.source[0]
-        region = self.region and self.region.scaled(share)
-        return replace(self, view=view, region=region, values=None)
+        return replace(self, view=view, values=None)
 
     @property
     def patch_size(self) -> tuple[float, float]:

@@ -115,12 +115,12 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     header = ["", "good", "defect", *(title for title, _ in columns)]
     lines = [
         [e.name, str(e.n_good), str(e.n_defect)]
-        + [shown(e.metrics.values.get(key)) for _, key in columns]
+        + [_shown(e.metrics.values.get(key)) for _, key in columns]
         for e in evaluations
     ]
     if len(evaluations) > 1 and not on_shared_images(evaluations):
         means = mean(evaluations)
-        lines.append(["mean", "", "", *(shown(means.get(key)) for _, key in columns)])
+        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in columns)])
     head, *texts = text_table([header, *lines])
     return "\n".join([head, "─" * len(head), *texts])
 
@@ -243,6 +243,5 @@ def on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
     return False
 
 
-def shown(value: float | None) -> str:
-    """A figure for people."""
+def _shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"

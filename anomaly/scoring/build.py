@@ -85,10 +85,14 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     )
 
 
+# Bytes of patches held while a coreset is selected, of 500,000 of 128 numbers; more are streamed.
+_MEMORY = 256 * 1024**2
+
+
 def fitter_of(config: Config) -> Fitter[Any]:
     """The fitter of a config's method, with its settings."""
     fitter: Fitter[Any] = import_module(METHODS[config.model.kind].module).fitter(
-        config.model.model_dump(), seed=config.seed, memory_limit=config.memory_limit * 1024**2
+        config.model.model_dump(), seed=config.seed, memory_limit=_MEMORY
     )
     return fitter
 
@@ -169,7 +173,7 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
             return None
         if config.png is not None:
             return DrawnMask(read_mask(folder / at_home(config.png)))
-        return Polygons(config.polygons, config.unit == "relative")
+        return Polygons(config.polygons)
 
     look, ignore = shape(image.region), shape(image.ignore)
     return None if look is None and ignore is None else Region(look, ignore)
@@ -213,7 +217,7 @@ def loading_of(
         multiple,
         aspect,
         image.tile,
-        image.overlap_in_force,
+        image.overlap,
     )
     return Preprocessing(sizing, image.bit_depth, image.max_pixels, region, reference)
 
@@ -224,10 +228,6 @@ def to_dict(config: Config) -> dict[str, Any]:
     del values["data"]["root"]
     if not config.chosen_by:
         del values["chosen_by"]
-    if config.image.align == "none":
-        del values["image"]["align"]
-    if config.model.smallest_defect is None:
-        del values["model"]["smallest_defect"]
     if config.backbone.weights not in ("imagenet", "random"):
         values["backbone"]["weights"] = Path(config.backbone.weights).name
     for part, name in MASKS.items():

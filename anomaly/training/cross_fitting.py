@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 COUNT = 5
 # Of batches that are joined: more images are hardly quicker, and take memory.
 _MOST_IMAGES, _MOST_BYTES = 16, 32 * 1024**2
+# Parts into which the training images are split to be scored.
+_FOLDS = 10
 # Robust standard deviations of log scores by which an image stands out, and their least: images
 # that are all but equal differ by less.
 _FAR = 5.0
@@ -192,7 +194,7 @@ def cross_fit(
     names: Mapping[int, str],
     pictures: Mapping[int, str],
     *,
-    folds: int,
+    folds: int = _FOLDS,
     groups: Mapping[int, str],
     suspects: Suspects | None = None,
     score: Scoring = scores_of,
@@ -302,7 +304,9 @@ def _in_one(batches: Sequence[PatchBatch]) -> PatchBatch:
     )
 
 
-def split(images: Sequence[int], groups: Mapping[int, str | int], folds: int) -> list[Fold]:
+def split(
+    images: Sequence[int], groups: Mapping[int, str | int], folds: int = _FOLDS
+) -> list[Fold]:
     """Part images into at most `folds` folds of about equal size; a group stays whole.
 
     Neighbours share a fold: pictures taken one after the other often show parts alike.

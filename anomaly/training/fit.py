@@ -252,7 +252,6 @@ def fit_detector(
             setup.fitter,
             {i: samples[i].name for i in used},
             pictures,
-            folds=config.calibration.folds,
             groups={i: group for i in used if (group := samples[i].group)},
             suspects=suspects,
             score=score,
@@ -424,7 +423,7 @@ def train(
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
     if calibrate or config.model.leave_out_suspects:  # said before anything is computed
-        split(range(len(samples)), {}, config.calibration.folds)
+        split(range(len(samples)), {})
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}
     with ExitStack() as opened:

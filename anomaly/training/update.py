@@ -176,7 +176,6 @@ def _trial(
             fitter,
             learned_names,
             patches.hashes,
-            folds=detector.config.calibration.folds,
             groups={},
             progress=partial(progress, "calibration"),
         )

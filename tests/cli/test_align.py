@@ -76,8 +76,9 @@ def test_where_to_look_follows_the_part(tmp_path: Path, says: Says) -> None:
     quick = ("--no-calibrate",)
     _, said = trained(says, root, tmp_path / "plain", flags=quick)
     middle = int(said.partition("into the pose of train/good/")[2][:3])
-    label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle]).round(2).tolist()
-    ignore = f"image.ignore={{unit: pixels, polygons: [{label}]}}"
+    label = place([(x, y) for x, y in LABEL], poses(24, 1, 180)[middle])
+    shares = (label / SIZE[::-1]).round(5).tolist()
+    ignore = f"image.ignore={{polygons: [{shares}]}}"
     run, _ = trained(says, root, tmp_path / "run", ignore, "model.kind=padim", flags=quick)
     for i, pose in enumerate(poses(3, 9, 180)):
         cv2.imwrite(str(tmp_path / f"{i}.png"), draw(pose, 900 + i, serial=True))

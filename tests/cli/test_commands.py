@@ -220,7 +220,6 @@ def test_training_mistakes_end_in_one_message(
         (["backbone.name=resnet19"], "did you mean 'resnet18'"),
         (["backbone.layers=[layer9]"], "did you mean 'layer"),
         (["model.kind=padim", "model.dimensions=5000"], "5000"),
-        (["model.coreset_size=100000000"], "100000000"),
         ([f"data.root={tmp_path}", "data.category=broken"], "can be used"),
     ):
         code, _, err = command("train", train_arguments(product, tmp_path / "run", *overrides))

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import yaml
-from conftest import FAST, Says, write_part
+from conftest import Says, fast, write_part
 
 from anomaly.backbones import networks
 from anomaly.backbones.networks import INSTALLED, backbone_at_hand
@@ -21,7 +21,6 @@ from anomaly.errors import WeightsError
 from anomaly.storage.load import load_model
 
 Start = Callable[..., str]
-SETTINGS = [part for setting in FAST for part in ("--set", setting)]
 
 
 @pytest.fixture
@@ -29,7 +28,8 @@ def start(says: Says, tmp_path: Path) -> Start:
     """Runs the command into tmp_path / "run", to an exit code; all that it says."""
 
     def run(code: int, folder: Path, *flags: object) -> str:
-        return says(code, "start", [folder, "--output", tmp_path / "run", *SETTINGS, *flags])
+        quick = [part for setting in fast(*map(str, flags)) for part in ("--set", setting)]
+        return says(code, "start", [folder, "--output", tmp_path / "run", *quick, *flags])
 
     return run
 

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import FAST, REPOSITORY, write_part, write_product
+from conftest import REPOSITORY, fast, write_part, write_product
 from thread_cluster import Once, ThreadCluster
 
 from anomaly.cluster.features import ClusterFeatures
@@ -30,7 +30,9 @@ def _trained(
     product: Path, output: Path, *overrides: str, cluster: Any = None, calibrate: bool = True
 ) -> tuple[Training, dict[str, Any]]:
     where = [f"data.root={product.parent}", f"data.category={product.name}", "data.format=mvtec"]
-    config = load_config(str(REPOSITORY / "configs" / "folder.yaml"), [*where, *FAST, *overrides])
+    config = load_config(
+        str(REPOSITORY / "configs" / "folder.yaml"), [*where, *fast(*overrides), *overrides]
+    )
     data = open_dataset(config.data.format, config.data.root, config.data.category)
     (output / "features-of-one-that-was-killed").mkdir(parents=True)
     shared = None if cluster is None else partial(ClusterFeatures, cluster)

@@ -46,12 +46,12 @@ def test_a_base_may_be_one_that_comes_with_the_program(tmp_path: Path) -> None:
 
 
 def test_overrides_win_over_file_over_base(tmp_path: Path) -> None:
-    _write(tmp_path, "seed: 1\nmodel: {coreset_ratio: 0.5, neighbours: 9}", "base.yaml")
+    _write(tmp_path, "seed: 1\nmodel: {coreset_ratio: 0.5, spacing_neighbours: 7}", "base.yaml")
     file = _write(tmp_path, "base: base.yaml\nmodel: {coreset_ratio: 0.25}")
     config = load_config(file, ["model.kind=padim", "backbone.layers=[layer1, layer2]"])
     assert config.seed == 1
     assert config.model.coreset_ratio == 0.25
-    assert config.model.neighbours == 9
+    assert config.model.spacing_neighbours == 7
     assert config.model.kind == "padim"
     assert config.backbone.layers == ("layer1", "layer2")
     assert load_config(file, ["image.resize=64", "image.crop=null"]).image.crop is None
@@ -69,15 +69,6 @@ def test_what_the_method_and_the_size_decide() -> None:
             chosen = {"model": {"kind": kind, "image_score": "max"}, "image": image}
             assert Config.model_validate(chosen).image_score_in_force == "max"
     assert one_aspect == [("padim", {})]
-    both = Config.model_validate({"model": {"kind": "padim", "image_score": "reweighted"}})
-    assert both.image_score_in_force == "map_top_percent"  # reweighting needs a bank
-
-
-def _bomb(joined: str) -> str:
-    """Ten lines, each of which repeats the one before nine times."""
-    lines = ["a0: &a0 [x, x]" if joined[0] == "[" else "a0: &a0 {k: x, l: x}"]
-    lines += [f"a{i}: &a{i} {joined.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 11)]
-    return "\n".join([*lines, "name: *a10"])
 
 
 @pytest.mark.parametrize(
@@ -97,13 +88,9 @@ def _bomb(joined: str) -> str:
         ("data: {category: 3}", "data.category is 3: must be text (put it in quotes)"),
         ("seed: -1", "seed is -1"),
         ("- a\n- b", "must hold `key: value` lines"),
-        pytest.param("[" * 5000, " line 1: this is nested more than 20 levels deep", id="deep"),
-        pytest.param(_bomb("[{}]"), "line 6: there are more than 50,000 values", id="lists"),
-        pytest.param(_bomb("{{<<: [{}]}}"), "there are more than 50,000 values", id="mappings"),
-        (
-            "seed: 1\nname: &a {b: [*a]}",
-            " line 2: the alias *a lies inside the part that it repeats",
-        ),
+        pytest.param("[" * 5000, " line 1: this is nested too deep", id="deep"),
+        ("seed: &a 1\nname: *a", " line 2: this has the alias *a; write its value"),
+        ("model: {kind: padim, image_score: reweighted}", "reweighted needs model.kind=patchcore"),
         pytest.param("#" * 1_000_001, "this is longer than 1,000,000 bytes", id="long"),
         (
             "\nname: !!python/name:os.system",
@@ -118,7 +105,6 @@ def _bomb(joined: str) -> str:
         ("seed: 1\nname: a\ab", " line 2: this isn't valid YAML"),
         ("model: {kind: padim, kind: padim}", "line 1: kind is also in line 1"),
         ("? [a, b]\n: 1", "isn't valid YAML"),
-        ("a: &x {area: 96}\nimage: {<<: *x, tile: 512}", "unknown key 'a'"),  # keys are merged
         ("image:\n  area: 96\nseed: 1\nimage:\n  tile: 512", "line 4: image is also in line 1"),
         pytest.param(f"base: {'x' * 5000}", "there is no base xxx", id="long base"),
         ("base: nowhere.yaml", "there is no base nowhere.yaml"),
@@ -153,8 +139,10 @@ def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: 
 
 
 WENT = [
-    *("data.format=coco", "data.category as a list", "model.arrangement", "model.border_damping"),
-    *("model.components", "model.kind=subspace", "model.variance", "rules", "zones"),
+    *("calibration.folds", "data.format=coco", "data.category as a list", "data.mask_above"),
+    *("image.ignore.unit", "image.overlap", "image.region.unit", "memory_limit"),
+    *("model.arrangement", "model.border_damping", "model.components", "model.coreset_size"),
+    *("model.kind=subspace", "model.neighbours", "model.variance", "rules", "zones"),
 ]
 
 
@@ -164,8 +152,9 @@ def test_what_went_is_refused_with_what_to_do_instead(tmp_path: Path, entry: str
     says = f"{entry} is no longer supported; {GONE[entry]}"
     with pytest.raises(ConfigError, match=re.escape(says)):
         load_config(_write(tmp_path, ""), [f"{key}={value or 1}"])
-    section, _, name = key.rpartition(".")
-    text = f"{section}: {{{name}: {value or 1}}}" if section else f"{name}: {value or 1}"
+    text = str(value or 1)
+    for name in reversed(key.split(".")):
+        text = f"{{{name}: {text}}}"
     with pytest.raises(ConfigError, match=re.escape(says)):
         load_config(_write(tmp_path, text))
 
@@ -240,19 +229,17 @@ def test_what_does_not_go_together_names_the_overrides_that_it_is_about(tmp_path
     [
         (["model.kind=padim", "model.coreset_ratio=0.02"], "coreset_ratio=0.02 has no effect with"),
         (["model.dimensions=50"], "dimensions=50 has no effect with model.kind=patchcore: it is"),
-        (["model.kind=padim", "model.image_score=reweighted"], "which takes map_top_percent"),
-        (["model.kind=padim", "model.dimensions=50", "model.smoothing=2"], ""),
+        (["model.smallest_defect.area=9", "model.image_score=max"], "effect beside model.smallest"),
     ],
 )
-def test_an_override_without_effect_is_told(
-    tmp_path: Path, overrides: list[str], says: str, caplog: pytest.LogCaptureFixture
+def test_an_override_without_effect_is_refused(
+    tmp_path: Path, overrides: list[str], says: str
 ) -> None:
-    file = tmp_path / "part.yaml"
     # A base may have settings of any method.
-    file.write_text("model: {coreset_size: 9, regularisation: 0.1}\n")
-    load_config(file, overrides)
-    assert bool(caplog.text) == bool(says)
-    assert says in caplog.text
+    file = _write(tmp_path, "model: {coreset_ratio: 0.5, regularisation: 0.1}\n")
+    load_config(file, ["model.kind=padim", "model.dimensions=50", "model.smoothing=2"])
+    with pytest.raises(ConfigError, match=says):
+        load_config(file, overrides)
 
 
 def test_an_override_of_a_path_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -181,4 +181,3 @@ def test_a_good_image_with_a_mask_is_wrong(tmp_path: Path) -> None:
     dataset = open_dataset("csv", tmp_path / "list.csv")
     (fault,) = check(dataset, Reading(aligned=True)).faults
     assert (fault.kind, fault.severity) == ("mask_on_good", Severity.WRONG)
-    assert not check(dataset, Reading(mask_above=1, aligned=True)).faults

@@ -15,7 +15,7 @@ from conftest import FAST, MadeOnce, run_command, write_product
 from anomaly.calibration import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets import Sample, open_dataset
 from anomaly.evaluation.weaknesses import Run, lines, of_images, of_training
-from anomaly.report.report import evaluated
+from anomaly.report.category import evaluated
 from anomaly.scoring.scored import Scored, score
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
@@ -114,9 +114,7 @@ def test_patches_too_coarse_for_the_defects(run_folder: Path, tmp_path: Path) ->
     assert model.thresholds is not None
     blind = replace(model, thresholds=thresholds_by_hand(model.thresholds.good, 1e6, 1e6))
     samples = open_dataset("mvtec", product, None).test
-    found = evaluated(
-        blind, samples, product, mask_above=0, own_split=False, model=str(run_folder)
-    ).weaknesses[1]
+    found = evaluated(blind, samples, product, own_split=False, model=str(run_folder)).weaknesses[1]
     assert re.match(r"3 of 3 missed defects are narrower than a patch: 2", found.what)
     assert "image.area=" in found.command
 

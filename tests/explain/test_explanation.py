@@ -151,7 +151,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
 
 def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path) -> None:
     """Patches of a mosaic: the tile they lie in, the good patches nearest to them, the pictures."""
-    model = fit(product / "train" / "good", {"tile": 64, "overlap": 16})
+    model = fit(product / "train" / "good", {"tile": 64})
     file = product / "test" / "spot" / "000.png"
     item = loaded(model, file)
     (prediction,) = model.score([item])

@@ -27,7 +27,8 @@ _POLYGON = st.lists(st.tuples(_NUMBER, _NUMBER), min_size=3, max_size=7).map(tup
 @given(st.lists(_POLYGON, min_size=1, max_size=3).map(tuple))
 @settings(max_examples=25)
 def test_polygons_agree_with_opencv_point_by_point(corners: tuple) -> None:
-    found = Polygons(corners, relative=False).inside((31, 32), slice(None))
+    shares = tuple(tuple((x / 32, y / 31) for x, y in polygon) for polygon in corners)
+    found = Polygons(shares).inside((31, 32), slice(None))
     expected = np.zeros((31, 32), bool)
     clear = np.ones((31, 32), bool)  # on a line itself either answer is right
     for polygon in corners:
@@ -43,7 +44,7 @@ def test_polygons_agree_with_opencv_point_by_point(corners: tuple) -> None:
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 59), st.integers(1, 60))
 def test_strips_are_parts_of_the_whole(height: int, width: int, top: int, rows: int) -> None:
     star = ((0.1, 0.2), (0.9, 0.35), (0.2, 0.95), (0.6, 0.05), (0.7, 0.9))
-    region = Region(Polygons((star,), relative=True), Polygons((star[:3],), relative=True))
+    region = Region(Polygons((star,)), Polygons((star[:3],)))
     strip = slice(min(top, height), min(top + rows, height))
     whole = region.inside((height, width))
     np.testing.assert_array_equal(region.inside((height, width), strip), whole[strip])
@@ -56,13 +57,6 @@ def test_a_picture_covers_images_of_its_aspect() -> None:
     np.testing.assert_array_equal(DrawnMask(mask).inside((10, 15), slice(None)), mask[::2, ::2])
     with pytest.raises(DataError, match="another shape than the mask of 30×20"):
         DrawnMask(mask).inside((30, 20), slice(None))
-
-
-def test_a_polygon_in_pixels_must_fit_the_image() -> None:
-    square = Polygons((((10, 10), (90, 10), (90, 90)),), relative=False)
-    assert square.inside((100, 100), slice(None)).any()
-    with pytest.raises(DataError, match=r"reaches to \(90, 90\)"):
-        square.inside((80, 100), slice(None))
 
 
 def test_a_patch_counts_when_half_of_it_does() -> None:
@@ -154,29 +148,28 @@ def test_a_drawn_mask_travels_with_the_model(
     assert "ignore.png" in manifest["files"]
 
 
-def _enlarged(source: Path, target: Path, times: int) -> None:
-    picture = cv2.imread(str(source))
-    cv2.imwrite(str(target), np.kron(picture, np.ones((times, times, 1), np.uint8)))
+def _resized(source: Path, target: Path, size: tuple[int, int]) -> None:
+    cv2.imwrite(str(target), cv2.resize(cv2.imread(str(source)), size))
 
 
-def test_an_image_that_the_region_misses_or_does_not_fit_leaves_its_batch_alone(
+def test_an_image_that_the_region_does_not_fit_leaves_its_batch_alone(
     tmp_path: Path, command: Command
 ) -> None:
-    """Images of two sizes that the network sees at one, and a region of so many pixels."""
+    """Images of two shapes that the network sees at one size, and a region drawn for one."""
     product = write_product(tmp_path / "disc", n_train=8)
     good = product / "train" / "good"
-    _enlarged(good / "003.png", good / "0035.png", 10)
-    cv2.imwrite(str(good / "small.png"), np.full((20, 25, 3), 90, np.uint8))
-    corner = "image.region={polygons: [[[0, 0], [30, 0], [30, 30], [0, 30]]], unit: pixels}"
+    _resized(good / "003.png", good / "0035.png", (120, 100))
+    mask = np.zeros((96, 120), np.uint8)
+    mask[:48, :60] = 255
+    cv2.imwrite(str(tmp_path / "mask.png"), mask)
+    corner = f"image.region={{png: {tmp_path / 'mask.png'}}}"
     plain, run = tmp_path / "plain", tmp_path / "run"
     learn = ["--no-calibrate", *train_arguments(product, run, corner)]
     assert command("train", learn)[0] == 3
     refused = json.loads((run / "train.json").read_text())["refused"]
-    assert sorted(refused) == ["train/good/0035.png", "train/good/small.png"]
-    assert "no patch lies at least half inside" in refused["train/good/0035.png"]
-    assert "polygon" in refused["train/good/small.png"]
-    for name in ("0035.png", "small.png"):
-        (good / name).unlink()
+    assert list(refused) == ["train/good/0035.png"]
+    assert "another shape than the mask" in refused["train/good/0035.png"]
+    (good / "0035.png").unlink()
     assert command("train", [*learn, "--output", plain])[0] == 0
     one, other = (
         sorted(load_file(folder / "model" / "scorer.safetensors")["vectors"].tolist())
@@ -186,11 +179,11 @@ def test_an_image_that_the_region_misses_or_does_not_fit_leaves_its_batch_alone(
 
     inputs = tmp_path / "inputs"
     write_part(inputs / "0.png", seed=50)
-    _enlarged(inputs / "0.png", inputs / "1.png", 10)
+    _resized(inputs / "0.png", inputs / "1.png", (120, 100))
     write_part(inputs / "2.png", seed=51, mark=(5, 5))
     files = sorted(inputs.iterdir())
     detector = load_model(run, torch.device("cpu"))
-    assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (960, 1200))}) == 1
+    assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (100, 120))}) == 1
     found = {result.index: result for result in detector.score_all(files)}
     assert isinstance(found[1], UnusableImage)
     assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
@@ -201,13 +194,14 @@ def test_an_image_that_the_region_misses_or_does_not_fit_leaves_its_batch_alone(
 def test_mistakes_in_the_config(product: Path, tmp_path: Path, command: Command) -> None:
     for setting, says in (
         ("image.region={polygons: [[[0, 0], [1, 1]]]}", "at least 3"),
-        ("image.region={polygons: [[[0, 0], [20, 0], [20, 20]]]}", "unit: pixels"),
-        ("image.region={polygons: [[[0, 0], [-1, 0], [0, 1]]]}", "start at 0"),
+        (
+            "image.region={polygons: [[[0, 0], [20, 0], [20, 20]]]}",
+            "corner is 20; give shares of width and height",
+        ),
+        ("image.region={polygons: [[[0, 0], [-1, 0], [0, 1]]]}", "corner is -1; give shares"),
         ("image.region={}", "either `png` or `polygons`"),
         ("image.region={pgn: a.png}", "did you mean 'png'"),
         ("image.ignore={png: /nowhere.png}", "/nowhere.png"),
-        ("image.overlap=5", "needs image.tile"),
-        ("image={tile: 128, overlap: 100}", "at most half"),
         ("image={tile: 128, resize: 64}", "exclude each other"),
     ):
         code, _, err = command("train", train_arguments(product, tmp_path / "run", setting))

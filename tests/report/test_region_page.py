@@ -36,8 +36,7 @@ def press_at(browser: Browser, *spots: tuple[float, float]) -> None:
     browser.mouse(x, y, to=end)
 
 
-def shown(browser: Browser, unit: str = "pixels") -> dict[str, Any]:
-    browser.set("unit", unit, "change")
+def shown(browser: Browser) -> dict[str, Any]:
     text = browser.evaluate("document.getElementById('yaml').value")
     values = yaml.safe_load(text) or {}
     parse_config(values, "the page")  # a config takes it as it is
@@ -48,13 +47,11 @@ def test_polygons_by_mouse(browser: Browser, page: Path) -> None:
     browser.open(page)
     for corner in [(300, 300), (2700, 300), (1500, 1200), (300, 300)]:  # the first one closes
         press_at(browser, corner)
-    (polygon,) = shown(browser)["region"]["polygons"]
-    np.testing.assert_allclose(polygon, [(300, 300), (2700, 300), (1500, 1200)], atol=4)
-    (shares,) = shown(browser, "relative")["region"]["polygons"]
+    (shares,) = shown(browser)["region"]["polygons"]
     np.testing.assert_allclose(shares, [(0.1, 0.2), (0.9, 0.2), (0.5, 0.8)], atol=0.003)
     press_at(browser, (1500, 1200), (1500, 900))  # a corner is moved
     (polygon,) = shown(browser)["region"]["polygons"]
-    np.testing.assert_allclose(polygon[2], (1500, 900), atol=4)
+    np.testing.assert_allclose(polygon[2], (0.5, 0.6), atol=0.003)
     browser.click("[data-kind=ignore]")
     for corner in [(1000, 400), (1200, 400), (1200, 600)]:
         press_at(browser, corner)
@@ -76,7 +73,8 @@ def test_polygons_by_keys(browser: Browser, page: Path) -> None:
     browser.press("Enter")
     x, y = WIDTH // 2, HEIGHT // 2
     corners = [[x - 10, y], [x - 10, y - 20], [x + 20, y - 20]]
-    assert shown(browser) == {"region": {"polygons": [corners], "unit": "pixels"}}
+    (polygon,) = shown(browser)["region"]["polygons"]
+    np.testing.assert_allclose(polygon, np.divide(corners, (WIDTH, HEIGHT)), atol=1e-5)
     browser.press(" ")
     browser.press("Backspace")
     browser.press("Enter")  # no polygon of fewer than three corners

@@ -63,7 +63,7 @@ def test_a_level_of_an_area_is_that_of_brute_force(
 
 
 def _check(smallest: dict[str, Any], **image: Any) -> None:
-    region = Region(Polygons((((60, 0), (120, 0), (120, 60), (60, 60)),), False), None)
+    region = Region(Polygons((((0.5, 0), (1, 0), (1, 1), (0.5, 1)),)), None)
     sizing = Sizing(None, None, 68, 16)  # 48 × 96, so that a patch covers 10 × 10 pixels
 
     def grid_of(size: tuple[int, int]) -> tuple[int, int]:

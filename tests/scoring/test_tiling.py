@@ -78,7 +78,7 @@ def _texture(size: int, seed: int, spot: tuple[int, int] | None = None) -> np.nd
 
 
 def _train(size: int, *, calibrate: bool = False, **image: Any) -> Model:
-    settings = tiny(image=image, model={"coreset_size": 500})
+    settings = tiny(image=image, model={"coreset_ratio": 0.05})
     good = [_texture(size, seed) for seed in range(4)]
     return anomaly.fit(good, settings, device="cpu", channels="bgr", calibrate=calibrate).model
 
@@ -113,7 +113,7 @@ def test_an_image_of_one_tile_is_scored_as_a_whole() -> None:
 
 def test_regions_hold_in_tiles() -> None:
     half = {"polygons": [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}
-    model = _train(640, area=128, tile=256, overlap=64, region=half)
+    model = _train(640, area=128, tile=256, region=half)
     spots = [(300, 100), (300, 500), None]
     inside, outside, none = _predicted(model, [_texture(640, 9, spot) for spot in spots])
     assert np.isnan(inside.anomaly_map[:, 320:]).all()

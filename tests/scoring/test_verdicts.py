@@ -25,7 +25,7 @@ from anomaly.scoring.scored import Scored
 
 LIMITS = thresholds_by_hand(GoodScores(("a", "b"), (1.0, 2.0), (1.0, 2.0), ""), 3.0, 5.0)
 # The upper half of the plates, and the room above it that they need, in shares of the frame.
-UPPER = {"unit": "relative", "polygons": [[[0.25, 0.1], [0.75, 0.1], [0.75, 0.5], [0.25, 0.5]]]}
+UPPER = {"polygons": [[[0.25, 0.1], [0.75, 0.1], [0.75, 0.5], [0.25, 0.5]]]}
 HEIGHTS = (*np.linspace(-16, 18, 12), -23)
 PICTURES = {
     "usual": draw((0, 0, 4), 50),
@@ -99,7 +99,7 @@ def test_what_is_not_inspected_is_not_good(model: Model, tmp_path: Path) -> None
 
 
 def test_a_region_all_outside_has_no_verdict(model: Model) -> None:
-    edge = {"unit": "relative", "polygons": [[[0.3, 0.0], [0.7, 0.0], [0.7, 0.1], [0.3, 0.1]]]}
+    edge = {"polygons": [[[0.3, 0.0], [0.7, 0.0], [0.7, 0.1], [0.3, 0.1]]]}
     region = anomaly.Config.model_validate({"image": {"region": edge}}).image
     other = replace(model, region=region_of(region, Path()))
     with pytest.raises(anomaly.ImageError, match="all of the region to look at lies outside"):

@@ -306,7 +306,6 @@ def scorer(
         search=search,
         cache=cache if search == "ivf" else None,
         embedding=settings["embedding"],
-        reweighting=settings["neighbours"],
         spacing_neighbours=settings["spacing_neighbours"],
         spacing=tensors["spacing"] if wants_spacing else None,
     )

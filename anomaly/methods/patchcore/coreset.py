@@ -440,19 +440,6 @@ def random_projection(dim: int, target: int, *, generator: torch.Generator) -> T
     return entries.div_(target**0.5)
 
 
-def coreset_size(n: int, *, ratio: float | None = None, size: int | None = None) -> int:
-    """How many of `n` patches the memory bank keeps: `size`, or `ratio` of them, at least one.
-
-    Raises:
-        ConfigError: not exactly one of the two is given, `ratio` is outside (0, 1], or `size`
-            is outside 1 to `n`.
-    """
-    if (ratio is None) == (size is None):
-        raise ConfigError("give exactly one of coreset_ratio and coreset_size")
-    if size is not None:
-        if not 1 <= size <= n:
-            raise ConfigError(f"coreset_size {size} is outside 1 to {n}, the number of patches")
-        return size
-    if ratio is None or not 0 < ratio <= 1:
-        raise ConfigError(f"coreset_ratio {ratio} is outside (0, 1]")
+def coreset_size(n: int, ratio: float) -> int:
+    """The number of `n` patches that the memory bank keeps: `ratio` of them, at least one."""
     return max(1, int(n * ratio + 1e-9))  # 100 × 0.29 is 28.999… in binary

@@ -37,14 +37,11 @@ def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> Memo
         seed: of the projection and the first pick.
         memory_limit: bytes of projected patches held at once.
     """
-    size = settings["coreset_size"]
     return MemoryBankFitter(
-        None if size is not None else settings["coreset_ratio"],
-        size,
+        settings["coreset_ratio"],
         seed=seed,
         memory_limit=memory_limit,
         embedding=settings["embedding"],
-        reweighting=settings["neighbours"],
         spacing_neighbours=settings["spacing_neighbours"],
     )
 
@@ -54,25 +51,21 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     """Settings of PatchCore.
 
     Attributes:
-        coreset_ratio: share of the training patches that the bank keeps; None with coreset_size.
-        coreset_size: how many it keeps; None with coreset_ratio.
+        coreset_ratio: share of the training patches that the bank keeps.
         projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
         seed: of the projection and the first pick.
         memory_limit: bytes of projected patches held at once. With more, the selection is nearly
             as good, see `select_streamed`, and reads their points twice more.
         embedding: how feature maps become embeddings, see `MemoryBank`.
-        reweighting: of the bank's image scores, see `MemoryBank`.
         spacing_neighbours: of the bank's image scores, see `MemoryBank`.
         base: the bank that `fit` adds to; None where it makes one.
     """
 
-    coreset_ratio: float | None = 0.1
-    coreset_size: int | None = None
+    coreset_ratio: float = 0.1
     projection_dim: int = 128
     seed: int = 0
     memory_limit: int = 256 * 1024**2
     embedding: str = "sharp"
-    reweighting: int = 3
     spacing_neighbours: int = 0
     base: MemoryBank | None = None
 
@@ -124,7 +117,6 @@ class MemoryBankFitter(Fitter[MemoryBank]):
                 chosen.covering_radius,
                 chosen.exact,
                 embedding=self.embedding,
-                reweighting=self.reweighting,
                 spacing_neighbours=self.spacing_neighbours,
             )
             return bank.spaced()
@@ -158,7 +150,7 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     def _size(self, patches: int) -> int:
         if patches == 0:
             raise DataError("no training patches; check the training images")
-        return coreset_size(patches, ratio=self.coreset_ratio, size=self.coreset_size)
+        return coreset_size(patches, self.coreset_ratio)
 
 
 class ProjectedPatches:

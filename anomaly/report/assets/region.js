@@ -47,20 +47,18 @@ function add(point) {
   else open.push(point);
 }
 
-function listed(corners, unit) {
-  const shown = (value, end) => (unit === "pixels" ? value : +(value / end).toFixed(5));
+function listed(corners) {
+  const shown = (value, end) => +(value / end).toFixed(5);
   return `[${corners.map(([x, y]) => `[${shown(x, width)}, ${shown(y, height)}]`).join(", ")}]`;
 }
 
 function yaml() {
-  const unit = byId("unit").value;
   const lines = ["image:"];
   for (const name of ["region", "ignore"]) {
     const mine = polygons.filter((one) => one.kind === name);
     if (!mine.length) continue;
     lines.push(`  ${name}:`, "    polygons:");
-    lines.push(...mine.map((one) => `      - ${listed(one.corners, unit)}`));
-    if (unit === "pixels") lines.push("    unit: pixels");
+    lines.push(...mine.map((one) => `      - ${listed(one.corners)}`));
   }
   return lines.length > 1 ? `${lines.join("\n")}\n` : "";
 }
@@ -151,7 +149,6 @@ for (const chip of document.querySelectorAll("[data-kind]"))
     draw();
   });
 
-byId("unit").addEventListener("change", draw);
 window.addEventListener("resize", draw);
 
 byId("copy").addEventListener("click", async () => {
