@@ -16,8 +16,8 @@ from anomaly.detector import AnomalyDetector
 from anomaly.errors import DataError
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.methods.base import Progress
-from anomaly.report.category import Category, evaluated
 from anomaly.report.index import write_report
+from anomaly.report.report import Category, evaluated
 
 log = logging.getLogger(__name__)
 

@@ -124,19 +124,21 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     """Seconds that a loop of `infer` takes for so many images, once it is warm."""
     from anomaly.imaging.pool import Decoders, Task
     from anomaly.inference.journal import RunJournal
-    from anomaly.inference.outputs import PictureWriter
-    from anomaly.inference.run import Inputs, infer
+    from anomaly.inference.outputs import Outputs
+    from anomaly.inference.pipeline import Inputs, Run
     from anomaly.storage.load import load_model
 
     model = load_model(run)
     with tempfile.TemporaryDirectory() as folder:
-        decoders = Decoders(Task(model.loading, PictureWriter(Path(folder))))
         for count in (32, images):
             paths = list(itertools.islice(itertools.cycle(files), count))
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])
-            with RunJournal(Path(folder) / f"{count}.jsonl", {}) as journal:
+            outputs = Outputs(Path(folder) / str(count))
+            outputs.folder.mkdir()
+            decoders = Decoders(Task(model.loading, outputs.pictures(model)))
+            with RunJournal(outputs, {}) as journal:
                 begun = time.perf_counter()
-                infer(model, inputs, journal, decoders)
+                Run(model, outputs, journal, decoders).score(inputs)
                 seconds = time.perf_counter() - begun
     return seconds
 

@@ -215,8 +215,8 @@ def _name(frame: FrameType) -> str:
 @contextmanager
 def _decoding_here(path: Route) -> Iterator[None]:
     """Let the decoding processes' work be done here, and record while a run scores."""
-    import anomaly.inference.run as run
     from anomaly.imaging.pool import Worker, _DecoderProcess
+    from anomaly.inference.pipeline import Run
 
     worker = Worker()
 
@@ -225,7 +225,7 @@ def _decoding_here(path: Route) -> Iterator[None]:
     ) -> tuple[bool, Any]:
         return worker.answer(task, name, arguments)
 
-    def infer(*arguments: Any, **options: Any) -> Any:
+    def score(*arguments: Any, **options: Any) -> Any:
         path.recording = True
         sys.setprofile(path)
         try:
@@ -234,12 +234,12 @@ def _decoding_here(path: Route) -> Iterator[None]:
             sys.setprofile(None)
             path.recording = False
 
-    usual, scored = _DecoderProcess._exchange, run.infer
-    _DecoderProcess._exchange, run.infer = exchange, infer  # type: ignore[method-assign]
+    usual, scored = _DecoderProcess._exchange, Run.score
+    _DecoderProcess._exchange, Run.score = exchange, score  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _DecoderProcess._exchange, run.infer = usual, scored  # type: ignore[method-assign]
+        _DecoderProcess._exchange, Run.score = usual, scored  # type: ignore[method-assign]
 
 
 def trace() -> Route:

@@ -186,7 +186,7 @@ def _attribute_docstrings(tree: ast.Module) -> dict[str, dict[str, str]]:
 
 def figures() -> str:
     """What the reports' figures mean, from the words that the reports themselves use."""
-    from anomaly.report.document import glossary
+    from anomaly.report.report import glossary
 
     return "\n".join(f"| `{name}` | {text} |" for name, text in glossary().items())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,8 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, fi
 from anomaly.evaluation.splits import images_to_test
 from anomaly.evaluation.weaknesses import lines
 from anomaly.files.outputs import locked
-from anomaly.report.category import Category, evaluated
-from anomaly.report.index import EvaluationFolder, Failure
+from anomaly.report.index import EvaluationFolder
+from anomaly.report.report import Category, evaluated
 from anomaly.report.tables import at_thresholds, flattered, table, undefined
 from anomaly.storage.folder import find_runs
 from anomaly.storage.load import load_model
@@ -48,14 +48,14 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
-    failures: list[Failure] = []
+    failures: dict[str, str] = {}
 
     try:
         device = chosen_device(options)
         for source in _sources(options):
             try:
                 outcome = _evaluate(source, options, device)
-                category = _distinct(outcome, Path(outcome.model), {c.name for c in categories})
+                category = _distinct(outcome, {c.name for c in categories})
                 report = folder.add(category)
                 print(f"{category.name}: {report}")
                 # The pictures are in the report; only the figures are needed from here on.
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
                 raise
             except AnomalyError as error:  # the others go on
                 log.error("%s", error)
-                failures.append(Failure(source, str(error)))
+                failures[source] = str(error)
     finally:
         # Whatever stopped the run, what was evaluated has its index.
         if categories:
@@ -123,15 +123,15 @@ def _tested(options: argparse.Namespace) -> list[object]:
     return [part for option, paths in named.items() if paths for part in (option, *paths)]
 
 
-def _distinct(category: Category, folder: Path, taken: set[str]) -> Category:
+def _distinct(category: Category, taken: set[str]) -> Category:
     """Two models of one name are told apart by their folders."""
     if category.name not in taken:
         return category
-    name = f"{category.name} ({folder})"
+    name = f"{category.name} ({category.about.folder})"
     return replace(category, evaluation=replace(category.evaluation, name=name))
 
 
-def _report(categories: Sequence[Category], failures: Sequence[Failure], output: Path) -> int:
+def _report(categories: Sequence[Category], failures: Mapping[str, str], output: Path) -> int:
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]

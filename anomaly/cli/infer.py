@@ -10,13 +10,15 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from anomaly.calibration.production import flagged_line
 from anomaly.cli import annex
@@ -28,27 +30,18 @@ from anomaly.cli.common_options import (
 )
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.datasets.inputs import find_inputs, passed_over
-from anomaly.errors import DataError, OutputError, first_of, visible
-from anomaly.files.outputs import (
-    DONE,
-    FOLDERS,
-    HEATMAPS,
-    INFER,
-    JOURNAL,
-    WATCHED,
-    left_by_system,
-    locked,
-)
-from anomaly.files.writing import claim, from_json, remove_drafts
+from anomaly.datasets.inputs import Found, find_inputs, passed_over, picture_names
+from anomaly.errors import DataError, first_of, visible
+from anomaly.files.outputs import FOLDERS, HEATMAPS, left_by_system, locked
+from anomaly.files.writing import from_json, remove_drafts
 from anomaly.imaging.listing import is_folder
 from anomaly.imaging.pool import Decoders, Task
-from anomaly.inference.journal import Finished, RunJournal
+from anomaly.inference.journal import LINES, Finished, RunJournal, WatchJournal
 from anomaly.inference.outputs import OutputOptions, Outputs, about_model
+from anomaly.inference.pipeline import Inputs, Predict, Run, resumable
 from anomaly.inference.rows import Counts, Row, learned_by
-from anomaly.inference.run import Predict, infer_files, resumable
-from anomaly.inference.watch import WatchJournal, watch
-from anomaly.maps.encoding import Thumbnails
+from anomaly.inference.watch import watch
+from anomaly.maps.encoding import SHOWN, Thumbnails
 from anomaly.report.gallery import write_gallery
 from anomaly.report.tables import passed_in_evaluation
 from anomaly.scoring.pipeline import Model
@@ -62,73 +55,115 @@ log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Score images."""
+    """Score images, or what arrives."""
+    begun = time.perf_counter()
     check_cluster(options)
-    if options.watch and options.ray is not None:
-        raise DataError("--ray can't be given with --watch, which scores on this machine")
+    if options.watch:
+        _check_watch(options)
     wanted = {field.name: getattr(options, field.name) for field in fields(OutputOptions)}
     outputs = Outputs(options.output, OutputOptions(**wanted))
     with locked(options.output):
-        if options.watch:
-            return _watch(options, outputs)
-        return _run(options, outputs)
-
-
-def _run(options: argparse.Namespace, outputs: Outputs) -> int:
-    begun = time.perf_counter()
-    found = find_inputs(options.input, options.list)
-    total = len(found.paths)
-    if found.passed_over:
-        log.log(NOTE, found.passed_over)
-    is_complete = outputs.begin(resume=options.resume, overwrite=options.overwrite)
-    with (
-        Stopping() as stop,
-        ExitStack() as opened,
-    ):
-        device = chosen_device(options, images=total)
-        model = load_model(options.model, device, options.precision)
-        about = outputs.about(model, found.sha256)
-        if is_complete:
-            code = RunJournal.finished(options.output / DONE, about)
-            print(f"the run in {options.output} is complete; there is nothing to resume")
-            return code
-        cluster = opened.enter_context(joined_cluster(options, device))
-        predict = None if cluster is None else _predict_on(cluster, options, model, stop)
-        if not options.resume:
-            outputs.clear(model)
-        journal = RunJournal(options.output / JOURNAL, about)
-        with resumable(lambda: f"{len(journal.done)} of {total} images are"):
-            learned = learned_by(model)
-            with ProgressLine() as progress:
-                thumbnails = infer_files(
-                    model,
-                    found,
-                    [] if options.list else options.input,
-                    outputs,
-                    journal,
-                    stopped=lambda: stop.signal is not None,
-                    progress=partial(progress, "scoring"),
-                    predict=predict,
-                )
-            rows = journal.rows()
-            is_complete = len(rows) == total
-            page = None
-            if is_complete and thumbnails is not None:
-                named = ", ".join(map(str, options.input or [options.list]))
-                page = write_gallery(
-                    model, options.model, named, rows, options.output, thumbnails, about
-                )
-            _print_rows(rows, total, options.output, page)
-            _print_learned(rows, learned)
-            _print_escapes(model, options.model)
-            _warn_of_difference(model, options.model, rows, learned)
+        found = None if options.watch else find_inputs(options.input, options.list)
+        with suppress(DataError):  # a folder that can't be listed now is tried again
+            if others := found.passed_over if found else passed_over(options.input):
+                log.log(NOTE, others)
+        is_complete = outputs.begin(
+            watch=options.watch, resume=options.resume, overwrite=options.overwrite
+        )
+        with Stopping() as stop, ExitStack() as opened:
+            images = len(found.paths) if found else wanted_threads(options)
+            device = chosen_device(options, images=images)
+            model = load_model(options.model, device, options.precision)
+            if found is None:
+                folders = sorted(str(folder.absolute()) for folder in options.input)
+                about = outputs.about(model, {"folders": folders})
+            else:
+                about = outputs.about(model, {"list of images": found.sha256})
             if is_complete:
-                return _finish(options.output, journal, rows, model.name, begun)
-        print("stopped; continue with --resume")
-        return stop.exit_code
+                code = RunJournal.finished(options.output, about)
+                print(f"the run in {options.output} is complete; there is nothing to resume")
+                return code
+            cluster = opened.enter_context(joined_cluster(options, device))
+            if not options.resume:
+                outputs.clear(model)
+            thumbnails = Thumbnails(len(found.paths) if found else SHOWN)
+            writer = outputs.pictures(model, thumbnails.pixels)
+            scoring = partial(
+                Run,
+                model,
+                outputs,
+                decoders=Decoders(Task(model.loading, writer)),
+                stopped=lambda: stop.signal is not None,
+                thumbnails=thumbnails,
+                predict=None if cluster is None else _by_cluster(cluster, options, model, stop),
+            )
+            if found is None:
+                return _watch(options, model, outputs, about, scoring)
+            ended = _list(options, found, model, outputs, about, scoring, begun)
+            return stop.exit_code if ended is None else ended
 
 
-def _predict_on(
+def _list(
+    options: argparse.Namespace,
+    found: Found,
+    model: Model,
+    outputs: Outputs,
+    about: dict[str, object],
+    scoring: Callable[..., Run],
+    begun: float,
+) -> int | None:
+    """Score the images of a list; returns the exit code, None where a signal has stopped it."""
+    total = len(found.paths)
+    journal = RunJournal(outputs, about, found.groups)
+    tally = _Tally(options, model)
+    with resumable(lambda: f"{len(journal.done)} of {total} images are"):
+        with journal, ProgressLine() as progress:
+            outputs.write_scale(model)
+            names = picture_names(found.paths, [] if options.list else options.input)
+            inputs = Inputs(found.paths, names, found.groups)
+            run = scoring(journal)
+            started, earlier = time.perf_counter(), len(journal.done)
+            run.score(inputs, partial(progress, "scoring"))
+        speed = (len(journal.done) - earlier) / (time.perf_counter() - started)
+        rows = [journal.done[index].row for index in sorted(journal.done)]
+        is_complete = len(rows) == total
+        page = _page(options, model, rows, about, run) if is_complete else None
+        for row in rows:
+            tally.add(row)
+        _print_rows(rows, tally.counts.line(total), speed, options.output, page)
+        _print_learned(rows, tally.learned)
+        _print_escapes(model, options.model)
+        if line := tally.difference():
+            log.warning(line)
+        if not is_complete:
+            print("stopped; continue with --resume")
+            return None
+        code = tally.counts.exit_code
+        when = {
+            "model_name": model.name,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
+        }
+        journal.finish(code, when)
+        remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
+        return code
+
+
+def _page(
+    options: argparse.Namespace,
+    model: Model,
+    rows: Iterable[Row],
+    about: dict[str, object],
+    run: Run,
+) -> Path | None:
+    """Write results.html if it is wanted."""
+    if not options.page:
+        return None
+    named = ", ".join(map(str, options.input or [options.list]))
+    return write_gallery(model, options.model, named, rows, options.output, run.thumbnails, about)
+
+
+def _by_cluster(
     cluster: Cluster, options: argparse.Namespace, model: Model, stop: Stopping
 ) -> Predict:
     """Have the workers of a cluster score batches."""
@@ -144,17 +179,27 @@ def _predict_on(
     return predict
 
 
-def _warn_of_difference(
-    model: Model, folder: Path, rows: list[Row], learned: frozenset[str]
-) -> None:
-    """Warn if more or fewer images are flagged than the thresholds promise."""
-    # Images that are flagged whatever their score say nothing of the promise.
-    new = [r for r in rows if r.verdict and not r.reason and r.image_sha256 not in learned]
-    if model.thresholds is not None:
-        promised = model.thresholds.calibration.review.false_rejects
-        flagged = sum(row.verdict != "good" for row in new)
-        if line := flagged_line(flagged, len(new), promised, str(folder)):
-            log.warning(line)
+class _Tally:
+    """Counts of the images of a run, and whether other shares are flagged than promised."""
+
+    def __init__(self, options: argparse.Namespace, model: Model) -> None:
+        self.counts, self.learned = Counts(), learned_by(model)
+        self._flagged: Counter[bool] = Counter()
+        self._thresholds, self._folder = model.thresholds, str(options.model)
+
+    def add(self, row: Row) -> None:
+        """Count one more image."""
+        self.counts.update(Counts.of([row]))
+        # Images that are flagged whatever their score say nothing of the promise.
+        if row.verdict and not row.reason and row.image_sha256 not in self.learned:
+            self._flagged[row.verdict != "good"] += 1
+
+    def difference(self) -> str:
+        """A line if more or fewer images are flagged than promised; empty otherwise."""
+        if self._thresholds is None:
+            return ""
+        promised = self._thresholds.calibration.review.false_rejects
+        return flagged_line(self._flagged[True], self._flagged.total(), promised, self._folder)
 
 
 def _print_escapes(model: Model, folder: Path) -> None:
@@ -180,23 +225,10 @@ def _print_learned(rows: list[Row], learned: frozenset[str]) -> None:
         )
 
 
-def _finish(
-    output: Path, journal: RunJournal, rows: list[Row], model_name: str, begun: float
-) -> int:
-    """Note that a run is complete, and return the command's exit code."""
-    code = Counts.of(rows).exit_code
-    when = {
-        "model_name": model_name,
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
-    }
-    journal.finish(output / DONE, code, when)
-    remove_drafts(output, FOLDERS)  # of decoding processes that were killed
-    return code
-
-
-def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) -> None:
-    print(Counts.of(rows).line(total))
+def _print_rows(
+    rows: list[Row], counted: str, speed: float, output: Path, page: Path | None
+) -> None:
+    print(counted)
     reasons = [
         f"{row.verdict}: {row.path}: {row.reason}" for row in rows if row.verdict and row.reason
     ]
@@ -204,108 +236,56 @@ def _print_rows(rows: list[Row], total: int, output: Path, page: Path | None) ->
     where = ", all in results.csv"
     for line in first_of(reasons, f" with a reason{where}") + first_of(unscored, where):
         print(f"  {visible(line)}")
+    if times := [row.milliseconds for row in rows if row.milliseconds and row.status == "ok"]:
+        p50, p99 = np.quantile(times, (0.5, 0.99))
+        print(
+            f"{speed:.3g} images a second; from file to row, half of them took at most "
+            f"{p50:.0f} ms each, 99 % at most {p99:.0f} ms"
+        )
     heatmaps = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:
         shown = f", all shown in {page}" if page else ""
         print(f"rows in {output / 'results.csv'}{heatmaps}{shown}")
 
 
-def _watch(options: argparse.Namespace, outputs: Outputs) -> int:
-    """Score what arrives until a signal comes."""
-    _check_watch(options)
-    resume = options.resume and (options.output / WATCHED).exists()
-    claim(options.output, () if resume else INFER, overwrite=options.overwrite)
-    remove_drafts(options.output, FOLDERS)
-    with suppress(DataError):  # a folder that can't be listed now is tried again
-        if others := passed_over(options.input):
-            log.log(NOTE, others)
-    with Stopping() as stop:
-        device = chosen_device(options, images=wanted_threads(options))
-        model = load_model(options.model, device, options.precision)
-        about = outputs.about(model)
-        about["folders"] = sorted(str(folder.absolute()) for folder in options.input)
-        if not resume:
-            outputs.clear(model)
-        thumbnails = Thumbnails() if options.page else None
-        counts = _follow(options, outputs, model, about, stop, thumbnails)
-        page = ""
-        if thumbnails is not None:
-            rows, named = _rows_so_far(options.output), ", ".join(map(str, options.input))
-            file = write_gallery(
-                model, options.model, named, rows, options.output, thumbnails, about
-            )
-            page = f", all shown in {file}"
-    remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
-    print(f"{counts.line()}; rows in {options.output / 'results.csv'}{page}")
-    return counts.exit_code
-
-
-def _follow(
+def _watch(
     options: argparse.Namespace,
-    outputs: Outputs,
     model: Model,
+    outputs: Outputs,
     about: dict[str, object],
-    stop: Stopping,
-    thumbnails: Thumbnails | None,
-) -> Counts:
-    """Score what arrives until a signal comes, a line for each image.
-
-    Returns:
-        How many images have each status, and each verdict.
+    scoring: Callable[..., Run],
+) -> int:
+    """Score what arrives until a signal comes, a line for each image; returns the exit code.
 
     Raises:
         OutputError: results can't be written; those that could are kept.
     """
-    counts = Counts()
-    flagged: Counter[bool] = Counter()
-    learned = learned_by(model)
-    limits = model.thresholds
-    promised = None if limits is None else limits.calibration.review.false_rejects
-    is_warned = False
+    tally, is_warned = _Tally(options, model), False
 
     def on_row(finished: Finished) -> None:
         nonlocal is_warned
-        row = finished.row
-        counts.update(Counts.of([row]))
-        print(_line(row), flush=True)
-        # What is flagged whatever its score says nothing of the promise.
-        if row.verdict and not row.reason and row.image_sha256 not in learned:
-            flagged[row.verdict != "good"] += 1
-        if promised is None or is_warned:
-            return
-        if line := flagged_line(flagged[True], flagged.total(), promised, str(options.model)):
+        tally.add(finished.row)
+        print(_line(finished.row), flush=True)
+        if not is_warned and (line := tally.difference()):
             log.warning(line)
             is_warned = True
 
-    journal = WatchJournal(
-        options.output,
-        about,
-        regions=outputs.options.regions,
-        mm_per_pixel=model.config.image.mm_per_pixel,
-        seen=on_row,
-    )
-    outputs.write_scale(model)
-    decoders = Decoders(Task(model.loading, outputs.pictures(model)))
+    journal = WatchJournal(outputs, about, on_row)
+    run = scoring(journal)
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
-    with resumable(lambda: f"{counts['ok']} images are"), journal:
-        watch(
-            model,
-            options.input,
-            options.output,
-            journal,
-            decoders,
-            settle=options.settle,
-            stopped=lambda: stop.signal is not None,
-            options=outputs.options,
-            thumbnails=thumbnails,
-            trouble=log.warning,
-        )
-    return counts
+    with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
+        outputs.write_scale(model)
+        watch(run, journal, options.input, settle=options.settle, trouble=log.warning)
+    page = _page(options, model, _rows_so_far(options.output), about, run)
+    remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
+    shown = f", all shown in {page}" if page else ""
+    print(f"{tally.counts.line()}; rows in {options.output / 'results.csv'}{shown}")
+    return tally.counts.exit_code
 
 
 def _rows_so_far(output: Path) -> Iterator[Row]:
     """The rows written so far, of earlier runs there, too."""
-    with (output / "results.jsonl").open(encoding="utf-8") as lines:
+    with (output / LINES).open(encoding="utf-8") as lines:
         yield from (Row(**from_json(line)) for line in lines)
 
 
@@ -339,6 +319,8 @@ def _is_within(place: Path, other: Path) -> bool:
 
 
 def _check_watch(options: argparse.Namespace) -> None:
+    if options.ray is not None:
+        raise DataError("--ray can't be given with --watch, which scores on this machine")
     if not 0 <= options.settle < math.inf:
         raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")
     if options.list is not None or not options.input:
@@ -347,13 +329,3 @@ def _check_watch(options: argparse.Namespace) -> None:
         if not is_folder(folder):
             raise DataError(f"--watch follows folders; --input {folder} isn't a folder")
     options.input = _outermost(options.input)
-    if (options.output / JOURNAL).exists() and not options.overwrite:
-        raise OutputError(
-            f"{options.output} holds an interrupted run without --watch; give another "
-            "--output, or --overwrite"
-        )
-    if (options.output / WATCHED).exists() and not (options.resume or options.overwrite):
-        raise OutputError(
-            f"{options.output} holds an earlier run with --watch; add --resume to continue it, "
-            "--overwrite to start again, or give another --output"
-        )

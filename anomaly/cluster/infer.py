@@ -19,7 +19,7 @@ from anomaly.cluster.actors import CRASHED, Cluster, Workers
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.inference.outputs import about_model
-from anomaly.inference.run import Predict
+from anomaly.inference.pipeline import Predict
 from anomaly.runtime.parallel import use_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction

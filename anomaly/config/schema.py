@@ -85,7 +85,6 @@ class DataConfig(_Section):
     format: Literal[
         "mvtec",
         "mvtec_ad_2",
-        "mvtec_loco",
         "mvtec_3d",
         "btad",
         "visa",

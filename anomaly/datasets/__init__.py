@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from anomaly.datasets.annotations import check_annotations, files_around
-from anomaly.datasets.by_names import check_inputs
 from anomaly.datasets.layouts import FORMATS, folders_in, open_test_images
+from anomaly.datasets.refusals import check_annotations, check_inputs
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, looked_in
-from anomaly.imaging.listing import is_folder, list_files
+from anomaly.imaging.listing import is_folder
 
 __all__ = [
     "FORMATS",
@@ -63,8 +62,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
     dataset = FORMATS[layout](place)
     if layout not in ("csv", "visa"):  # which are lists
         good = [s.path for split in dataset.splits.values() for s in split if not s.is_defect]
-        whole = layout == "folder"
-        check_annotations(good, files_around(place) if whole else list_files(place, tell=False))
+        check_annotations(good, place)
     log.debug("read as %s: %r", layout, dataset)
     return dataset
 

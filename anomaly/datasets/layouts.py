@@ -1,37 +1,22 @@
-"""Layouts: what a data set's folders, or its list, say an image is."""
+"""Layouts: what a data set's folders say an image is."""
 
 from __future__ import annotations
 
 import logging
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anomaly.datasets.annotations import check_annotations, files_around, files_in
-from anomaly.datasets.by_names import (
-    CLEAR,
-    check_defects,
-    check_files,
-    check_folders,
-    check_good,
-    open_by_names,
-    undecided,
-)
-from anomaly.datasets.labels import (
-    Label,
-    by_file_names,
-    label_of,
-    only_places,
-    says_masks,
-)
 from anomaly.datasets.lists import open_list, open_visa
 from anomaly.datasets.masks import Masks, plain, strays
+from anomaly.datasets.names import CLEAR, Label, by_file_names, label_of, says_masks, split_of
+from anomaly.datasets.refusals import check_files, check_good, check_names, files_in, undecided
 from anomaly.datasets.samples import (
     GOOD,
     Dataset,
     Sample,
+    in_splits,
     listed,
     no_training_images,
     set_apart,
@@ -44,100 +29,65 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KnownLayout:
-    """What a published layout is recognised by.
+class Layout:
+    """Where a published data set keeps what, and what it is recognised by.
 
     Attributes:
-        name: a key of `anomaly.datasets.FORMATS`.
-        reason: what it is recognised by, for people.
-        folders: each of them is there; the first holds good images.
-        absent: none of them is.
-    """
-
-    name: str
-    reason: str
-    folders: tuple[str, ...]
-    absent: tuple[str, ...] = ()
-
-    def fits(self, place: Path) -> bool:
-        """Whether a folder has this layout."""
-        return (
-            all(is_folder(place / name) for name in self.folders)
-            and not any(is_folder(place / name) for name in self.absent)
-            and not _beside_good(place, self.folders[0])
-        )
-
-
-def _beside_good(folder: Path, good: str) -> Path | None:
-    """A folder of images in train/ beside the one of good images; None where there is none."""
-    train = folder / "train"
-    others = (train / name for name in (folders_in(train) if good.startswith("train/") else ()))
-    beside = (place for place in others if not (folder / good).is_relative_to(place))
-    return next((place for place in beside if list_images(place)), None)
-
-
-KNOWN_LAYOUTS = (
-    KnownLayout("mvtec_3d", "rgb/ in train/good, and in test", ("train/good/rgb", "test")),
-    KnownLayout("mvtec_ad_2", "train/good beside test_public", ("train/good", "test_public")),
-    KnownLayout(
-        "mvtec_loco",
-        "train, validation and test",
-        ("train/good", "validation", "test"),
-        ("train/good/rgb",),
-    ),
-    KnownLayout(
-        "mvtec",
-        "train/good, and test/ where there is one",
-        ("train/good",),
-        ("test_public", "testing", "eval", "validation", "valid", "val", "train/good/rgb"),
-    ),
-    KnownLayout("btad", "train/ok beside test", ("train/ok", "test")),
-    KnownLayout("visa", "a category beside split_csv", ("../split_csv",)),
-    KnownLayout("good_defect", "good/ beside defect/", ("good", "defect")),
-)
-
-
-@dataclass(frozen=True)
-class _FolderLayout:
-    """Where a published data set keeps what.
-
-    Attributes:
-        name: of the data set.
-        train, validation: folders of good images.
+        name: a key of `FORMATS`.
+        title: the data set that has it.
+        needed: folders that are there; the first holds the good images to learn from.
+        absent: folders that aren't.
+        validation: a folder of further good images.
         test: holds a folder for each kind of image.
         good: the name that good images' folders have in there.
-        masks: holds a folder for each kind of defect: `<stem>_mask.png`, `<stem>.png` or a
-            folder `<stem>` with several masks, see `Masks`.
+        masks: holds a folder for each kind of defect, see `Masks`.
         images: the folder in each of these that has the images; empty for themselves. Then `gt`
             beside it has the masks.
     """
 
     name: str
-    train: str = "train/good"
+    title: str
+    needed: tuple[str, ...] = ("train/good",)
+    absent: tuple[str, ...] = ()
     validation: str = "validation/good"
     test: str = "test"
     good: str = GOOD
     masks: str = "ground_truth"
     images: str = ""
 
+    def fits(self, place: Path) -> bool:
+        """Whether a folder has this layout: its good images are alone in train/."""
+        return (
+            all(is_folder(place / name) for name in self.needed)
+            and not any(is_folder(place / name) for name in self.absent)
+            and not self._beside_good(place)
+        )
+
+    def _beside_good(self, folder: Path) -> Path | None:
+        """A folder of images in train/ beside the one of good images; None where there is none."""
+        beside = (folder / "train" / name for name in folders_in(folder / "train"))
+        good = folder / self.needed[0]
+        return next((p for p in beside if not good.is_relative_to(p) and list_images(p)), None)
+
     def __call__(self, folder: Path) -> Dataset:
-        learned = folder / self.train / self.images
+        """The data set in a folder."""
+        learned = folder / self.needed[0]
         if is_folder(learned / "rgb"):
             raise DataError(
-                f"{folder} has images in {self.train}/rgb, as MVTec 3D AD: use --set "
+                f"{folder} has images in {self.needed[0]}/rgb, as MVTec 3D AD: use --set "
                 "data.format=mvtec_3d"
             )
         train = _good(learned, folder)
         if not train:
             raise no_training_images(
                 learned,
-                f"{self.name} layout keeps good images in {self.train}; for a plain folder of "
+                f"{self.title} layout keeps good images in {self.needed[0]}; for a plain folder of "
                 "good images use --set data.format=folder, for folders with names of your own "
                 "data.format=good_defect",
             )
-        if place := _beside_good(folder, self.train):
+        if place := self._beside_good(folder):
             raise DataError(
-                f"{place} is beside {learned}, but {self.name} layout has good images alone in "
+                f"{place} is beside {learned}, but {self.title} layout has good images alone in "
                 "train; use --set data.format=good_defect, which takes folders by their names"
             )
         validation = _good(folder / self.validation / self.images, folder)
@@ -158,11 +108,56 @@ class _FolderLayout:
                 for sample in good:  # its mask, which marks nothing, isn't needed
                     finder.of(sample.path, [where])
             elif test / kind != masks and (inside := listed(place, folder, kind)):
-                if label in (Label.ASIDE, Label.UNCLEAR) or only_places(kind):
+                if label not in {Label.DEFECTIVE, Label.UNKNOWN}:
                     raise undecided(test, [kind])
-                check_defects((sample.path for sample in inside), place)
+                check_names([sample.path for sample in inside], place, Label.DEFECTIVE)
                 samples += [replace(s, mask_path=finder.of(s.path, [where])) for s in inside]
         return samples
+
+
+# The first that fits is a folder's.
+LAYOUTS = (
+    Layout("mvtec_3d", "MVTec 3D AD", ("train/good/rgb", "test"), images="rgb"),
+    Layout(
+        "mvtec_ad_2",
+        "MVTec AD 2",
+        ("train/good", "test_public"),
+        test="test_public",
+        masks="test_public/ground_truth",
+    ),
+    Layout("mvtec", "MVTec AD", absent=("testing", "eval", "valid", "val")),
+    Layout("btad", "BTAD", ("train/ok", "test"), validation="validation/ok", good="ok"),
+)
+
+
+def layout_of(place: Path) -> Layout | None:
+    """The published layout that a folder has; None where it has none."""
+    return next((layout for layout in LAYOUTS if layout.fits(place)), None)
+
+
+def _good(folder: Path, root: Path) -> list[Sample]:
+    samples = listed(folder, root)
+    check_names([sample.path for sample in samples], folder, Label.GOOD)
+    return samples
+
+
+def _mask_folder(folder: Path) -> Path:
+    """The folder of masks of a layout, or the only one beside it that is named as one."""
+    if is_folder(folder):
+        return folder
+    named = [name for name in folders_in(folder.parent) if says_masks(name)]
+    return folder.parent / named[0] if len(named) == 1 else folder
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Names of the folders in one; none where there is no such folder.
+
+    Raises:
+        DataError: it can't be listed.
+    """
+    if not is_folder(folder):
+        return []
+    return sorted(entry.name for entry in files_in(folder) if entry.is_dir())
 
 
 def _good_only(folder: Path) -> Dataset:
@@ -173,21 +168,117 @@ def _good_only(folder: Path) -> Dataset:
             "from"
         )
     paths = [sample.path for sample in train]
-    check_folders(paths, folder, lambda bad: _other_layout(bad, plain(folder)))
     named = by_file_names([path.stem for path in paths])
     if not set(named.values()) >= CLEAR:
-        check_files(paths, folder, Label.GOOD)
+        check_names(paths, folder, Label.GOOD)
         return Dataset(folder, tuple(train), ())
     if open_ := [path.name for path in paths if named[path.stem] not in CLEAR]:
         raise undecided(folder, open_, "files")
     good = [s for s in train if named[s.path.stem] is Label.GOOD]
     bad = [replace(s, defect_type="defect") for s in train if s not in good]
+    check_names([sample.path for sample in good], folder, Label.GOOD)
     log.info(
         "%s: %d images are good by the names of their files, %d defective",
         folder, len(good), len(bad),
     )  # fmt: skip
     learned, tested = set_apart(good)
     return Dataset(folder, tuple(learned), (*tested, *bad), drawn=True)
+
+
+def labels_in(folder: Path) -> dict[Path, Label]:
+    """What folders' names say of the images that lie right in them.
+
+    Args:
+        folder: its own name doesn't count.
+
+    Returns:
+        By the folder with images, relative to `folder`: unclear where names on the way to it
+        contradict each other, aside for masks.
+    """
+    inside = dict.fromkeys(image.parent.relative_to(folder) for image in list_images(folder))
+    return {inner: _label_within(inner) for inner in inside}
+
+
+def _label_within(inner: Path) -> Label:
+    parts = inner.parts[_split_within(inner) != "" :]
+    if any(map(says_masks, parts)):
+        return Label.ASIDE
+    labels = [label for part in parts if (label := label_of(part)) is not Label.PLACE]
+    clear = {*labels} - {Label.UNKNOWN}
+    if clear == {Label.GOOD} and labels[-1] is Label.UNKNOWN:
+        return Label.UNCLEAR
+    if len(clear) > 1 or not clear <= CLEAR:
+        return Label.UNCLEAR
+    return clear.pop() if clear else Label.UNKNOWN
+
+
+def _split_within(inner: Path) -> str:
+    return split_of(inner.parts[0]) if inner.parts else ""
+
+
+def sorted_by_names(
+    folder: Path, answers: Mapping[Path, Label] | None = None
+) -> tuple[list[tuple[str, Sample]], tuple[Path, ...]]:
+    """Good and defective images by the names of their folders, with the split of each.
+
+    Behind them, the files among the masks that are no image's.
+
+    Args:
+        folder: its own name doesn't count.
+        answers: what folders hold whose names don't tell, relative to `folder`; those that are
+            neither good nor defective are left out.
+
+    Raises:
+        DataError: a folder's name doesn't tell.
+    """
+    labels = labels_in(folder)
+    masks = sorted({_masks_in(inner) for inner, label in labels.items() if label is Label.ASIDE})
+    labels |= answers or {}
+    if open_ := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
+        raise undecided(folder, [say_folder(inner) for inner in open_])
+    finder = Masks()
+    samples: list[tuple[str, Sample]] = []
+    for sample in listed(folder, folder, "defect"):
+        inner = sample.path.parent.relative_to(folder)
+        if labels[inner] not in CLEAR:
+            continue
+        split, is_good = _split_within(inner), labels[inner] is Label.GOOD
+        # Masks may leave out what is above a kind of defect.
+        kinds = is_good or Label.DEFECTIVE in map(label_of, inner.parts[:-1])
+        ends = [Path(*inner.parts[i:]) for i in range(len(inner.parts) + (not kinds))]
+        own = [mask for mask in masks if _split_within(mask) in ("", split)]
+        mask = finder.of(sample.path, (folder / mask / end for mask in own for end in ends))
+        if is_good:  # its mask, which marks nothing, isn't needed
+            samples.append((split, replace(sample, defect_type=GOOD)))
+        else:
+            kind = inner.name or "defect"
+            samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
+    for label in (Label.GOOD, Label.DEFECTIVE):
+        alike = [s.path for _, s in samples if s.is_defect == (label is Label.DEFECTIVE)]
+        check_files(alike, folder, label)
+    left = (file for mask in masks for file in finder.left_in(folder / mask))
+    return samples, tuple(left)
+
+
+def say_folder(inner: Path) -> str:
+    """A folder inside another, for people."""
+    return inner.as_posix() if inner.parts else "the images outside of folders"
+
+
+def _masks_in(inner: Path) -> Path:
+    """The topmost folder of masks on the way to one."""
+    return next(p for p in (*reversed(inner.parents), inner) if says_masks(p.name))
+
+
+def _by_names(folder: Path) -> Dataset:
+    """Folders that say by their names what they hold: `good/`, `defect/` or `defect/<type>/`.
+
+    In folders of splits (`train/good`) they are taken for these. Masks have the same names below
+    `masks/`.
+    """
+    hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
+    samples, left = sorted_by_names(folder)
+    return replace(in_splits(folder, samples, hint), unused_masks=left)
 
 
 def open_test_images(
@@ -222,9 +313,7 @@ def open_test_images(
         if not inside:
             raise DataError(f"no images in {folder}; give a folder of images to test with")
         if is_good:
-            paths = [sample.path for sample in inside]
-            check_good(paths, folder)
-            check_annotations(paths, files_around(folder))
+            check_good([sample.path for sample in inside], folder)
         for sample in inside:
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
@@ -244,7 +333,7 @@ def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> 
     """Defects by type: the name of the subfolder that they are in, else the folder's own."""
     samples = []
     inside = listed(folder, root, folder.name)
-    check_defects((sample.path for sample in inside), folder)
+    check_names([sample.path for sample in inside], folder, Label.DEFECTIVE)
     for sample in inside:
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
@@ -255,64 +344,10 @@ def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> 
     return samples
 
 
-def _good(folder: Path, root: Path) -> list[Sample]:
-    samples = listed(folder, root)
-    check_good((s.path for s in samples), folder, lambda bad: "move them elsewhere")
-    return samples
-
-
-def _other_layout(folder: Path, top: Path) -> str:
-    """The settings for what a folder of defects, masks or test images inside `top` belongs to."""
-    around = [place for place in (folder, *folder.parents) if place.is_relative_to(top.parent)]
-    for place in around:
-        for layout in KNOWN_LAYOUTS:
-            if layout.fits(place):
-                fits = f"use --set data.format={layout.name} {_root(place)}, whose layout this is"
-                alone = f", or {_root(place / layout.folders[0])} for its good images alone"
-                return fits if layout.name == "visa" else fits + alone
-    for place in around:
-        if named := [name for name in folders_in(place) if label_of(name) is Label.GOOD]:
-            return (
-                f"use {_root(place / named[0])} for the good images alone, or --set "
-                f"data.format=good_defect {_root(place)}, which takes folders by their names"
-            )
-    return (
-        "use --set data.root=… for a folder of good images alone, or lay them out as good/ and "
-        "defect/ and use --set data.format=good_defect"
-    )
-
-
-def _root(folder: Path) -> str:
-    return f"--set data.root={shlex.quote(str(folder))}"
-
-
-def _mask_folder(folder: Path) -> Path:
-    """The folder of masks of a layout, or the only one beside it that is named as one."""
-    if is_folder(folder):
-        return folder
-    named = [name for name in folders_in(folder.parent) if says_masks(name)]
-    return folder.parent / named[0] if len(named) == 1 else folder
-
-
-def folders_in(folder: Path) -> list[str]:
-    """Names of the folders in one; none where there is no such folder.
-
-    Raises:
-        DataError: it can't be listed.
-    """
-    if not is_folder(folder):
-        return []
-    return sorted(entry.name for entry in files_in(folder) if entry.is_dir())
-
-
 FORMATS: dict[str, Callable[[Path], Dataset]] = {
-    "mvtec": _FolderLayout("MVTec AD"),
-    "mvtec_ad_2": _FolderLayout("MVTec AD 2", test="test_public", masks="test_public/ground_truth"),
-    "mvtec_loco": _FolderLayout("MVTec LOCO AD"),
-    "mvtec_3d": _FolderLayout("MVTec 3D AD", images="rgb"),
-    "btad": _FolderLayout("BTAD", train="train/ok", validation="validation/ok", good="ok"),
+    **{layout.name: layout for layout in LAYOUTS},
     "folder": _good_only,
-    "good_defect": open_by_names,
+    "good_defect": _by_names,
     "visa": open_visa,
     "csv": open_list,
 }

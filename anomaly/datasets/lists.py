@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anomaly.datasets.by_names import CLEAR, check_good
-from anomaly.datasets.labels import Label, label_of, meant_by
 from anomaly.datasets.masks import plain
+from anomaly.datasets.names import CLEAR, Label, label_of, meant_by
+from anomaly.datasets.refusals import check_names
 from anomaly.datasets.samples import SPLITS, Dataset, Sample, in_splits
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.tables import Rows, read_rows
@@ -89,9 +89,8 @@ def open_list(file: Path) -> Dataset:
         )
     if unlabelled:
         folders = [plain(sample.path.parent) for _, sample in samples]
-        label_them = "give the list a column label, with `good` or a kind of defect in each row"
         paths = [sample.path for _, sample in samples]
-        check_good(paths, Path(os.path.commonpath(folders)), lambda bad: label_them)
+        check_names(paths, Path(os.path.commonpath(folders)), Label.GOOD)
     kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
     if kinds:
         log.info("%s: these labels count as kinds of defect: %s", file, some(sorted(kinds), most=8))

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anomaly.datasets.annotations import check_annotations, files_around
-from anomaly.datasets.by_names import labels_in, say_folder, sorted_by_names
-from anomaly.datasets.labels import Label, label_of, split_of
 from anomaly.datasets.layouts import (
-    KNOWN_LAYOUTS,
     folders_in,
+    labels_in,
+    layout_of,
+    say_folder,
+    sorted_by_names,
 )
 from anomaly.datasets.masks import plain
+from anomaly.datasets.names import CLEAR, Label, label_of, split_of
 from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
@@ -69,48 +70,39 @@ def recognise(
                 f"{place} is a file; give the folder that it is in, or a list ({LIST_SUFFIX})"
             )
         return Recognised("csv", place, "a list of images")
-    known = [Recognised(k.name, place, k.reason) for k in KNOWN_LAYOUTS if k.fits(place)]
-    if len(known) > 1:
-        fitting = ", ".join(f"{k.layout} ({k.reason})" for k in known)
-        raise DataError(f"{place} can be {fitting}; choose one with --format")
-    if known and known[0].layout != "good_defect":
-        return known[0]
-    if not known:
-        _check_whole(place)
-        _check_one(place)
+    if known := layout_of(place):
+        if {label_of(name) for name in folders_in(place)} & CLEAR:
+            raise DataError(
+                f"{place} can be {known.name} ({known.title}) or good_defect (folders by their "
+                "names); choose one with --format"
+            )
+        return Recognised(known.name, place, f"{' and '.join(known.needed)}, as {known.title}")
+    if is_folder(place.parent / "split_csv"):
+        return Recognised("visa", place, "a category beside split_csv")
+    _check_whole(place)
     return _own_names(place, ask) or _plain(place)
 
 
 def _check_whole(place: Path) -> None:
-    """Refuse a part of a data set that isn't its good images, such as `test` or `test/scratch`.
+    """Refuse several data sets, and a part of one that isn't its good images, such as `test`.
 
     Raises:
         DataError: it is one.
     """
+    if sets := [n for n in folders_in(place) if not split_of(n) and layout_of(place / n)]:
+        raise DataError(
+            f"{place} holds several data sets: {some(sets, most=8)}; give one of them, e.g. "
+            f"{place / sets[0]}"
+        )
     if label_of(place.name) is Label.GOOD or place.name == "train":
         return
     for around in (place.parent, place.parent.parent):
-        for known in KNOWN_LAYOUTS:
-            if known.name != "visa" and known.fits(around):
-                raise DataError(
-                    f"{place} is a part of {around}, which looks like a data set of its own "
-                    f"({known.name}: {known.reason}); give {around}, or add --format folder if all "
-                    f"images in {place} are good"
-                )
-
-
-def _check_one(place: Path) -> None:
-    """Refuse a folder of several data sets."""
-    sets = [
-        name
-        for name in folders_in(place)
-        if not split_of(name) and any(k.fits(place / name) for k in KNOWN_LAYOUTS)
-    ]
-    if sets:
-        raise DataError(
-            f"{place} holds several data sets: {', '.join(sets[:8])}"
-            f"{' …' if len(sets) > 8 else ''}; give one of them, e.g. {place / sets[0]}"
-        )
+        if known := layout_of(around):
+            raise DataError(
+                f"{place} is a part of {around}, which looks like a data set of its own "
+                f"({known.title}); give {around}, or add --format folder if all images in {place} "
+                "are good"
+            )
 
 
 def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | None:
@@ -118,9 +110,9 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     labels = labels_in(place)
     if set(labels.values()) <= {Label.UNKNOWN, Label.ASIDE}:
         return None
-    open_ = [i for i, label in labels.items() if label in (Label.UNKNOWN, Label.UNCLEAR)]
     answers: dict[Path, Label] = {}
     if ask is not None:
+        open_ = [i for i, label in labels.items() if label in (Label.UNKNOWN, Label.UNCLEAR)]
         known = {p for i in labels.keys() - set(open_) for p in (i, *i.parents)}
         # Once for all folders in one that holds none of a clear name.
         outer = {
@@ -132,19 +124,15 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     if not good and (Label.DEFECTIVE in labels.values() or answers):
         raise _no_good(place, [say_folder(inner) for inner in labels])
     samples, _ = sorted_by_names(place, answers)
-    masks = [inner.as_posix() for inner, label in labels.items() if label is Label.ASIDE]
-    others = dict.fromkeys(
-        s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect
-    )
+    defects = (s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect)
+    others = list(dict.fromkeys(defects))
     reason = f"good images in {some([i.as_posix() for i in good], most=8)}"
     if others:
-        reason += f", others in {some(list(others), most=8)}"
-    if any(sample.mask_path for _, sample in samples):
-        reason += f", their masks {f'in {some(masks)}' if masks else 'beside them'}"
+        reason += f", others in {some(others, most=8)}"
     if answers:
         return Recognised("csv", place, reason, _listing(samples))
     tops = {inner.parts[0] for inner in good}
-    if not others and not masks and not any(split for split, _ in samples):
+    if not others and Label.ASIDE not in labels.values() and not any(s for s, _ in samples):
         root = place / tops.pop() if len(tops) == 1 else place
         return Recognised("folder", root, reason)
     return Recognised("good_defect", place, reason)
@@ -203,24 +191,11 @@ def _no_good(place: Path, folders: Sequence[str]) -> DataError:
 
 def _plain(place: Path) -> Recognised:
     """Good images alone, unless the folder says otherwise."""
-    images = list_images(place)
-    check_annotations(images, files_around(place))
-    inside = folders_in(place)
-    if any(label_of(name) in (Label.DEFECTIVE, Label.ASIDE) for name in inside):
-        raise _no_good(place, inside)
+    if list_images(place):
+        return Recognised("folder", place, "a folder of images")
     lists = [p for p in sorted(place.glob("*.csv")) if not left_by_system(p.name)]
-    if len(lists) == 1 and not images:
+    if len(lists) == 1:
         return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
-    if not images:
-        listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
-        give = listed or f"{other_files(place)}; give a folder of good images"
-        raise DataError(f"no images in {place}{give}")
-    tops = [image.relative_to(place).parts for image in images]
-    unclear = sorted({parts[0] for parts in tops if len(parts) > 1})
-    if len(unclear) > 1 and all(len(parts) > 1 for parts in tops):
-        raise DataError(
-            f"{place} has folders whose names don't say which images are good "
-            f"({', '.join(unclear[:8])}). Rename the folder of good parts to `good`. If all "
-            "folders hold good parts, add --format folder"
-        )
-    return Recognised("folder", place, "a folder of images")
+    listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
+    give = listed or f"{other_files(place)}; give a folder of good images"
+    raise DataError(f"no images in {place}{give}")

@@ -41,7 +41,7 @@ from anomaly.imaging.read import Image
 from anomaly.inference.rows import RegionRow, region_rows
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
-from anomaly.report.category import training_of
+from anomaly.report.report import training_of
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction

@@ -1,17 +1,51 @@
-"""Progress of a run of `infer` on disk, so that an interrupted run can be resumed."""
+"""Progress of a run of `infer` on disk, so that an interrupted run can be resumed; its tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from anomaly.errors import OutputError, why
+from anomaly.files.outputs import DONE, JOURNAL, WATCHED
 from anomaly.files.writing import GrowingFile, as_json, from_json, write
-from anomaly.inference.rows import Row
-from anomaly.maps.regions import MarkedRegion
+from anomaly.inference.outputs import Outputs
+from anomaly.inference.rows import (
+    Part,
+    RegionRow,
+    Row,
+    as_csv,
+    as_jsonl,
+    csv_header,
+    csv_lines,
+    judge_parts,
+)
+
+RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What changes when a file is written to.
+
+    Attributes:
+        size: in bytes.
+        time: of the last change, in nanoseconds.
+    """
+
+    size: int
+    time: int
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """A file's stamp; None if it is missing or not accessible."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return Stamp(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -26,7 +60,7 @@ class Finished:
 
     index: int
     row: Row
-    regions: tuple[MarkedRegion, ...] = ()
+    regions: tuple[RegionRow, ...] = ()
 
 
 class Record(Protocol):
@@ -108,13 +142,34 @@ class Journal:
 class RunJournal(Journal):
     """The journal of a run over a list of files: a line for each batch.
 
+    The tables are written from it at the end of the `with` block, whatever has ended that.
+
+    Args:
+        outputs: what is written, and where.
+        about: what the rows depend on.
+        groups: the part of each image, by its path.
+
     Attributes:
         done: finished images by index.
     """
 
-    def __init__(self, file: Path, about: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        outputs: Outputs,
+        about: Mapping[str, object],
+        groups: Mapping[str, str] | None = None,
+    ) -> None:
+        self._regions, self._groups = outputs.options.regions, groups or {}
         self.done: dict[int, Finished] = {}
-        super().__init__(file, about)
+        super().__init__(outputs.folder / JOURNAL, about)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        try:
+            self._write_tables()
+        except OutputError:
+            if error == (None, None, None):  # else the first error is that of the block
+                raise
 
     def add(self, batch: Sequence[Finished]) -> None:
         """Write a batch; it is in the file when this returns.
@@ -128,52 +183,135 @@ class RunJournal(Journal):
     def take(self, line: dict[str, Any]) -> None:
         """Read a batch of an earlier run."""
         for image in line["images"]:
-            regions = tuple(MarkedRegion(**region) for region in image["regions"])
+            regions = tuple(RegionRow(**region) for region in image["regions"])
             self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
 
-    def in_order(self) -> list[Finished]:
-        """All finished images, in order of the files."""
-        return [self.done[index] for index in sorted(self.done)]
+    def _write_tables(self) -> None:
+        """Write the tables, in order of the files; none if no image is finished."""
+        images, folder = [self.done[index] for index in sorted(self.done)], self.file.parent
+        if not images:
+            return
+        rows = [image.row for image in images]
+        write(folder / RESULTS, as_csv(rows, Row))
+        write(folder / LINES, as_jsonl(rows))
+        if self._regions:
+            regions = [region for image in images for region in image.regions]
+            write(folder / REGIONS, as_csv(regions, RegionRow))
+        if self._groups:
+            write(folder / "parts.csv", as_csv(judge_parts(rows, self._groups), Part))
 
-    def rows(self) -> list[Row]:
-        """All rows, in order of the files."""
-        return [image.row for image in self.in_order()]
-
-    def finish(self, done: Path, exit_code: int, more: Mapping[str, object] | None = None) -> None:
-        """Mark the run as complete in another file, and delete this one.
+    def finish(self, exit_code: int, more: Mapping[str, object]) -> None:
+        """Mark the run as complete in a file of its own, and delete this one.
 
         Args:
-            done: the other file.
             exit_code: of the run.
             more: further values for it; `finished` ignores them.
 
         Raises:
             OutputError: the disk is full.
         """
-        write(done, as_json({"about": self.about, "exit_code": exit_code, **(more or {})}))
+        about = {"about": self.about, "exit_code": exit_code, **more}
+        write(self.file.with_name(DONE), as_json(about))
         self.file.unlink(missing_ok=True)
 
     @staticmethod
-    def finished(done: Path, about: Mapping[str, object]) -> int:
+    def finished(folder: Path, about: Mapping[str, object]) -> int:
         """The exit code of a run that is complete.
 
         Args:
-            done: the file that `finish` has written.
+            folder: of the run.
             about: what the rows of the wanted run depend on.
 
         Raises:
-            OutputError: it was another run, or the file is missing or damaged.
+            OutputError: it was another run, or the file that `finish` writes is missing or damaged.
         """
         try:
-            record = from_json(done.read_bytes())
+            record = from_json((folder / DONE).read_bytes())
             found, code = dict(record["about"]), int(record["exit_code"])
         except (OSError, ValueError, KeyError, TypeError):
             raise OutputError(
-                f"{done.parent} holds results, but {done.name}, which describes the run, is "
-                "missing or damaged; give another --output, or add --overwrite to start again"
+                f"{folder} holds results, but {DONE}, which describes the run, is missing or "
+                "damaged; give another --output, or add --overwrite to start again"
             ) from None
-        _check_same(done.parent, found, json.loads(json.dumps(about)))
+        _check_same(folder, found, json.loads(json.dumps(about)))
         return code
+
+
+class WatchJournal(Journal):
+    """The journal of watched folders, and the tables that grow with it.
+
+    A line holds finished files and the lengths of the tables: later rows are of a killed process
+    and are dropped.
+
+    Args:
+        outputs: what is written, and where.
+        about: what the rows depend on; tables of another run can't be continued.
+        seen: called with each image, once its row is in the tables.
+
+    Attributes:
+        earlier: files in the tables that were unchanged or missing at the start.
+        arrived: files being scored, in order, with their stamps.
+        done: empty, since none of them has a row yet.
+
+    Raises:
+        OutputError: the tables are of another run, or damaged.
+    """
+
+    done: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        about: Mapping[str, object],
+        seen: Callable[[Finished], None] = lambda finished: None,
+    ) -> None:
+        self._seen = seen
+        self._headers = {RESULTS: csv_header(Row), LINES: ""}
+        if outputs.options.regions:
+            self._headers[REGIONS] = csv_header(RegionRow)
+        self._ends = dict.fromkeys(self._headers, 0)
+        self._tables: dict[str, GrowingFile] = {}
+        self.earlier: dict[Path, Stamp] = {}
+        self.arrived: list[tuple[Path, Stamp]] = []
+        super().__init__(outputs.folder / WATCHED, about)
+
+    def __enter__(self) -> Self:
+        for name, end in self._ends.items():
+            self._tables[name] = GrowingFile(self.file.with_name(name), end)
+            if not end:
+                self._tables[name].append(self._headers[name].encode())
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for table in self._tables.values():
+            table.close()
+
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Write rows and regions of a batch of `arrived`; they are in the tables on return.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        rows = [image.row for image in batch]
+        texts = {RESULTS: csv_lines(rows), LINES: as_jsonl(rows)}
+        if REGIONS in self._tables:
+            texts[REGIONS] = csv_lines(region for image in batch for region in image.regions)
+        for name, text in texts.items():
+            self._tables[name].append(text.encode("utf-8", "surrogateescape"))
+        files = (self.arrived[image.index] for image in batch)
+        stamps = {str(path): asdict(stamp) for path, stamp in files}
+        self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
+        for image in batch:
+            self._seen(image)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Read the files and table lengths of a line."""
+        for name, values in line["files"].items():
+            path, stamp = Path(name), Stamp(**values)
+            if stamp_of(path) in (stamp, None):  # a missing file may come back
+                self.earlier[path] = stamp
+        self._ends.update(line["ends"])
 
 
 def _check_same(output: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -23,16 +22,6 @@ from anomaly.files.outputs import (
 )
 from anomaly.files.writing import claim, clear, remove_drafts, write
 from anomaly.imaging.read import Image
-from anomaly.inference.journal import RunJournal
-from anomaly.inference.rows import (
-    Part,
-    RegionRow,
-    Row,
-    as_csv,
-    as_jsonl,
-    judge_parts,
-    region_rows,
-)
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.encoding import Thumbnail, encode_float32, encode_uint16, thumbnail
 from anomaly.maps.heatmap import (
@@ -48,6 +37,7 @@ from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.prediction import Prediction
 
 
 Heatmaps: TypeAlias = Literal["none", "reject", "all"]
@@ -92,30 +82,36 @@ class Outputs:
     folder: Path
     options: OutputOptions = DEFAULTS
 
-    def begin(self, *, resume: bool, overwrite: bool) -> bool:
-        """Check that a run over a list of files can use the folder; deletes nothing.
+    def begin(self, *, watch: bool, resume: bool, overwrite: bool) -> bool:
+        """Check that a run can use the folder; deletes nothing.
 
         Args:
+            watch: the run follows folders.
             resume: continue an earlier run there.
             overwrite: let `clear` delete an earlier run.
 
         Returns:
-            Whether there is nothing left to resume.
+            Whether a run over a list of files is complete already.
 
         Raises:
             OutputError: the folder holds another run, without `resume` or `overwrite`, or it
                 can't be written to.
         """
-        unfinished = (self.folder / JOURNAL).exists()
-        if resume and (self.folder / WATCHED).exists():
-            raise OutputError(f"{self.folder} holds a run with --watch; resume it with --watch")
-        if unfinished and not (resume or overwrite):
+        unfinished, watched = ((self.folder / name).exists() for name in (JOURNAL, WATCHED))
+        here, other = (watched, unfinished) if watch else (unfinished, watched)
+        if other and not overwrite:
+            how = "without --watch" if watch else "with --watch"
             raise OutputError(
-                f"{self.folder} holds an interrupted run; add --resume to continue it, "
-                f"--overwrite to start again, or give another --output"
+                f"{self.folder} holds an interrupted run {how}; resume it {how}, give another "
+                "--output, or add --overwrite to start again"
             )
-        complete = resume and not unfinished and (self.folder / "results.csv").exists()
-        claim(self.folder, () if resume else INFER, overwrite=overwrite)
+        if here and not (resume or overwrite):
+            raise OutputError(
+                f"{self.folder} holds an earlier run; add --resume to continue it, --overwrite to "
+                "start again, or give another --output"
+            )
+        complete = not (watch or here) and resume and (self.folder / "results.csv").exists()
+        claim(self.folder, () if resume and (here or complete) else INFER, overwrite=overwrite)
         remove_drafts(self.folder, FOLDERS)
         return complete
 
@@ -124,22 +120,25 @@ class Outputs:
         self.pictures(model)
         clear(self.folder, INFER)
 
-    def about(self, model: Model, images: str | None = None) -> dict[str, object]:
+    def about(self, model: Model, inputs: Mapping[str, object]) -> dict[str, object]:
         """What the rows of a run depend on.
 
         Args:
             model: scores the images.
-            images: names the list of images; None where there is none.
+            inputs: names the images.
         """
         options = self.options
         switches = ("side_by_side", "full_size", "masks", "regions")
         names = [name for name in switches if getattr(options, name)]
-        listed = {} if images is None else {"list of images": images}
         outputs = [options.heatmaps, *names, *filter(None, [options.maps])]
-        return {**listed, **about_model(model), "set of outputs": outputs}
+        return {**inputs, **about_model(model), "set of outputs": outputs}
 
-    def pictures(self, model: Model) -> PictureWriter:
+    def pictures(self, model: Model, small: int = 0) -> PictureWriter:
         """The writer of each image's pictures.
+
+        Args:
+            model: scores the images.
+            small: most pixels of small heatmaps.
 
         Raises:
             OutputError: the model has no thresholds, which some pictures need.
@@ -157,7 +156,42 @@ class Outputs:
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return PictureWriter(self.folder, options, model.unit)
+        limits = model.thresholds
+        return PictureWriter(
+            limit=None if limits is None else limits.pixel,
+            review=None if limits is None else limits.review_pixel,
+            unit=model.unit,
+            small=small,
+            output=self.folder,
+            full_size=options.full_size,
+            side_by_side=options.side_by_side,
+        )
+
+    def has_heatmap(self, verdict: str) -> bool:
+        """Whether an image with a verdict, empty for none, gets a heatmap."""
+        heatmaps = self.options.heatmaps
+        return heatmaps == "all" or (heatmaps == "reject" and verdict != "good")
+
+    def wanted(self, prediction: Prediction, name: str) -> Wanted:
+        """The pictures of one image.
+
+        Args:
+            prediction: of the image.
+            name: the path of the pictures in their folders.
+        """
+        options, verdict = self.options, prediction.verdict
+        is_drawn = self.has_heatmap(verdict)
+        switches = {
+            "heatmap": is_drawn,
+            "small": is_drawn and options.page,
+            "mask": options.masks,
+            "regions": options.regions,
+            "float32": options.maps == "float32",
+            "uint16": options.maps == "uint16",
+        }
+        kinds = frozenset(kind for kind, wanted in switches.items() if wanted)
+        caption = _caption(prediction) if options.side_by_side else ""
+        return Wanted(kinds, name, verdict == "reject", caption)
 
     def write_scale(self, model: Model) -> None:
         """Write the heatmaps' colour bar.
@@ -170,33 +204,11 @@ class Outputs:
             bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
             write(self.folder / SCALE, encode_png(bar))
 
-    def write_tables(
-        self, journal: RunJournal, groups: Mapping[str, str], mm_per_pixel: float | None
-    ) -> None:
-        """Write the tables of a run; none if no image is finished.
-
-        Args:
-            journal: of the finished images.
-            groups: the part of each image, by its path.
-            mm_per_pixel: for the table of regions; None if unknown.
-
-        Raises:
-            OutputError: the disk is full or not writable.
-        """
-        rows = journal.rows()
-        if not rows:
-            return
-        write(self.folder / "results.csv", as_csv(rows, Row))
-        write(self.folder / "results.jsonl", as_jsonl(rows))
-        if self.options.regions:
-            regions = [
-                region
-                for image in journal.in_order()
-                for region in region_rows(image.row.path, image.regions, mm_per_pixel)
-            ]
-            write(self.folder / "regions.csv", as_csv(regions, RegionRow))
-        if groups:
-            write(self.folder / "parts.csv", as_csv(judge_parts(rows, groups), Part))
+    def holds_picture(self, name: str) -> bool:
+        """Whether any picture of a name is in the folder."""
+        map_name = PurePosixPath(name).with_suffix(".tiff")
+        files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
+        return any((self.folder / place / file).exists() for place, file in files)
 
 
 def about_model(model: Model) -> dict[str, object]:
@@ -211,128 +223,125 @@ def about_model(model: Model) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class RenderOptions:
-    """What a heatmap shows, and where marking starts.
+class Wanted:
+    """The pictures to draw of one image.
 
     Attributes:
-        heatmap: whether there is to be one.
-        verdict: `good`, `review` or `reject`; empty without thresholds.
-        score: the image score.
-        times: the score in multiples of the reject threshold; None without thresholds.
-        small: pixels that a small copy of it may have; 0 for no copy.
-        limit: the anomaly map's value where marking starts; None takes the image's own highest
-            patch score, for models without thresholds: they have no masks, regions or 16-bit maps.
-        review: a lower value, which a heatmap outlines fainter; None for none.
+        kinds: any of `heatmap`, `small` (a small heatmap), `mask`, `regions`, and `float32` or
+            `uint16` for the anomaly map.
+        name: the path of the pictures in their folders.
+        rejected: whether the image's verdict is `reject`.
+        caption: a line above a heatmap that stands beside its image.
     """
 
-    heatmap: bool = True
-    verdict: str = ""
-    score: float = math.nan
-    times: float | None = None
-    small: int = 0
-    limit: float | None = None
-    review: float | None = None
-
-
-PLAIN = RenderOptions()
+    kinds: Set[str]
+    name: str = ""
+    rejected: bool = False
+    caption: str = ""
 
 
 @dataclass(frozen=True)
-class RenderResult:
-    """Results of writing an image's pictures.
+class Pictures:
+    """The pictures of one image that aren't in files.
 
     Attributes:
+        heatmap: PNG; empty if not wanted, or written.
+        mask: PNG; likewise.
         regions: the marked regions, if wanted.
-        small: the small copy of the heatmap, if wanted.
+        small: a small copy of the heatmap, if wanted.
     """
 
+    heatmap: bytes = b""
+    mask: bytes = b""
     regions: tuple[MarkedRegion, ...] = ()
     small: Thumbnail | None = None
 
 
 @dataclass(frozen=True)
 class PictureWriter:
-    """Writes an image's pictures.
+    """Draws an image's pictures.
 
     Attributes:
-        output: the folder for folders of heatmaps, masks and maps.
-        options: what to write; `RenderOptions` decides on the heatmap.
+        limit: the anomaly map's value where marking starts; None takes the image's own highest
+            patch score, for models without thresholds.
+        review: a lower value, which a heatmap outlines fainter; None for none.
         unit: of the scores.
+        small: most pixels of a small heatmap.
+        output: the folder for folders of heatmaps, masks and maps; None to hand them back.
+        full_size: heatmaps of the image's own size, not at most twice the network's input.
+        side_by_side: heatmaps of image, heatmap and colour bar.
     """
 
-    output: Path
-    options: OutputOptions = DEFAULTS
+    limit: float | None = None
+    review: float | None = None
     unit: str = ""
+    small: int = 0
+    output: Path | None = None
+    full_size: bool = True
+    side_by_side: bool = False
 
-    def write(
-        self, image: Image, anomaly_map: SourceMap, name: str, render: RenderOptions = PLAIN
-    ) -> RenderResult:
-        """Write one image's files.
+    def write(self, image: Image, anomaly_map: SourceMap, wanted: Wanted) -> Pictures:
+        """Draw one image's pictures.
 
         Args:
             image: the decoded file.
             anomaly_map: its anomaly map.
-            name: the path of the pictures in their folders.
-            render: what the heatmap shows.
-
-        Returns:
-            The marked regions and a small heatmap, if wanted.
+            wanted: what to draw.
 
         Raises:
             OutputError: the disk is full or not writable.
         """
-        options = self.options
-        limit = float(np.nanmax(anomaly_map.scores)) if render.limit is None else render.limit
+        kinds, mask = wanted.kinds, b""
+        limit = float(np.nanmax(anomaly_map.scores)) if self.limit is None else self.limit
+        if self.full_size:
+            anomaly_map = anomaly_map.held()
         # A separate method frees a large image's picture before the mask is encoded.
-        small = self._write_heatmap(image, anomaly_map, limit, name, render)
-        if not (options.masks or options.regions or options.maps):
-            return RenderResult(small=small)
+        heatmap, small = self._heatmap(image, anomaly_map, limit, wanted)
+        if kinds <= {"heatmap", "small"}:
+            return Pictures(heatmap, small=small)
         anomaly_map = anomaly_map.held()
-        if options.maps == "uint16":
-            write(self.output / MAPS / name, encode_uint16(anomaly_map, image.size, limit))
-        elif options.maps == "float32":
-            file = self.output / MAPS / PurePosixPath(name).with_suffix(".tiff")
-            write(file, encode_float32(anomaly_map()))
-        if not (options.masks or options.regions):
-            return RenderResult(small=small)
-        mask = predicted_mask(anomaly_map, limit)
-        if options.masks:
-            write(self.output / MASKS / name, encode_png(mask))
-        return RenderResult(marked_regions(mask, anomaly_map) if options.regions else (), small)
+        if "uint16" in kinds:
+            self._put(MAPS, wanted.name, encode_uint16(anomaly_map, image.size, limit))
+        if "float32" in kinds:
+            name = PurePosixPath(wanted.name).with_suffix(".tiff")
+            self._put(MAPS, name, encode_float32(anomaly_map()))
+        if not kinds & {"mask", "regions"}:
+            return Pictures(heatmap, small=small)
+        marked = predicted_mask(anomaly_map, limit)
+        if "mask" in kinds:
+            mask = self._put(MASKS, wanted.name, encode_png(marked))
+        regions = marked_regions(marked, anomaly_map) if "regions" in kinds else ()
+        return Pictures(heatmap, mask, regions, small)
 
-    def _write_heatmap(
-        self,
-        image: Image,
-        anomaly_map: SourceMap,
-        limit: float,
-        name: str,
-        render: RenderOptions,
-    ) -> Thumbnail | None:
-        if not render.heatmap:
-            return None
-        anomaly_map = (anomaly_map if self.options.full_size else anomaly_map.shrunk()).held()
+    def _heatmap(
+        self, image: Image, anomaly_map: SourceMap, limit: float, wanted: Wanted
+    ) -> tuple[bytes, Thumbnail | None]:
+        """The heatmap as PNG, and its small copy."""
+        if not wanted.kinds & {"heatmap", "small"}:
+            return b"", None
+        anomaly_map = (anomaly_map if self.full_size else anomaly_map.shrunk()).held()
         image = shrunk(image, anomaly_map.view.source)
-        rejected = render.verdict == "reject"
-        areas = outlined_areas(anomaly_map, limit, render.review, rejected=rejected)
+        areas = outlined_areas(anomaly_map, limit, self.review, rejected=wanted.rejected)
         picture = heatmap(image, anomaly_map, limit, areas)
-        if self.options.side_by_side:
-            caption = _caption(render)
-            picture = with_colour_bar(
-                display(image), picture, limit, self.unit, render.review, caption
-            )
-        write(self.output / HEATMAPS / name, encode_png(picture))
-        return thumbnail(picture, render.small) if render.small else None
+        if self.side_by_side:
+            legend = limit, self.unit, self.review, wanted.caption
+            picture = with_colour_bar(display(image), picture, *legend)
+        whole = b""
+        if "heatmap" in wanted.kinds:
+            whole = self._put(HEATMAPS, wanted.name, encode_png(picture))
+        return whole, thumbnail(picture, self.small) if "small" in wanted.kinds else None
+
+    def _put(self, folder: str, name: str | PurePosixPath, data: bytes) -> bytes:
+        """Write a file; the bytes themselves where there is no folder for it."""
+        if self.output is None:
+            return data
+        write(self.output / folder / name, data)
+        return b""
 
 
-def _caption(render: RenderOptions) -> str:
-    caption = f"score {render.score:.4g}"
-    if render.times is not None:
-        caption += f" = {render.times:.2f} x the reject threshold"
-    return f"{render.verdict}: {caption}" if render.verdict else caption
-
-
-def picture_exists(output: Path, name: str) -> bool:
-    """Whether any picture of a name is in an output folder."""
-    map_name = PurePosixPath(name).with_suffix(".tiff")
-    files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
-    return any((output / folder / file).exists() for folder, file in files)
+def _caption(prediction: Prediction) -> str:
+    limits, verdict = prediction.thresholds, prediction.verdict
+    caption = f"score {prediction.score:.4g}"
+    if limits is not None and limits.image:
+        caption += f" = {prediction.score / limits.image:.2f} x the reject threshold"
+    return f"{verdict}: {caption}" if verdict else caption

@@ -131,15 +131,6 @@ class Thumbnails:
         self._ranked: list[tuple[bool, float, int, str]] = []
         self._number = itertools.count()
 
-    def wants(self, flagged: bool, score: float) -> bool:
-        """Whether an image may be on the page.
-
-        Args:
-            flagged: whether it has a reason for review.
-            score: of the image.
-        """
-        return len(self._ranked) < SHOWN or (flagged, score) > self._ranked[0][:2]
-
     def keep(self, heatmap: str, flagged: bool, score: float, small: Thumbnail) -> None:
         """Take the small picture of a heatmap, and drop one that now matters less."""
         self._of[heatmap] = small

@@ -10,7 +10,6 @@ import base64
 import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,41 +23,12 @@ from anomaly.files.writing import write
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row, learned_by
 from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.report.document import model_page, promise_shown
 from anomaly.report.page import utc_now
-from anomaly.scoring.build import flatten, to_dict
+from anomaly.report.report import About, model_page, promise_shown
+from anomaly.scoring.build import flatten
 from anomaly.scoring.pipeline import Model
 
 NAMED = 200  # images named that couldn't be scored
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the page says of a run besides its rows.
-
-    Attributes:
-        name: of the model.
-        method: by the name that it has in the literature.
-        unit: of its scores.
-        thresholds: the model's own; None where it has none.
-        model: the model's folder, as the user named it.
-        model_id: names this very model.
-        inputs: what was scored, as the user named it.
-        settings: the model's config as plain values.
-        facts: what else there is to say, by name.
-        learned: sha256 of the images that the model was learned from.
-    """
-
-    name: str
-    method: str
-    unit: str
-    thresholds: Thresholds | None
-    model: str
-    model_id: str
-    inputs: str
-    settings: Mapping[str, Any]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    learned: frozenset[str] = frozenset()
 
 
 def write_gallery(
@@ -87,34 +57,37 @@ def write_gallery(
     Raises:
         OutputError: no room, no permission.
     """
-    run = Run(
-        name=model.name,
-        method=model.method,
-        unit=model.unit,
-        thresholds=model.thresholds,
-        model=str(folder),
-        model_id=model.model_id,
-        inputs=inputs,
-        settings=to_dict(model.config),
-        facts=facts,
-        learned=learned_by(model),
-    )
-    write(output / PAGE, gallery_html(run, rows, output, thumbnails))
+    about, learned = About.of(model, folder), learned_by(model)
+    page = gallery_html(model.name, about, inputs, rows, output, thumbnails, facts, learned)
+    write(output / PAGE, page)
     return output / PAGE
 
 
-def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbnails) -> str:
+def gallery_html(
+    name: str,
+    about: About,
+    inputs: str,
+    rows: Iterable[Row],
+    output: Path,
+    thumbnails: Thumbnails,
+    facts: Mapping[str, Any] | None = None,
+    learned: frozenset[str] = frozenset(),
+) -> str:
     """The page over a run.
 
     It is bounded: eleven bytes for each score, and `SHOWN` small pictures.
 
     Args:
-        run: whose rows they are.
+        name: of the model.
+        about: the model.
+        inputs: what was scored, as the user named it.
         rows: one for each image, in any number: they are gone through once.
         output: the folder that the rows' heatmaps are relative to.
         thumbnails: small heatmaps as far as they are at hand; others are made from the files.
+        facts: what else there is to say, by name.
+        learned: sha256 of the images that the model was learned from.
     """
-    tally = _Tally(run)
+    tally = _Tally(about.thresholds, learned)
     # Earlier ones win among equals, so that the page hangs on the rows alone.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
@@ -137,8 +110,8 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         )
     data = {
         "labelled": False,
-        "promise": promise_shown(run, tally.new, all_good=False),
-        "provenance": [("scored until", utc_now()), ("input", run.inputs)],
+        "promise": promise_shown(about, tally.new, all_good=False),
+        "provenance": [("scored until", utc_now()), ("input", inputs)],
         "types": [],
         "images": images,
         "scores": _encoded(tally.scores),
@@ -147,11 +120,10 @@ def gallery_html(run: Run, rows: Iterable[Row], output: Path, thumbnails: Thumbn
         "refused": {"rows": tally.reasons, "count": tally.refused},
         "figures": [],
         "glossary": {},
-        "training_images": [],
     }
-    title, counted = f"{run.name} – {run.inputs}", f"{scored} of {total} images scored"
-    facts = {"Run": run.facts, "Settings": dict(flatten(run.settings))}
-    return model_page(run, title, counted, facts, data)
+    tables = {"Run": facts or {}, "Settings": dict(flatten(about.settings))}
+    counted = f"{scored} of {total} images scored"
+    return model_page(name, about, f"{name} – {inputs}", counted, tables, data)
 
 
 class _Tally:
@@ -162,15 +134,13 @@ class _Tally:
             where there is a reason for review.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, thresholds: Thresholds | None, learned: frozenset[str]) -> None:
         self.scores, self.odd = array("d"), array("d")  # without and with a reason for review
         self.learned = self.refused = 0
         self.reasons: list[dict[str, str]] = []
         self.new = array("d")
-        self._learned = run.learned
-        self._odd = (
-            -np.inf if run.thresholds is None else np.nextafter(run.thresholds.review, np.inf)
-        )
+        self._learned = learned
+        self._odd = -np.inf if thresholds is None else np.nextafter(thresholds.review, np.inf)
 
     def scored(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
         """Count rows, and pass on those with a score, numbered."""

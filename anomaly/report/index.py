@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from anomaly.files.writing import claim, clear, write
-from anomaly.report.category import Category
-from anomaly.report.document import glossary, report_html, term
 from anomaly.report.page import row_html, table_html, table_page
+from anomaly.report.report import Category, glossary, report_html, term
 from anomaly.report.tables import (
     Columns,
     defined_columns,
@@ -21,6 +19,7 @@ from anomaly.report.tables import (
     metrics_json,
     on_shared_images,
     scores_csv,
+    shown,
 )
 from anomaly.version import __version__
 
@@ -29,7 +28,6 @@ CATEGORY_FILES = ("report.html", "metrics.json", "scores.csv")
 _SHARED = (
     "Some of these models were evaluated on the same images, so there are no means and no sums."
 )
-_STRIP_WIDTH, _STRIP_HEIGHT = 130, 30
 
 
 def write_report(category: Category, folder: Path, *, overwrite: bool) -> Path:
@@ -40,16 +38,8 @@ def write_report(category: Category, folder: Path, *, overwrite: bool) -> Path:
     """
     place = EvaluationFolder(folder, overwrite=overwrite)
     report = place.add(category)
-    place.finish([category], [])
+    place.finish([category], {})
     return report
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A category that couldn't be evaluated."""
-
-    name: str
-    reason: str
 
 
 def folder_name(name: str) -> str:
@@ -84,7 +74,9 @@ class EvaluationFolder:
         Raises:
             OutputError: they exist already, or can't be written.
         """
-        name = self._free_name(folder_name(category.name))
+        name = folder_name(category.name)
+        while name.casefold() in {link.split("/")[0].casefold() for link in self._reports.values()}:
+            name += "_"
         folder = self.folder / name
         claim(folder, CATEGORY_FILES, overwrite=self._overwrite)
         if not self._reports:
@@ -97,7 +89,7 @@ class EvaluationFolder:
         self._reports[category.name] = f"{name}/report.html"
         return folder / "report.html"
 
-    def finish(self, categories: Sequence[Category], failures: Sequence[Failure]) -> Path:
+    def finish(self, categories: Sequence[Category], failures: Mapping[str, str]) -> Path:
         """Write what goes over all categories; returns the index."""
         evaluations = [c.evaluation for c in categories]
         write(self.folder / "metrics.json", metrics_json(evaluations))
@@ -106,35 +98,26 @@ class EvaluationFolder:
         write(index, index_html(categories, failures, self._reports))
         return index
 
-    def _free_name(self, name: str) -> str:
-        """The name, or one like it that no other category has, whatever the letters' case."""
-        taken = {link.split("/")[0].casefold() for link in self._reports.values()}
-        free, number = name, 2
-        while free.casefold() in taken:
-            free, number = f"{name}-{number}", number + 1
-        return free
-
 
 def index_html(
-    categories: Sequence[Category], failures: Sequence[Failure], links: Mapping[str, str]
+    categories: Sequence[Category], failures: Mapping[str, str], links: Mapping[str, str]
 ) -> str:
     """The page over all categories.
 
     Args:
         categories: in order; their tiles aren't used.
-        failures: what couldn't be evaluated.
+        failures: why others couldn't be evaluated, by name.
         links: category name to its report, relative to the index.
     """
     evaluations = [c.evaluation for c in categories]
     columns = defined_columns(evaluations)
     head = ["Category", "Good", "Defective", "Escapes", "False rejects", "Good to review"]
     head += [term(key, title) if key in glossary() else escape(title) for title, key in columns]
-    head.append("Scores")
     rows = [_row(c, columns, links.get(c.name)) for c in categories]
     shared = on_shared_images(evaluations)
     if len(categories) > 1 and not shared:
         rows.append(_mean_row(categories, columns))
-    rows += [_failed(f, len(head)) for f in failures]
+    rows += [_failed(name, why, len(head)) for name, why in failures.items()]
     kind = "models" if shared else "categories"
     count = f"{len(categories)} of {len(categories) + len(failures)} {kind} evaluated"
     dates = sorted({c.date for c in categories if c.date})[-1:]
@@ -151,18 +134,18 @@ def _row(category: Category, columns: Columns, link: str | None) -> str:
         name = f'<a href="{escape(quote(link, errors="replace"))}">{name}</a>'
     if category.data_folder:
         name += f"<small><bdi>{escape(category.data_folder)}</bdi></small>"
-    figures = [_shown(evaluation.metrics.values.get(key)) for _, key in columns]
+    figures = [shown(evaluation.metrics.values.get(key)) for _, key in columns]
     verdicts = ["–"] * 3
     if counts := category.verdicts:
         wrong = _count(counts.escapes), _count(counts.false_rejects)
         verdicts = [*wrong, str(counts.good_to_review)]
-    cells = [evaluation.n_good, evaluation.n_defect, *verdicts, *figures, _strip(category)]
+    cells = [evaluation.n_good, evaluation.n_defect, *verdicts, *figures]
     return row_html(name, cells)
 
 
 def _mean_row(categories: Sequence[Category], columns: Columns) -> str:
     means = mean([c.evaluation for c in categories])
-    figures = [_shown(means.get(key)) for _, key in columns]
+    figures = [shown(means.get(key)) for _, key in columns]
     counts = [v for c in categories if (v := c.verdicts)]
     totals = [
         sum(v.escapes for v in counts),
@@ -171,19 +154,15 @@ def _mean_row(categories: Sequence[Category], columns: Columns) -> str:
     ]
     good = sum(c.evaluation.n_good for c in categories)
     defective = sum(c.evaluation.n_defect for c in categories)
-    cells = [good, defective, *totals, *figures, ""]
+    cells = [good, defective, *totals, *figures]
     return row_html("Mean, and sum of counts", cells, "mean")
 
 
-def _failed(failure: Failure, columns: int) -> str:
+def _failed(name: str, reason: str, columns: int) -> str:
     return (
-        f'<tr class="failed"><th scope="row"><bdi>{escape(failure.name)}</bdi></th>'
-        f'<td colspan="{columns - 1}">not evaluated: {escape(failure.reason)}</td></tr>'
+        f'<tr class="failed"><th scope="row"><bdi>{escape(name)}</bdi></th>'
+        f'<td colspan="{columns - 1}">not evaluated: {escape(reason)}</td></tr>'
     )
-
-
-def _shown(figure: float | None) -> str:
-    return "–" if figure is None else f"{figure:.4f}"
 
 
 def _count(wrong: int) -> str:
@@ -196,33 +175,6 @@ def _notes(notes: Sequence[str], *, shared: bool) -> str:
         "Escapes (defects called good), false rejects (good parts rejected) and good parts to "
         "review are counts at each model's own thresholds.",
         *notes,
-        "Scores: good parts above the line, defective ones below; the vertical line is the "
-        "reject threshold. The mean leaves out what is undefined.",
+        "The mean leaves out what is undefined.",
     ]
     return "".join(f'<p class="soft small">{escape(line)}</p>' for line in lines)
-
-
-def _strip(category: Category) -> str:
-    """Every score as a tick, good parts up, defective ones down, and the threshold."""
-    usable = category.evaluation.usable
-    if not usable:
-        return ""
-    scores = [score for _, score in usable]
-    limit = None if category.thresholds is None else category.thresholds.image
-    marks = [*scores, *([] if limit is None else [limit])]
-    low, span = min(marks), max(max(marks) - min(marks), 1e-12)
-
-    def x(score: float) -> float:
-        return round(3 + (score - low) / span * (_STRIP_WIDTH - 6), 1)
-
-    middle = _STRIP_HEIGHT / 2
-    ticks = {"sound": "", "defect": ""}
-    for row, score in usable:
-        kind, step = ("defect", "v11") if row.sample.is_defect else ("sound", "v-11")
-        ticks[kind] += f"M{x(score)} {middle + (1 if kind == 'defect' else -1)}{step}"
-    line = "" if limit is None else f'<path class="limit" d="M{x(limit)} 0v{_STRIP_HEIGHT}"/>'
-    paths = "".join(f'<path class="{kind}" d="{d}"/>' for kind, d in ticks.items())
-    return (
-        f'<svg class="strip" width="{_STRIP_WIDTH}" height="{_STRIP_HEIGHT}" role="img" '
-        f'aria-label="scores from {low:.4g} to {low + span:.4g}">{paths}{line}</svg>'
-    )

@@ -115,12 +115,12 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     header = ["", "good", "defect", *(title for title, _ in columns)]
     lines = [
         [e.name, str(e.n_good), str(e.n_defect)]
-        + [_shown(e.metrics.values.get(key)) for _, key in columns]
+        + [shown(e.metrics.values.get(key)) for _, key in columns]
         for e in evaluations
     ]
     if len(evaluations) > 1 and not on_shared_images(evaluations):
         means = mean(evaluations)
-        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in columns)])
+        lines.append(["mean", "", "", *(shown(means.get(key)) for _, key in columns)])
     head, *texts = text_table([header, *lines])
     return "\n".join([head, "─" * len(head), *texts])
 
@@ -243,5 +243,6 @@ def on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
     return False
 
 
-def _shown(value: float | None) -> str:
+def shown(value: float | None) -> str:
+    """A figure for people."""
     return "–" if value is None else f"{value:.4f}"

@@ -18,7 +18,7 @@ from kit import table, touch
 import anomaly
 from anomaly.datasets import open_test_images
 from anomaly.errors import DataError, ModelError
-from anomaly.report.category import training_of
+from anomaly.report.report import training_of
 from anomaly.storage.folder import find_runs
 
 EVALUATION = {"index.html", "metrics.json", "scores.csv"}

@@ -15,7 +15,7 @@ from kit import table
 
 from anomaly.cli import infer
 from anomaly.imaging.loading import by_shape
-from anomaly.inference import run as inference_run
+from anomaly.inference import pipeline
 
 Infer = Callable[..., str]
 
@@ -64,7 +64,7 @@ def test_stopped_again_and_again(
     run_infer: Infer, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is begun of a batch is finished, so that several stops need several batches.
-    monkeypatch.setattr(inference_run, "by_shape", lambda items, _: by_shape(items, 2))
+    monkeypatch.setattr(pipeline, "by_shape", lambda items, _: by_shape(items, 2))
     run_infer(3, "whole")
     output = tmp_path / "output"
     for step in range(3):

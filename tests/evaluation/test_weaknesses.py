@@ -15,7 +15,7 @@ from conftest import FAST, MadeOnce, run_command, write_product
 from anomaly.calibration import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets import Sample, open_dataset
 from anomaly.evaluation.weaknesses import Run, lines, of_images, of_training
-from anomaly.report.category import evaluated
+from anomaly.report.report import evaluated
 from anomaly.scoring.scored import Scored, score
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record

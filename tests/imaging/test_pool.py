@@ -21,7 +21,7 @@ from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
 from anomaly.imaging.pool import Decoders, Task
-from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOptions, RenderResult
+from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -58,7 +58,7 @@ def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
     return Task(
         Preprocessing(Sizing(**rule), None, 10**6),
-        PictureWriter(folder / "out", OutputOptions(full_size=True)),
+        PictureWriter(limit=1.0, output=folder / "out"),
     )
 
 
@@ -86,9 +86,9 @@ def test_the_same_as_here_in_order(
         assert isinstance(item, NetworkInput)
         assert (item.sha256, item.view, item.image) == (here.sha256, here.view, None)
         np.testing.assert_array_equal(item.pixels, here.pixels)
-        shown = RenderOptions(limit=1.0)
-        done = decoders.finish(i, paths[i], _map(here), f"sub/{i}.png", shown).result()
-        assert done == RenderResult()
+        wanted = Wanted({"heatmap"}, f"sub/{i}.png")
+        done = decoders.finish(i, paths[i], _map(here), wanted).result()
+        assert done == Pictures()
         areas = outlined_areas(_map(here), 1.0)
         drawn = encode_png(heatmap(here.decoded, _map(here), 1.0, areas))
         assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
@@ -103,7 +103,7 @@ def test_tasks_share_the_processes_and_keep_their_images_apart(folder: Path) -> 
     for path in paths:
         path.unlink()
     for each, path, item in zip((first, second), paths, items, strict=True):
-        each.finish(0, path, _map(item), "0.png", RenderOptions(limit=1.0)).result()
+        each.finish(0, path, _map(item), Wanted({"heatmap"}, "0.png")).result()
     drawn = [cv2.imread(str(folder / name / "out/heatmaps/0.png")) for name in ("a", "b")]
     assert [picture.shape[0] for picture in drawn] == [60, 64]
 
@@ -131,7 +131,7 @@ def test_images_that_are_not_kept_are_read_again(
         for path in paths:
             path.unlink()
         assert isinstance(items[0], NetworkInput)
-        found = worker.finish(0, paths[0], _map(items[0]), "0.png")
+        found = worker.finish(0, paths[0], _map(items[0]), Wanted({"heatmap"}, "0.png"))
         assert isinstance(found, UnusableImage) == (kept == 0)
 
 
@@ -157,7 +157,7 @@ def test_processes_that_are_killed_or_rest_are_replaced(
     first = decoders.load(path)
     assert isinstance(first, NetworkInput)
     children[-1].kill()
-    assert decoders.finish(0, path, _map(first), "0.png").result() == RenderResult()
+    assert decoders.finish(0, path, _map(first), Wanted({"heatmap"})).result() == Pictures()
     children[-1].kill()
     second = decoders.load(path)
     pool.rest()
@@ -180,7 +180,7 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
     decoders = Decoders(_task(folder))
     item = decoders.load(path)
     with pytest.raises(OutputError, match="can't be written"):
-        decoders.finish(0, path, _map(item), "1.png").result()
+        decoders.finish(0, path, _map(item), Wanted({"heatmap"}, "1.png")).result()
     monkeypatch.setattr(pool, "load", load_badly)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         decoders.load(path)

@@ -15,7 +15,7 @@ from scipy import ndimage
 
 from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
-from anomaly.inference.outputs import OutputOptions, Outputs, PictureWriter
+from anomaly.inference.outputs import OutputOptions, Outputs, PictureWriter, Wanted
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -125,6 +125,7 @@ def test_heatmaps_have_twice_the_networks_size_or_the_images(model: Model, tmp_p
     assert isinstance(prediction, Prediction)
     height, width = model.loading.sizing.view((480, 480)).size
     for full, size in ((False, (2 * height, 2 * width)), (True, (480, 480))):
-        writer = PictureWriter(tmp_path, OutputOptions(full_size=full))
-        writer.write(read_image(large), prediction.source_map, f"{full}.png")
+        writer = PictureWriter(output=tmp_path, full_size=full)
+        wanted = Wanted({"heatmap"}, f"{full}.png")
+        writer.write(read_image(large), prediction.source_map, wanted)
         assert picture(tmp_path / "heatmaps" / f"{full}.png").shape[:2] == size

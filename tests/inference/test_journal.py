@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from anomaly.errors import OutputError
 from anomaly.inference.journal import Finished, RunJournal
-from anomaly.inference.rows import Row
+from anomaly.inference.outputs import Outputs
+from anomaly.inference.rows import Row, as_jsonl
 
 
 def _finished(index: int) -> Finished:
@@ -21,14 +22,14 @@ def _finished(index: int) -> Finished:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(st.integers(0, 2000))
 def test_a_torn_line_is_dropped_and_the_run_goes_on(tmp_path: Path, cut: int) -> None:
-    file = tmp_path / "journal"
+    file, outputs = tmp_path / "results.partial.jsonl", Outputs(tmp_path)
     file.unlink(missing_ok=True)
-    with RunJournal(file, {"model": "a"}) as journal:
+    with RunJournal(outputs, {"model": "a"}) as journal:
         for i in (2, 0, 1):
             journal.add([_finished(i)])
     whole = file.read_bytes()
     file.write_bytes(whole[:cut])
-    again = RunJournal(file, {"model": "a"})
+    again = RunJournal(outputs, {"model": "a"})
     lines = whole[:cut].count(b"\n")
     assert list(again.done.values()) == [_finished(i) for i in (2, 0, 1)][: max(0, lines - 1)]
     with again:
@@ -36,32 +37,33 @@ def test_a_torn_line_is_dropped_and_the_run_goes_on(tmp_path: Path, cut: int) ->
             if i not in again.done:
                 again.add([_finished(i)])
     assert file.read_bytes() == whole
-    assert again.rows() == [_finished(i).row for i in range(3)]
+    rows = as_jsonl(_finished(i).row for i in range(3))
+    assert (tmp_path / "results.jsonl").read_text("utf-8") == rows
 
 
 def test_a_damaged_journal_and_another_run_are_not_continued(tmp_path: Path) -> None:
-    file = tmp_path / "journal.jsonl"
+    file, outputs = tmp_path / "results.partial.jsonl", Outputs(tmp_path)
     row = b'{"about": {"model": "a"}}\n{"index": 3}'
     for lines in (b"[" * 100_000, b'{"about": 1e400}', b'{"about": NaN}', b"[]", row):
         file.write_bytes(lines + b"\n")
         with pytest.raises(OutputError, match=r"l\.jsonl is damaged \(.*start again with --over"):
-            RunJournal(file, {"model": "a"})
+            RunJournal(outputs, {"model": "a"})
     file.unlink()
-    with RunJournal(file, {"model": "a", "images": "x"}):
+    with RunJournal(outputs, {"model": "a", "images": "x"}):
         pass
     with pytest.raises(OutputError, match="another model"):
-        RunJournal(file, {"model": "b", "images": "x"})
+        RunJournal(outputs, {"model": "b", "images": "x"})
 
 
 def test_a_finished_run_says_what_it_was(tmp_path: Path) -> None:
     about = {"model": "a", "images": ("x", "y")}
-    journal = RunJournal(tmp_path / "journal", about)
+    journal = RunJournal(Outputs(tmp_path), about)
     with journal:
         journal.add([_finished(0)])
-    journal.finish(tmp_path / "done", 3)
-    assert [file.name for file in tmp_path.iterdir()] == ["done"]
-    assert RunJournal.finished(tmp_path / "done", about) == 3
+    journal.finish(3, {})
+    assert not journal.file.exists()
+    assert RunJournal.finished(tmp_path, about) == 3
     with pytest.raises(OutputError, match="another images"):
-        RunJournal.finished(tmp_path / "done", about | {"images": ("x",)})
+        RunJournal.finished(tmp_path, about | {"images": ("x",)})
     with pytest.raises(OutputError, match="missing or damaged"):
         RunJournal.finished(tmp_path / "nowhere", about)

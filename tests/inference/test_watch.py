@@ -227,7 +227,7 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
         code, _, err = shift([], *flags)
         assert (code, says in err) == (2, True)
     with pytest.raises(OutputError, match="resume it with --watch"):
-        Outputs(output).begin(resume=True, overwrite=False)
+        Outputs(output).begin(watch=False, resume=True, overwrite=False)
     assert shift([arrive(line, "new.png")], "--resume", "--regions")[0] == 0
     assert names(output) == ["0.png", "1.png", "2.png", "3.png", "1.png", "new.png"]
     # The tables are as if nothing had happened, up to the row that was scored again.

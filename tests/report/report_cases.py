@@ -16,7 +16,9 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image
-from anomaly.report.category import Category, Tile, Tiles
+from anomaly.maps.encoding import pixels_for
+from anomaly.report import report
+from anomaly.report.report import About, Category, Tile
 from anomaly.scoring.scored import Scored
 
 LIMIT = 10.0
@@ -36,10 +38,10 @@ def tile(
 ) -> Tile:
     """The small picture of one of `count` images."""
     image = Image(pixels, 255.0, "rgb8", "png", "")
-    prediction = SimpleNamespace(index=0, image=image, source_map=pixel_map(anomaly_map))
-    with Tiles(count, LIMIT, 1) as tiles:
-        tiles.add(prediction, anomaly_map.astype(np.float32), mask)  # type: ignore[arg-type]
-        return tiles.finished()[0]
+    prediction = SimpleNamespace(image=image, source_map=pixel_map(anomaly_map))
+    found = anomaly_map.astype(np.float32)
+    pixels = pixels_for(count, report._PIXELS)
+    return report.tile(prediction, found, mask, LIMIT, pixels)  # type: ignore[arg-type]
 
 
 @cache
@@ -75,6 +77,7 @@ def case(
         i: tiles[i % len(tiles)] if tiles else picture(s.sample.is_defect)
         for i, s in enumerate(scored)
     }
+    settings = {"model": {"kind": "patchcore"}, "backbone": {"name": "resnet18"}}
     evaluation = Evaluation(
         name,
         tuple(scored),
@@ -85,12 +88,9 @@ def case(
     )
     return Category(
         evaluation=evaluation,
-        model="runs/my disc",
-        model_id="0123456789abcdef",
-        method="PatchCore",
-        unit="distance",
-        manifest={"training_images": {"train/good/000.png": "ab" * 32}},
-        settings={"model": {"kind": "patchcore"}, "backbone": {"name": "resnet18"}},
+        about=About(
+            "PatchCore", "distance", thresholds, "runs/my disc", "0123456789abcdef", settings
+        ),
         tiles=pictures,
     )
 

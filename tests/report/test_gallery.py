@@ -12,7 +12,8 @@ from report_cases import HOSTILE, limits
 
 from anomaly.inference.rows import Row
 from anomaly.maps.encoding import SHOWN, Thumbnails
-from anomaly.report.gallery import Run, gallery_html
+from anomaly.report.gallery import gallery_html
+from anomaly.report.report import About
 
 REVIEW, REJECT = 8.5, 10.0
 EMPTY: dict[Any, Any] = {str: "", float: 0.0, int: 0}
@@ -32,9 +33,10 @@ def rows(count: int) -> list[Row]:
 
 def written(folder: Path, found: list[Row]) -> Path:
     thresholds = limits(REJECT, REVIEW)
-    run = Run("disc", "PatchCore", "distance", thresholds, "runs/disc", "0123", "/in", {})
+    about = About("PatchCore", "distance", thresholds, "runs/disc", "0123", {})
+    page = gallery_html("disc", about, "/in", found, folder, Thumbnails(len(found)))
     file = folder / "results.html"
-    file.write_text(gallery_html(run, found, folder, Thumbnails(len(found))), "utf-8")
+    file.write_text(page, "utf-8")
     return file
 
 

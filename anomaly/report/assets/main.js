@@ -260,14 +260,6 @@ function showColours() {
 function showFacts() {
   const cards = data.facts.map(({ title, rows }) => element("section", { class: "fact card" }, element("h2", {}, title),
     element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, visible(name)), element("dd", {}, visible(value))]))));
-  if (data.training_images.length) {
-    const list = element("div", { class: "hashes" });
-    const more = element("details", {}, element("summary", {}, `${data.training_images.length} training images`), list);
-    more.addEventListener("toggle", () => {
-      if (!list.firstChild) list.append(...data.training_images.map(([name, hash]) => element("div", {}, `${hash}  ${visible(name)}`)));
-    });
-    cards.push(element("section", { class: "fact card wide" }, more));
-  }
   byId("facts").replaceChildren(...cards);
   if (!data.refused.count) return;
   const { rows, count } = data.refused;

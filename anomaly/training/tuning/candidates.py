@@ -1,13 +1,9 @@
-"""Which settings are worth a try for a product, what each is for, and what it costs beside others.
-
-What image scores are made of costs nothing more: all of these come from one pass over the patches.
-A step changes what has to be computed anew: the bank, or the features.
-"""
+"""Settings worth a try for a product: each one's purpose and its cost beside others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from anomaly.config.load import parse_config
@@ -17,9 +13,8 @@ from anomaly.scoring.build import turns_of
 _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
 _GRAIN = 32  # sides that networks take, see `image.area`
 _MORE_OF_THE_BANK = 0.1
-# Axes of changes: of those that cost nothing to try, that good images can judge, and whose time
-# can't be told from that of others.
-SCORE, TURNS, POSE, NETWORK = "image score", "turns", "pose", "network"
+# Axes of changes: those that good images alone can judge, and one whose time can't be foreseen.
+TURNS, POSE, NETWORK = "turns", "pose", "network"
 _IMAGE_SCORES = {
     "map_top_percent": "for defects of any size",
     "map_max": "for defects of a few pixels",
@@ -38,8 +33,8 @@ class Change:
     """
 
     axis: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
+    values: Mapping[str, Any]
+    reason: str
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in self.values.items() if value)
@@ -54,69 +49,39 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
     values = config.model_dump(exclude_unset=True)
     for change in changes:
         for key, value in change.values.items():
-            *sections, last = key.split(".")
-            inner = values
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[last] = value
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
     new = parse_config(values, "tune")
     more = (1 + len(turns_of(new))) / (1 + len(turns_of(config)))
     if more == 1:
         return new
     # Copies are many patches and bring little that is new: a bank of as many vectors is enough, and
     # costs no more where it is used.
-    ratio = new.model.coreset_ratio / more
-    model = new.model.model_copy(update={"coreset_ratio": min(1.0, float(f"{ratio:.3g}"))})
+    ratio = min(1.0, float(f"{new.model.coreset_ratio / more:.3g}"))
+    model = new.model.model_copy(update={"coreset_ratio": ratio})
     return new.model_copy(update={"model": model})
 
 
-def image_scores(config: Config) -> list[Change]:
-    """Other image scores of the same patch scores, which cost nothing to try."""
-    if config.model.smallest_defect is not None:
-        return []  # beside it, no other image score has an effect
-    return [
-        Change(SCORE, {"model.image_score": name}, reason)
-        for name, reason in _IMAGE_SCORES.items()
-        if name != config.image_score_in_force
-    ]
-
-
 def steps(config: Config, networks: Sequence[str]) -> list[Change]:
-    """Changes of the bank or of the features, one of each axis at a time.
+    """Changes of the settings, one of each axis at a time.
 
     Args:
         config: the settings that are there.
         networks: those whose weights are at hand, see `anomaly.backbones.networks`.
     """
-    method, model, image = METHODS[config.model.kind], config.model, config.image
+    model, image = config.model, config.image
     found: list[Change] = []
-    if model.coreset_ratio < _MORE_OF_THE_BANK and model.kind in readers("model.coreset_ratio"):
-        found.append(
-            Change(
-                "bank",
-                {"model.coreset_ratio": _MORE_OF_THE_BANK},
-                "for good parts with details that are rare",
-            )
-        )
-    if image.tile is not None:
-        half = max(64, image.tile // 2)
-        found.append(
-            Change(
-                "size",
-                {"image.tile": half},
-                "for defects that are small beside a tile",
-            )
-        )
-    elif image.resize is None:
+    if model.smallest_defect is None:  # beside it, no other image score has an effect
         found += [
-            Change("size", {"image.area": side}, reason)
-            for factor, reason in (
-                (_SMALLER, "for large defects on a grainy surface"),
-                (_LARGER, "for defects that are small beside a patch"),
-            )
-            if 64 <= (side := round(image.area * factor / _GRAIN) * _GRAIN) != image.area
+            Change("image score", {"model.image_score": name}, reason)
+            for name, reason in _IMAGE_SCORES.items()
+            if name != config.image_score_in_force
         ]
-    if not method.one_grid and model.turned_copies == "none":
+    if model.coreset_ratio < _MORE_OF_THE_BANK and model.kind in readers("model.coreset_ratio"):
+        rare = "for good parts with details that are rare"
+        found.append(Change("bank", {"model.coreset_ratio": _MORE_OF_THE_BANK}, rare))
+    found += _sizes(config)
+    if not METHODS[model.kind].one_grid and model.turned_copies == "none":
         found += [
             Change(TURNS, {"model.turned_copies": how}, reason)
             for how, reason in (
@@ -144,29 +109,30 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
     return found
 
 
-def shares_features(one: Config, other: Config) -> bool:
-    """Whether two configs make the same features."""
-
-    def key(config: Config) -> tuple[object, ...]:
-        values = config.model_dump()
-
-        def value(dotted: str) -> object:
-            section, _, name = dotted.partition(".")
-            return values[section][name] if name else values[section]
-
-        kind = config.model.kind
-        embedded = tuple(value(dotted) for dotted in METHODS[kind].embedded_by)
-        return (config.backbone, config.image, config.model.turned_copies, kind, embedded)
-
-    return key(one) == key(other)
+def _sizes(config: Config) -> list[Change]:
+    """Smaller tiles, or other sizes of the whole image."""
+    image = config.image
+    if image.tile is not None:
+        half = {"image.tile": max(64, image.tile // 2)}
+        return [Change("size", half, "for defects that are small beside a tile")]
+    if image.resize is not None:
+        return []
+    return [
+        Change("size", {"image.area": side}, reason)
+        for factor, reason in (
+            (_SMALLER, "for large defects on a grainy surface"),
+            (_LARGER, "for defects that are small beside a patch"),
+        )
+        if 64 <= (side := round(image.area * factor / _GRAIN) * _GRAIN) != image.area
+    ]
 
 
 def work(config: Config) -> tuple[float, float, float]:
     """Relative computing time of a config, against one with the same network.
 
     Returns:
-        For features of known images, and of training images; and for learning from these and
-        scoring: a coreset's selection compares all patches with all that are kept.
+        For scoring known images, for features of training images, and for learning from these: a
+        coreset's selection compares all patches with all that are kept.
     """
     pixels, copies = _pixels(config), 1 + len(turns_of(config))
     return pixels, pixels * copies, pixels * copies * _bank(config)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +14,259 @@ import numpy as np
 import torch
 import yaml
 
+from anomaly.backbones.networks import networks_on_disk
+from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
 from anomaly.config.schema import NAMED_DIGITS, Config
 from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.errors import DataError, counted
+from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table
 from anomaly.files.writing import as_json, write
 from anomaly.runtime.devices import device_of
-from anomaly.scoring.build import flatten, to_dict
-from anomaly.training.fit import StageProgress
-from anomaly.training.tuning.candidates import POSE, TURNS, Change, changed, expense
-from anomaly.training.tuning.judging import LEAST_DEFECTS, Floats, Judgement, Scores, judge, worth
-from anomaly.training.tuning.search import Search, Skipped, Tried, usable
-from anomaly.training.tuning.trials import Images
+from anomaly.scoring.scored import Scored, score
+from anomaly.training.fit import StageProgress, train
+from anomaly.training.tuning.candidates import (
+    NETWORK,
+    POSE,
+    TURNS,
+    Change,
+    changed,
+    expense,
+    steps,
+    work,
+)
+from anomaly.training.tuning.judging import (
+    LEAST_DEFECTS,
+    Floats,
+    Judgement,
+    Mask,
+    Scores,
+    judge,
+    worth,
+)
 
 _HEAD = ("settings", "defects caught", "good flagged", "spread", "ms", "MB")
+_AS_LONG = 2.0  # another network takes so many times as long: a guess, on the safe side
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images for trying settings.
+
+    Attributes:
+        train: good images to learn from.
+        defects: known ones.
+        good: other good images, which nothing is learned from.
+    """
+
+    train: tuple[Sample, ...]
+    defects: tuple[Sample, ...] = ()
+    good: tuple[Sample, ...] = ()
+
+    @property
+    def every(self) -> tuple[Sample, ...]:
+        """All images, in the order of `Scores.every`."""
+        return (*self.defects, *self.train, *self.good)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that the known defects are on."""
+        return len({sample.group or i for i, sample in enumerate(self.defects)})
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Settings that were tried: trained as `train` does, and what they score known images.
+
+    Attributes:
+        changes: from the settings that were there; none for these themselves.
+        config: the settings.
+        thresholds: those that `train` finds.
+        scores: of all images; NaN for one that can't be scored, and for a training image that
+            thresholds don't stand on, a copy of another, say; infinite for one that has a reason
+            for review whatever its score.
+        hashes: sha256 of the known images that can be used, by name.
+        seconds: that the trial took, by stage.
+        image_seconds: that a known image took to be scored.
+        model_bytes: of the model's tensors.
+        patch_pixels: original pixels that one patch is high and wide, in the median.
+    """
+
+    changes: tuple[Change, ...]
+    config: Config
+    thresholds: Thresholds
+    scores: Scores
+    hashes: Mapping[str, str]
+    seconds: Mapping[str, float]
+    image_seconds: float
+    model_bytes: int
+    patch_pixels: tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        """What the settings change, for people."""
+        return _named(self.changes)
+
+
+@dataclass(eq=False)
+class Search:
+    """Tries settings within a budget, cheapest first: alone, then what has helped together.
+
+    Args:
+        config: the settings that are there.
+        images: what they are tried on.
+        budget: seconds.
+        device: where the network and the scorer run.
+        scratch: an existing folder for temporary files.
+        say: called with what is worth knowing on the way.
+        progress: called with (stage, done, total).
+
+    Attributes:
+        tried: in the order in which they were, those that are there first.
+        skipped: why others weren't tried, by their names: the budget, or an error.
+    """
+
+    config: Config
+    images: Images
+    budget: float
+    device: torch.device
+    scratch: Path
+    say: Callable[[str], None] = lambda line: None
+    progress: StageProgress = lambda stage, done, total: None
+    tried: list[Trial] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Try all settings that fit into the budget.
+
+        Raises:
+            AnomalyError: the settings that are there can't be trained.
+        """
+        self._began = time.monotonic()
+        self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
+        self.tried = [self.trial(())]
+        self.say(f"trying your settings took {sum(self.tried[0].seconds.values()):.0f} s")
+        enough = self.images.parts >= LEAST_DEFECTS
+        planned = [
+            step
+            for step in steps(self.config, networks_on_disk())
+            if enough or step.axis in (POSE, TURNS)  # good images alone can tell these
+        ]
+        for step in sorted(planned, key=lambda step: self._estimate((step,))):
+            self._try_if_it_fits((step,))
+        if enough:
+            self._try_together()
+
+    def trial(self, changes: tuple[Change, ...]) -> Trial:
+        """Train with changed settings, and score all images by the model."""
+        config, images = changed(self.config, changes), self.images
+        training = train(
+            config,
+            images.train,
+            device=self.device,
+            scratch=self.scratch,
+            progress=self.progress,
+        )
+        model = training.detector
+        assert model.thresholds is not None  # `train` was asked for them
+        began = time.perf_counter()
+        known = score(model, [*images.defects, *images.good])
+        took = time.perf_counter() - began
+        good = model.thresholds.good
+        of_good = dict(zip(good.names, good.image, strict=True))
+        learned = set(model.manifest["training_images"].values())
+        split = len(images.defects)
+        values = [
+            # A copy of a training image scores too low.
+            math.nan if one.sha256 in learned and i >= split else _value(one)
+            for i, one in enumerate(known)
+        ]
+        held_out = [of_good.get(sample.name, math.nan) for sample in images.train]
+        return Trial(
+            changes,
+            config,
+            model.thresholds,
+            Scores(*map(np.array, (held_out, values[:split], values[split:]))),
+            {one.sample.name: one.sha256 for one in known if one.score is not None},
+            training.seconds | {"scoring": took},
+            took / max(len(known), 1),
+            sum(t.numel() * t.element_size() for t in model.scorer.tensors().values()),
+            training.patch_pixels,
+        )
+
+    def usable(self) -> Mask:
+        """The images that all trials have scored, in the order of `Scores.every`."""
+        every = np.stack([trial.scores.every for trial in self.tried])
+        return np.asarray(~np.isnan(every).any(0))
+
+    def _try_together(self) -> None:
+        """Try the best change of each axis that has helped with those of the others."""
+        rate, common = self.config.calibration.review_rate, self.usable()
+        worths = [float(worth(trial.scores.only(common), rate).sum()) for trial in self.tried]
+        best: dict[str, Change] = {}
+        for i in sorted(range(1, len(self.tried)), key=worths.__getitem__, reverse=True):
+            (step,) = self.tried[i].changes
+            if worths[i] > worths[0]:
+                best.setdefault(step.axis, step)
+        helped = list(best.values())  # the most helpful one first
+        for count in range(len(helped), 1, -1):  # all of them, or as many as fit
+            if self._try_if_it_fits(tuple(helped[:count])):
+                return
+
+    def _try_if_it_fits(self, changes: tuple[Change, ...]) -> bool:
+        expected = self._estimate(changes)
+        left = self.budget - (time.monotonic() - self._began)
+        if expected > left:
+            why = f"takes about {_minutes(expected)}, but only {_minutes(left)} are left"
+            self.skipped[_named(changes)] = why
+            return False
+        self.say(f"next: {_named(changes)}, {changes[-1].reason} (about {_minutes(expected)})")
+        try:
+            self.tried.append(self.trial(changes))
+        except AnomalyError as error:
+            self.skipped[_named(changes)] = str(error)
+        return True
+
+    def _estimate(self, changes: tuple[Change, ...]) -> float:
+        """Seconds that a trial takes, by what the first one took."""
+        seconds, new = self.tried[0].seconds, changed(self.config, changes)
+        known, features, rest = (y / x for x, y in zip(work(self.config), work(new), strict=True))
+        network = known * seconds["scoring"] + features * seconds["features"]
+        if any(change.axis == NETWORK for change in changes):
+            network *= _AS_LONG
+        learning = rest * (seconds["scorer"] + seconds["calibration"])
+        return seconds["backbone"] + network + learning
+
+
+def _named(changes: Sequence[Change]) -> str:
+    """What settings change, for people."""
+    return ", ".join(map(str, changes)) or "your settings"
+
+
+def _value(one: Scored) -> float:
+    """A score to compare: NaN for none, and infinite with a reason for review."""
+    if one.score is None:
+        return math.nan
+    return math.inf if one.reason else one.score
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tuning:
-    """What `anomaly.tune` returns.
+    """The choice of `anomaly.tune`, and what it stands on.
 
     Attributes:
         base: the settings that were there.
         tried: all settings that were tried, these first.
-        skipped: those that weren't, and why.
+        skipped: why others weren't tried, by their names.
         scores: of each that was tried, of the images that all of them score.
         judgement: which of them, and what is to be expected of them.
-        images: sha256 of the images that chose, by name.
     """
 
     base: Config
-    tried: tuple[Tried, ...]
-    skipped: tuple[Skipped, ...]
+    tried: tuple[Trial, ...]
+    skipped: Mapping[str, str]
     scores: tuple[Scores, ...]
     judgement: Judgement
-    images: dict[str, str]
 
     def __repr__(self) -> str:
         return f"<Tuning of {self.base.name}: {self.reason}>"
@@ -56,11 +274,12 @@ class Tuning:
     @property
     def config(self) -> Config:
         """The chosen settings, to train with; they name the images that chose them."""
-        known = tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in self.images.values()))
-        config = changed(self.base, self.tried[self.judgement.index].changes)
+        hashes = self.tried[0].hashes.values()
+        known = tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in hashes))
         named: dict[str, Any] = {"name": f"{self.base.name}_tuned"}
         if known:
             named["chosen_by"] = known
+        config = changed(self.base, self.tried[self.judgement.index].changes)
         return config.model_copy(update=named)
 
     @property
@@ -74,21 +293,21 @@ class Tuning:
                 f"your settings stay: known defects on {counted(parts, 'part')} are too few to "
                 f"compare settings; give at least {LEAST_DEFECTS} defective parts, better 20"
             )
-        first, chosen = self.caught(0), self.caught(self.judgement.index)
+        first = self.caught(0)
         if self.judgement.better:
-            chance = max(self.judgement.chance, 1e-3)
+            chosen, chance = self.judgement.index, max(self.judgement.chance, 1e-3)
             return (
-                f"use {self.name(self.judgement.index)}: it catches {chosen} of {defects} "
+                f"use {self.tried[chosen].name}: it catches {self.caught(chosen)} of {defects} "
                 f"known defects, your settings catch {first}. If all {len(self.tried)} settings "
-                "tried were alike, one would gain as much in "
-                f"{'less than ' if chance == 1e-3 else ''}{round(1000 * chance)} of 1,000 cases. "
-                "Of settings that catch about as many, the cheapest in use is chosen"
+                "tried were alike, one would gain as much in at most "
+                f"{round(1000 * chance)} of 1,000 cases. Of settings that catch about as many, the "
+                "cheapest in use is chosen"
             )
-        best = max(range(len(self.tried)), key=self._success)
+        best = max(range(len(self.tried)), key=self.caught)
         if self.caught(best) <= first:
             return "your settings stay: no other settings catch more"
         return (
-            f"your settings stay: the best other settings, {self.name(best)}, catch "
+            f"your settings stay: the best other settings, {self.tried[best].name}, catch "
             f"{self.caught(best)} of {defects} known defects and yours catch {first}; "
             "that may be chance, and more known defects would tell"
         )
@@ -96,7 +315,7 @@ class Tuning:
     def lines(self) -> list[str]:
         """The table, the choice and what to expect of it, for people."""
         rate = percent(self.base.calibration.review_rate)
-        lines = text_table(self._rows())
+        lines = text_table([_HEAD, *map(self._row, range(len(self.tried)))])
         defects = len(self.scores[0].defects)
         if defects:
             lines += [
@@ -107,8 +326,7 @@ class Tuning:
             "spread: how many times the median the highest 5 % of good images score; ms: time for "
             "an image; MB: size of the model"
         )
-        if self.skipped:
-            lines += [f"not tried: {self._told(s.changes)}: {s.why}" for s in self.skipped]
+        lines += [f"not tried: {name}: {why}" for name, why in self.skipped.items()]
         lines += ["", self.reason]
         if defects:
             caught, flagged = self.judgement.caught, self.judgement.flagged
@@ -121,10 +339,6 @@ class Tuning:
             )
         return lines
 
-    def name(self, index: int) -> str:
-        """Name of tried settings: what they change."""
-        return self._told(self.tried[index].changes)
-
     def caught(self, index: int) -> int:
         """Known defects that settings catch at the promised rate of good parts for review."""
         scores = self.scores[index]
@@ -136,8 +350,7 @@ class Tuning:
         Raises:
             OutputError: there is no room, or no right to.
         """
-        config = self.config
-        values = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        values = self.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         head = "".join(f"# {line}\n" for line in ("Written by `anomaly tune`.", self.reason))
         body = yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100)
         write(file, head + body)
@@ -146,7 +359,7 @@ class Tuning:
     def to_json(self) -> dict[str, Any]:
         """All figures as plain values."""
         return {
-            "chosen": self.name(self.judgement.index),
+            "chosen": self.tried[self.judgement.index].name,
             "reason": self.reason,
             "better": self.judgement.better,
             "chance": self.judgement.chance,
@@ -156,56 +369,38 @@ class Tuning:
             },
             "tried": [
                 {
-                    "changes": self._differences(tried.changes),
+                    "changes": trial.name,
                     "caught": self.caught(i),
-                    "worth": float(worth(self.scores[i], self.base.calibration.review_rate).sum()),
-                    "review_threshold": tried.trial.thresholds.review.value,
-                    "reject_threshold": tried.trial.thresholds.reject.value,
                     "held_out": self.scores[i].held_out.tolist(),
                     "defects": _plain(self.scores[i].defects),
                     "good": _plain(self.scores[i].good),
-                    "seconds": dict(tried.trial.seconds),
-                    "image_milliseconds": 1000 * tried.trial.image_seconds,
-                    "model_bytes": tried.trial.bank_bytes,
+                    "seconds": dict(trial.seconds),
                 }
-                for i, tried in enumerate(self.tried)
+                for i, trial in enumerate(self.tried)
             ],
-            "not_tried": {self._told(s.changes): s.why for s in self.skipped},
-            "images": self.images,
+            "not_tried": dict(self.skipped),
+            "images": dict(self.tried[0].hashes),
         }
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        """Table rows: header, present settings, and the best image score of each step."""
-        best: dict[tuple[Change, ...], int] = {}
-        for i, tried in enumerate(self.tried):
-            best[tried.step] = max(best.get(tried.step, i), i, key=self._success)
-        shown = dict.fromkeys([0, *best.values(), self.judgement.index])
-        rows: list[tuple[str, ...]] = [_HEAD]
-        for i in shown:
-            trial, defects, good = self.tried[i].trial, self.scores[i].defects, self.scores[i].good
-            flagged = int((good > trial.thresholds.review.value).sum())
-            rows.append(
-                (
-                    self.name(i),
-                    f"{self.caught(i)} of {len(defects)}" if len(defects) else "",
-                    f"{flagged} of {len(good)}" if len(good) else "",
-                    f"{spread(self.scores[i]):.2f}",
-                    f"{1000 * trial.image_seconds:.0f}",
-                    f"{trial.bank_bytes / 1e6:.1f}",
-                )
-            )
-        return rows
+    def _row(self, index: int) -> tuple[str, ...]:
+        trial, scores = self.tried[index], self.scores[index]
+        flagged = int((scores.good > trial.thresholds.review).sum())
+        return (
+            self.tried[index].name,
+            f"{self.caught(index)} of {len(scores.defects)}" if len(scores.defects) else "",
+            f"{flagged} of {len(scores.good)}" if len(scores.good) else "",
+            f"{spread(scores):.2f}",
+            f"{1000 * trial.image_seconds:.0f}",
+            f"{trial.model_bytes / 1e6:.1f}",
+        )
 
     def _without_defects(self) -> str:
-        height, width = self.tried[0].trial.patch_pixels
-        turned = [
-            i for i, t in enumerate(self.tried) if any(c.axis in (POSE, TURNS) for c in t.changes)
-        ]
-        narrowest = min(turned, key=lambda i: spread(self.scores[i]), default=0)
+        height, width = self.tried[0].patch_pixels
+        narrowest = min(range(len(self.tried)), key=lambda i: spread(self.scores[i]))
         before, after = spread(self.scores[0]), spread(self.scores[narrowest])
         poses = (
-            f" Good images differ less with {self.name(narrowest)} (spread {after:.2f} instead of "
-            f"{before:.2f}): too few training images show how parts can lie."
+            f" Good images differ less with {self.tried[narrowest].name} (spread {after:.2f} "
+            f"instead of {before:.2f}): too few training images show how parts can lie."
             if after < 0.9 * before
             else ""
         )
@@ -216,19 +411,9 @@ class Tuning:
             "known defects with --defects FOLDER"
         )
 
-    def _success(self, index: int) -> tuple[int, float]:
-        """The known defects that settings catch, and what these and the others are worth."""
-        rate = self.base.calibration.review_rate
-        return self.caught(index), float(worth(self.scores[index], rate).sum())
 
-    def _differences(self, changes: Sequence[Change]) -> dict[str, Any]:
-        before = dict(flatten(to_dict(self.base)))
-        after = dict(flatten(to_dict(changed(self.base, changes))))
-        return {key: value for key, value in after.items() if value != before.get(key)}
-
-    def _told(self, changes: Sequence[Change]) -> str:
-        different = self._differences(changes)
-        return ", ".join(f"{key}={value}" for key, value in different.items()) or "your settings"
+def _minutes(seconds: float) -> str:
+    return f"{max(seconds, 0):.0f} s" if seconds <= 120 else f"{seconds / 60:.0f} min"
 
 
 def _plain(scores: Floats) -> list[float | None]:
@@ -285,25 +470,17 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         search = Search(config, images, budget, device_of(device), Path(scratch), say, progress)
         search.run()
-    known = [*images.defects, *images.good]
-    rate = config.calibration.review_rate
-    common = usable(search.tried)
-    scores = tuple(tried.trial.scores.only(common) for tried in search.tried)
+    common = search.usable()
+    scores = tuple(trial.scores.only(common) for trial in search.tried)
     if images.defects and not len(scores[0].defects):
         raise DataError("none of the known defects can be used; `anomaly check` says why")
-    costs = [_cost(config, tried) for tried in search.tried]
     groups = [sample.group for sample, used in zip(images.every, common, strict=True) if used]
-    return Tuning(
-        config,
-        tuple(search.tried),
-        tuple(search.skipped),
-        scores,
-        judge(scores, costs, rate, config.seed, groups),
-        {known[i].name: sha256 for i, sha256 in search.hashes.items()},
-    )
+    costs = [_cost(config, trial) for trial in search.tried]
+    judgement = judge(scores, costs, config.calibration.review_rate, config.seed, groups)
+    return Tuning(config, tuple(search.tried), search.skipped, scores, judgement)
 
 
-def _cost(base: Config, tried: Tried) -> float:
-    """Relative cost of settings, plus a trifle for each changed value."""
-    values = sum(len(change.values) for change in tried.changes)
-    return expense(tried.trial.config, base) + 0.001 * values
+def _cost(base: Config, trial: Trial) -> float:
+    """Relative cost of settings in use, plus a trifle for each changed value."""
+    values = sum(len(change.values) for change in trial.changes)
+    return expense(trial.config, base) + 0.001 * values

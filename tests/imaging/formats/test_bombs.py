@@ -6,7 +6,6 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -19,7 +18,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import MAX_PIXELS
-from anomaly.inference.outputs import OutputOptions, PictureWriter, RenderOptions
+from anomaly.inference.outputs import PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
 
 pytestmark = [
@@ -85,14 +84,13 @@ def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     values = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), np.uint8)
     cv2.imwrite(str(tmp_path / "a.bmp"), values)
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", str(_LIMIT // 10**6))
-    options = OutputOptions(side_by_side=True, masks=True, maps="float32")
-    task = Task(_TASK, PictureWriter(tmp_path / "out", options, "s"))
-    decoders = Decoders(task)
+    writer = PictureWriter(0.5, None, "s", 0, tmp_path / "out", False, True)
+    decoders = Decoders(Task(_TASK, writer))
     (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
     assert isinstance(item, NetworkInput)
     found = SourceMap(np.ones((8, 8), np.float32), item.view, 4.0, 0.0, None)
-    what: Any = found, "a.bmp", RenderOptions(limit=0.5)
-    drawn = decoders.finish(0, tmp_path / "a.bmp", *what).result()
+    wanted = Wanted({"heatmap", "mask", "float32"}, "a.bmp")
+    drawn = decoders.finish(0, tmp_path / "a.bmp", found, wanted).result()
     assert _peak() < _LIMIT + _LIBRARIES
     assert isinstance(drawn, UnusableImage)
     assert drawn.status == "unsupported"

@@ -9,37 +9,37 @@ from kit import touch
 
 from anomaly.datasets import Dataset, check_inputs, open_dataset
 from anomaly.datasets.inputs import find_inputs
-from anomaly.datasets.labels import Label, by_file_names, label_of, only_places
+from anomaly.datasets.names import Label, by_file_names, label_of
 from anomaly.datasets.recognise import Recognised, recognise
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 
-GOOD = """good|GOOD|Goods|OK|okay|o.k.|IO|i.O.|iO|i_o|pass|PASSED|accepted|normal|intact|nominal
-golden|reference|gut|Gute Teile|in Ordnung|inOrdnung|Gutteile|IO-Teile|良品|合格|正常|OK品
-良品画像|양품|bueno|buena|bon|bonnes|conforme|buono|aprovado|dobre|годные|good_2024-05|01_OK
-OK parts|OKParts|OKteile|lot7_OK|OK(2)|No5_OK|OK_cam1|годный|cam1_i.O._A
-no_defects|defect-free|fehlerfrei
-ohne Fehler|undamaged|unbroken|non_defective|sin defectos|sans défaut|senza difetti|無欠陥|无缺陷
-異常なし|キズなし|ＯＫ|train_good|优等品|Freigabe|bez wad|good_side_A|OK_Kamera1|gut geprüft
-PASS 2024-05-01|Gutteile_Los7|bueno_lote3|bonnes pièces|good labels"""
-DEFECTIVE = """NG|NOK|NIO|nIO|nOK|niO|n.i.O.|n.i.O|n-i-O|N_O_K|n_ok|N OK|not_ok|NotOK|not-ok|notok
-un_ok|unOK|nichtOK|nicht in Ordnung|nicht_io|kein Gut|not good|no good|nogood|ungood|nonconforming
-non_conforme|no-conforme|no_bueno|pas bon|pas_conforme|incorrect|unacceptable|inacceptable|nPass
-disapproved|not very good|不良|不合格|不良品|非良品|良品以外|不OK|ＮＧ|NG品|불량|lot7_NG
-2024_NG_cam1|NGparts|NOKteile|NOKbracket|noks|NGs|bad|defects|defective|anomaly|abnormal|broken
-damaged|scratch|deep scratch|crack|dent|stain|hole|rework|rejected|failed|scrap|Ausschuss|AUSSCHUẞ
-Fehler|defekt|schlecht|Kratzer|Kratzer_tief|Risse|Nacharbeit|beschädigt|beschaedigt|Löcher|rebut
-défaut|cassé|dañado|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|cam1_n.i.O._A|def_front|oxidation|негодные|verkratzt
-ab-normal|deepscratch|Lackkratzer"""
-UNCLEAR = """false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?|almost good|semi_ok|OK_NG
-no_NG|rework_ok|bedingt_io|in_acceptable|not_sure_ok|review|unclear|unlabeled|未検査|合否|良否|缺陷无
-scratch_none|Gutteile_defekt|good_but_scratched|pass_fail|undef
-test_good|yes|false"""
-UNKNOWN = """2024-05-01|lot7|cam1|Juni|A|widget|contest|test_line_3|brook|token|notebook|combined
-no_cap|ios|kos1|kamera links|Charge 12|bottle|01|改|___|default
-breakfast box|blister|stainless steel"""
-ASIDE = """masks|Masken|ground_truth|GroundTruth|ok_masks|マスク|labels|test|Testdaten|測試|prueba
-Testing|test_public|thumbnails|xyz|gt"""
+GOOD = """good|GOOD|Goods|OK|okay|o.k.|IO|i.O.|iO|i_o|pass|PASSED|accepted|normal|intact
+nominal|golden|reference|gut|Gute Teile|in Ordnung|inOrdnung|Gutteile|IO-Teile|良品|合格
+正常|OK品|양품|bueno|buena|bon|bonnes|conforme|buono|aprovado|dobre|годные|good_2024-05
+01_OK|OK parts|OKParts|lot7_OK|OK(2)|No5_OK|OK_cam1|годный|no_defects|defect-free
+fehlerfrei|undamaged|ＯＫ|train_good|good_side_A|OK_Kamera1|PASS 2024-05-01|Gutteile_Los7
+bonnes pièces"""
+DEFECTIVE = """NG|NOK|NIO|nIO|nOK|niO|n.i.O.|n.i.O|n-i-O|N_O_K|n_ok|N OK|not_ok|NotOK|not-ok
+notok|un_ok|unOK|nichtOK|nicht in Ordnung|nicht_io|kein Gut|not good|no good
+non_conforme|no-conforme|no_bueno|pas bon|pas_conforme|nPass|不良|不合格|不良品|ＮＧ|NG品|불량
+lot7_NG|2024_NG_cam1|noks|bad|defects|defective|anomaly|abnormal|broken|damaged
+scratch|deep scratch|crack|dent|stain|hole|rework|rejected|failed|scrap|Ausschuss
+AUSSCHUẞ|Fehler|defekt|schlecht|Kratzer|Kratzer_tief|Risse|Nacharbeit|beschädigt|rebut
+défaut|cassé|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|def_front|ab-normal"""
+ASIDE = """test_line_3|masks|Masken|ground_truth|GroundTruth|マスク|labels|test|Testdaten|測試
+prueba|Testing|test_public|thumbnails|xyz|gt"""
+PLACE = """2024-05-01|lot7|cam1|A|kamera links|Charge 12|01|___"""
+UNCLEAR = """良品画像|ohne Fehler|unbroken|non_defective|sin defectos|sans défaut|無欠陥|无缺陷
+異常なし|キズなし|gut geprüft|bueno_lote3|good labels|nogood|ungood|not very good|非良品|良品以外
+不OK|негодные|deepscratch|Lackkratzer|false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?
+almost good|semi_ok|OK_NG|no_NG|rework_ok|bedingt_io|not_sure_ok|review|unclear
+unlabeled|未検査|缺陷无|scratch_none|Gutteile_defekt|good_but_scratched|pass_fail|undef
+test_good|yes|false|stainless steel|ok_masks"""
+UNKNOWN = """OKteile|senza difetti|优等品|Freigabe|bez wad|nonconforming|incorrect|unacceptable
+inacceptable|disapproved|NGparts|NOKteile|NOKbracket|NGs|beschaedigt|Löcher|dañado
+cam1_n.i.O._A|cam1_i.O._A|oxidation|verkratzt|in_acceptable|合否|良否|Juni|widget|contest|brook|token
+notebook|combined|no_cap|ios|kos1|bottle|改|breakfast box|blister"""
 NAMES = {
     label: names.replace("\n", "|").split("|")
     for label, names in (
@@ -48,6 +48,7 @@ NAMES = {
         (Label.UNCLEAR, UNCLEAR),
         (Label.UNKNOWN, UNKNOWN),
         (Label.ASIDE, ASIDE),
+        (Label.PLACE, PLACE),
     )
 }
 
@@ -66,8 +67,6 @@ def test_the_name_of_a_product_says_nothing_of_its_parts() -> None:
     assert label_of("hole_plate") is Label.DEFECTIVE
     assert label_of("hole_plate", alone=True) is Label.UNKNOWN
     assert label_of("NG_2024", alone=True) is Label.DEFECTIVE
-    assert only_places("2024-05_lot 7_cam1")
-    assert not only_places("2024_bent")
 
 
 FILE_NAMES = [
@@ -80,7 +79,7 @@ FILE_NAMES = [
     ("not_ok_1 not_ok_2", "", "not_ok_1 not_ok_2"),
     # The product says nothing: its name stands in nine of ten names.
     ("hole_1 hole_2", "", ""),
-    ("OK_1 2_OK", "", ""),
+    ("OK_1 2_OK", "OK_1 2_OK", ""),
     (" ".join(f"hole_{i}" for i in range(9)) + " x", "", ""),
     ("hole_1 hole_2 hole_3 x", "", "hole_1 hole_2 hole_3"),
     ("hole_plate_good_1 hole_plate_bad_2", "hole_plate_good_1", "hole_plate_bad_2"),

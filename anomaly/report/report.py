@@ -1,0 +1,529 @@
+"""Model x test images -> report.html: figures, thresholds and images as one page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+from numpy.typing import ArrayLike
+
+from anomaly.calibration import Thresholds
+from anomaly.calibration.production import flagged_line
+from anomaly.calibration.rates import percent, rate_of
+from anomaly.datasets import GOOD, Sample
+from anomaly.errors import AnomalyError, counted
+from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
+from anomaly.evaluation.metrics.images import Confusion, image_curves
+from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
+from anomaly.evaluation.weaknesses import Run, Weakness, of_images
+from anomaly.maps.encoding import encoded, pixels_for, thumbnail
+from anomaly.maps.heatmap import OPACITY, colour_stops, display, layer, outlines
+from anomaly.maps.regions import predicted_mask
+from anomaly.methods.base import Progress
+from anomaly.report.page import asset, command_line, page, shown_time, utc_now
+from anomaly.report.tables import flattered
+from anomaly.scoring.build import flatten, to_dict
+from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.scoring.scored import Scored
+from anomaly.storage.folder import find_model
+from anomaly.storage.thresholds import thresholds_alone_differ
+from anomaly.training.runs import training_record
+from anomaly.version import __version__
+
+if TYPE_CHECKING:
+    from anomaly.evaluation.metrics.curves import Curve
+
+# All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
+_PIXELS = 120_000_000
+_HEAT_SIDE = 160
+
+
+_STYLES = ("base.css", "report.css")
+_SCRIPTS = (
+    *("parts.js", "histogram.js", "counts.js", "curves.js"),
+    *("tiles.js", "viewer.js", "main.js"),
+)
+FIGURES = (
+    ("Image AUROC", "image_auroc"),
+    ("Image AP", "image_ap"),
+    ("Image F1-max", "image_f1_max"),
+    ("Recall at 1 % false rejects", "recall_at_frr_0.01"),
+    ("Pixel AUROC", "pixel_auroc"),
+    ("Pixel AP", "pixel_ap"),
+    ("AUPRO 0.3", "aupro_30"),
+    ("AUPRO 0.05", "aupro_05"),
+    ("AUPIMO", "aupimo"),
+)
+
+
+@dataclass(frozen=True)
+class About:
+    """The model behind a page.
+
+    Attributes:
+        method: by the name that it has in the literature.
+        unit: of its scores.
+        thresholds: the model's own; None where it has none.
+        folder: of the model, as the user named it; empty for one that is in memory alone.
+        model_id: names this very model.
+        settings: the model's config as plain values.
+    """
+
+    method: str
+    unit: str
+    thresholds: Thresholds | None
+    folder: str
+    model_id: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Model, folder: str | Path) -> About:
+        """That of a model, with its folder as the user named it."""
+        settings = to_dict(model.config)
+        unit, limits = model.unit, model.thresholds
+        return cls(model.method, unit, limits, str(folder), model.model_id, settings)
+
+
+@dataclass(frozen=True, repr=False)
+class Category:
+    """An evaluation, where it comes from, and its pictures.
+
+    Attributes:
+        evaluation: scores and figures.
+        about: the model.
+        training: what the run's train.json says; empty where it isn't there.
+        data_folder: where the test images are.
+        date: of the evaluation, in UTC.
+        engine: what computed the scores.
+        seconds: that scoring the test split took.
+        tiles: by the images' places in the test split; empty for no report.
+        weaknesses: what to mend, the most important first.
+    """
+
+    evaluation: Evaluation
+    about: About
+    training: Mapping[str, Any] = field(default_factory=dict)
+    data_folder: str = ""
+    date: str = ""
+    engine: str = "torch"
+    seconds: float = 0.0
+    tiles: Mapping[int, Tile] = field(default_factory=dict)
+    weaknesses: tuple[Weakness, ...] = ()
+
+    def __repr__(self) -> str:
+        figures = ", ".join(
+            f"{name} {value:.4f}"
+            for name, value in self.metrics.items()
+            if name.endswith(("auroc", "aupro")) and value is not None
+        )
+        count = f"{self.evaluation.n_good} good, {self.evaluation.n_defect} defective"
+        return f"<Evaluation of {self.name} on {count}: {figures}>"
+
+    @property
+    def name(self) -> str:
+        """The category's name."""
+        return self.evaluation.name
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Image and pixel figures by name; None where one is undefined (see `undefined`)."""
+        return dict(self.evaluation.metrics.values)
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """Every test image and its score."""
+        return self.evaluation.scored
+
+    @property
+    def verdicts(self) -> Confusion | None:
+        """What the model's own thresholds did; None where it has none."""
+        return self.evaluation.verdicts
+
+
+def evaluated(
+    detector: Model,
+    samples: Sequence[Sample],
+    data_folder: str,
+    *,
+    own_split: bool = True,
+    tested: Sequence[object] = ("--defects", "FOLDER", "--good", "FOLDER"),
+    progress: Progress = lambda done, total: None,
+    model: str = "",
+) -> Category:
+    """Score test images and draw them for the report.
+
+    Args:
+        detector: trained.
+        samples: to test with.
+        data_folder: where they are, for people.
+        own_split: whether they are the test split of a data set.
+        tested: options that name them, where they aren't.
+        progress: called with (done, total).
+        model: the model's folder, as the user named it.
+
+    Raises:
+        DataError: as `evaluate`.
+    """
+    started = time.perf_counter()
+    limit = None if detector.thresholds is None else detector.thresholds.pixel
+    pixels = pixels_for(len(samples), _PIXELS)
+    tiles: dict[int, Tile] = {}
+
+    def draw(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
+        tiles[prediction.index] = tile(prediction, anomaly_map, mask, limit, pixels)
+
+    evaluation = score_test_split(
+        detector,
+        samples,
+        progress=progress,
+        visit=draw,
+    )
+    seconds = time.perf_counter() - started
+    folder = Path(model) if model else detector.folder
+    training = {} if folder is None else training_of(folder, detector.model_id)
+    run = Run(detector, folder or Path("RUN"), training, () if own_split else tested)
+    return Category(
+        evaluation=evaluation,
+        about=About.of(detector, folder or ""),
+        training=training,
+        data_folder=data_folder,
+        date=utc_now(),
+        engine=detector.extractor.engine,
+        seconds=seconds,
+        tiles=tiles,
+        weaknesses=of_images(run, evaluation.scored),
+    )
+
+
+def training_of(folder: Path, model_id: str) -> dict[str, Any]:
+    """What is known of a model's training; empty where the record beside it is another model's."""
+    record = training_record(folder)
+    if record.get("model_id", model_id) == model_id:
+        return record
+    with suppress(AnomalyError):
+        if record["model_id"] in thresholds_alone_differ(find_model(folder)):
+            return record
+    return {}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the report shows of one image.
+
+    Attributes:
+        photo: JPEG.
+        heat: WebP with opacity, to be stretched over the photo; empty where nothing is coloured.
+        size: (width, height) of the photo; the outlines' coordinates.
+        source: (width, height) of the original image.
+        truth: outline of the ground-truth mask, as an SVG path.
+        marked: outline of the predicted mask, as an SVG path.
+        partly: whether the network didn't look at some of the image.
+    """
+
+    photo: bytes
+    heat: bytes
+    size: tuple[int, int]
+    source: tuple[int, int]
+    truth: str
+    marked: str
+    partly: bool = False
+
+
+def tile(
+    prediction: Prediction,
+    anomaly_map: Map,
+    mask: Mask | None,
+    threshold: float | None,
+    pixels: int,
+) -> Tile:
+    """Draw one image for the report.
+
+    Args:
+        prediction: with the decoded image.
+        anomaly_map: (H0, W0).
+        mask: (H0, W0), of the ground truth; None where there is none.
+        threshold: the map's value where marking starts; None for its highest.
+        pixels: the picture has at most so many.
+    """
+    assert prediction.image is not None
+    if threshold is None:
+        threshold = float(np.nanmax(anomaly_map))
+    small = thumbnail(display(prediction.image), pixels)
+    marked = predicted_mask(replace(prediction.source_map, values=anomaly_map), threshold) > 0
+    return Tile(
+        photo=small.photo,
+        heat=_heat(anomaly_map, threshold),
+        size=small.size,
+        source=small.source,
+        truth="" if mask is None else _outline(mask, small.size),
+        marked=_outline(marked, small.size),
+        partly=bool(np.isnan(anomaly_map).any()),
+    )
+
+
+def _heat(anomaly_map: Map, threshold: float) -> bytes:
+    """The heatmap as a picture of its own; it is smooth, so a small one will do."""
+    height, width = anomaly_map.shape
+    scale = min(1.0, _HEAT_SIDE / max(height, width))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    small = np.asarray(cv2.resize(anomaly_map, size, interpolation=cv2.INTER_AREA), np.float32)
+    colours = layer(small, threshold)
+    if not colours[..., 3].any():
+        return b""
+    return encoded(".webp", colours[..., [2, 1, 0, 3]], cv2.IMWRITE_WEBP_QUALITY)
+
+
+def _outline(mask: Mask, size: tuple[int, int]) -> str:
+    """A mask's outlines in a picture of `size` (width, height), as an SVG path of closed lines."""
+    # Averaged, not sampled: a defect of a single pixel must still show.
+    small = cv2.resize(mask.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0
+    parts = []
+    for line in outlines(small):
+        points = cv2.approxPolyDP(line, 0.6, closed=True).reshape(-1, 2)
+        steps = np.diff(points, axis=0)
+        start = f"M{points[0, 0]}.5 {points[0, 1]}.5"
+        # A single pixel still gets a dot: a closed line of no length with round caps.
+        parts.append(start + "".join(f"l{x} {y}" for x, y in steps) + "z")
+    return "".join(parts)
+
+
+def report_html(category: Category) -> str:
+    """The page of one category.
+
+    Args:
+        category: with a tile for each scored image.
+    """
+    evaluation, model = category.evaluation, category.about
+    types = {row.sample.defect_type for row in evaluation.scored}
+    refused = [
+        {"name": row.sample.name, "reason": row.reason.removeprefix(f"{row.sample.path}: ")}
+        for row in evaluation.scored
+        if row.score is None
+    ]
+    counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
+    usable = evaluation.usable
+    good = [score for row, score in usable if not (row.sample.is_defect or row.outlier)]
+    data = {
+        "labelled": True,
+        # What differs from the promise is in the list of weaknesses.
+        "promise": promise_shown(category.about, good, all_good=True) | {"line": ""},
+        "provenance": [
+            *([("evaluated", category.date)] if category.date else []),
+            *([("data in", category.data_folder)] if category.data_folder else []),
+            *([("model in", model.folder)] if model.folder else []),
+            *([("trained", shown_time(when))] if (when := category.training.get("time")) else []),
+        ],
+        "types": sorted(types, key=lambda name: (name != GOOD, name)),
+        "good": GOOD,
+        "images": list(_images(category)),
+        "refused": {"rows": refused, "count": len(refused)},
+        "figures": list(_figures(category)),
+        "curves": _curves(category),
+        "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
+        "by_type": list(_by_type(category)),
+        "glossary": glossary(),
+    }
+    title = f"{category.name} – inspection report"
+    note = flattered(evaluation)
+    notes = [note] if note else []
+    return model_page(category.name, model, title, counted, _facts(category), data, notes)
+
+
+def model_page(
+    name: str,
+    model: About,
+    title: str,
+    counted: str,
+    facts: Mapping[str, Mapping[str, Any]],
+    data: Mapping[str, Any],
+    notes: Sequence[str] = (),
+) -> str:
+    """The page of images that one model has scored.
+
+    Args:
+        name: of the model.
+        model: what is known of it.
+        title: of the page.
+        counted: how many images there are, in words.
+        facts: tables of names and values, by title; empty values are left out.
+        data: what the page's scripts read of the images.
+        notes: on the thresholds, for people.
+    """
+    network = str(model.settings.get("backbone", {}).get("name", ""))
+    model_id = f"model {model.model_id}" if model.model_id else ""
+    about = {
+        "name": name,
+        "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
+        "unit": model.unit,
+        "thresholds": _limits(model.thresholds, notes),
+        "colours": {"stops": colour_stops(), "opacity": OPACITY},
+        "command": _command(model.folder),
+        "facts": [
+            {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
+            for title, rows in facts.items()
+        ],
+    }
+    return page(
+        title, asset("report.html"), styles=_STYLES, scripts=_SCRIPTS, data={**about, **data}
+    )
+
+
+def _command(model: str) -> str:
+    """The shell command that sets thresholds of a model, but for the thresholds.
+
+    Empty for a model that is in memory alone.
+    """
+    if not model:
+        return ""
+    folder = str(Path(model).absolute())  # holds in any working directory
+    return command_line("anomaly", "calibrate", "--model", folder)
+
+
+def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:
+    """A model's thresholds as a page has them."""
+    if thresholds is None:
+        return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
+    return {
+        "review": thresholds.review,
+        "reject": thresholds.image,
+        "pixel": thresholds.pixel,
+        "review_pixel": thresholds.review_pixel,
+        "lines": [*thresholds.lines(), *notes],
+    }
+
+
+def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
+    """What thresholds promise of good parts beside what these images show, as a table for a page.
+
+    Args:
+        model: what is known of it; without thresholds, or images, there is nothing to show.
+        scores: (n,) of images.
+        all_good: whether somebody has said that none of the images is defective.
+    """
+    values, thresholds = np.asarray(scores), model.thresholds
+    if thresholds is None or not len(values):
+        return {"head": [], "rows": [], "line": ""}
+    both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
+    rows, lines = [], []
+    for name, threshold in both.items():
+        rate, count = threshold.false_rejects, int((values > threshold.value).sum())
+        promised = percent(rate.expected), percent(rate.at_most)
+        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
+        place = model.folder or "RUN"
+        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
+    images = counted(len(values), "good image" if all_good else "image")
+    head = ["", "promised of good parts", "at most", images]
+    return {"head": head, "rows": rows, "line": lines[0]}
+
+
+def _images(category: Category) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(category.evaluation.scored):
+        if row.score is not None:
+            yield _image(row, category.tiles[index])
+
+
+def _image(row: Scored, tile: Tile) -> dict[str, Any]:
+    return {
+        "name": row.sample.name,
+        "type": row.sample.defect_type,
+        "defect": row.sample.is_defect,
+        "score": row.score,
+        "sha256": row.sha256,
+        "odd": row.reason if row.outlier else "",
+        "size": tile.size,
+        "source": tile.source,
+        "photo": base64.b64encode(tile.photo).decode(),
+        "heat": base64.b64encode(tile.heat).decode(),
+        "truth": tile.truth,
+        "marked": tile.marked,
+        "partly": tile.partly,
+    }
+
+
+def _figures(category: Category) -> Iterator[dict[str, Any]]:
+    metrics = category.evaluation.metrics
+    if counts := category.verdicts:
+        for label, key, wrong, of in (
+            ("Escapes", "escapes", counts.escapes, counts.defective.total),
+            ("False rejects", "false_rejects", counts.false_rejects, counts.good.total),
+        ):
+            if of:
+                rate = rate_of(wrong, of, wrong / of)
+                value, interval = f"{wrong} of {of}", (rate.low, rate.high)
+                yield {"label": label, "key": key, "value": value, "interval": interval}
+    for label, key in FIGURES:
+        if key in metrics.values and metrics.reasons.get(key) not in (NO_MASKS, NO_DEFECT_MASKS):
+            yield {
+                "label": label,
+                "key": key,
+                "value": metrics.values[key],
+                "interval": category.evaluation.intervals.get(key),
+                "reason": metrics.reasons.get(key, ""),
+            }
+
+
+def _by_type(category: Category) -> Iterator[dict[str, Any]]:
+    kinds = [row.sample.defect_type for row, _ in category.evaluation.usable]
+    for name, metrics in category.evaluation.by_type.items():
+        counted = {"type": name, "images": kinds.count(name)}
+        yield {**counted, **metrics.values, "reasons": metrics.reasons}
+
+
+def _curves(category: Category) -> dict[str, Any]:
+    usable = category.evaluation.usable
+    both = image_curves([score for _, score in usable], [row.sample.is_defect for row, _ in usable])
+    roc, pr = map(_points, both) if both else (None, None)
+    return {"roc": roc, "pr": pr}
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [[round(x, 5), round(y, 5)] for x, y in zip(curve.x, curve.y, strict=True)]
+
+
+def _facts(category: Category) -> dict[str, dict[str, Any]]:
+    """Tables of names and values for the model's part of the page, by title."""
+    training, scored = category.training, len(category.evaluation.scored)
+    settings = dict(flatten(category.about.settings))
+    if chosen_by := settings.get("chosen_by"):
+        settings["chosen_by"] = f"{len(chosen_by)} images"
+    learned = {
+        "model id": category.about.model_id,
+        "images": training.get("images", {}).get("learned"),
+        "patches": training.get("patches"),
+        "memory bank vectors": training.get("bank_vectors"),
+        "seconds": training.get("seconds", {}).get("total"),
+    }
+    measured = {
+        "anomaly": __version__,
+        "engine": category.engine,
+        "seconds": f"{category.seconds:.1f}",
+        "images a second": f"{scored / category.seconds:.1f}" if category.seconds else "",
+    }
+    return {"Settings": settings, "Training": learned, "Evaluation": measured}
+
+
+@cache
+def glossary() -> dict[str, str]:
+    """What each figure means, by its key, for people."""
+    return dict(json.loads(asset("glossary.json")))
+
+
+def term(key: str, title: str) -> str:
+    """A figure's name as HTML that explains itself: under the mouse, and at a press or a key."""
+    about, spot = escape(glossary()[key]), escape(f"about-{key}")
+    return (
+        f'<button class="term" type="button" popovertarget="{spot}" title="{about}">'
+        f'{escape(title)}</button><span id="{spot}" popover class="about">'
+        f"<b>{escape(title)}</b>{about}</span>"
+    )
