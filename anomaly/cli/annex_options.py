@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from anomaly.cli.options import add_device, add_output, add_paths, add_settings, number
+from anomaly.cli.options import add_device, add_output, add_settings, number
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -221,30 +221,12 @@ def _feedback(parser: argparse.ArgumentParser) -> None:
         "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
     )
     parser.add_argument(
-        "--verdict",
-        choices=("good", "defect"),
-        help="what the parts really are; without --verdict and --pictures, all judgements "
-        "are listed as JSON lines",
-    )
-    add_paths(parser, "--images", "image files, found in the record by their hash", "FILE")
-    add_paths(parser, "--parts", "numbers of parts", "N", _part_number)
-    parser.add_argument(
         "--pictures",
         type=Path,
         metavar="FOLDER",
         help="write the pictures of all judged parts to this folder: a folder for each "
-        "model, with good/ and defect/TYPE/",
+        "model, with good/ and defect/TYPE/; without it, all judgements are listed as JSON lines",
     )
-    parser.add_argument("--type", default="", help="kind of defect")
-    parser.add_argument("--note", default="", help="free text")
-    parser.add_argument("--who", help="name of the person who judges (default: the user's name)")
-
-
-def _part_number(text: str) -> int:
-    """Parse the number of a part."""
-    if text.isdecimal() and len(text) < 20 and 1 <= int(text) < 2**63:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text} can't be the number of a part; give 1, 2, 3 …")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:

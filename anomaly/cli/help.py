@@ -84,8 +84,8 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "deploy --back --to line/part",
         ),
         "feedback": (
-            "record what parts of a line really were, or list these records",
-            "feedback --record line.sqlite --parts 1041 --verdict defect --type scratch",
+            "list what people have said of parts, or write the pictures of these parts",
+            "feedback --record line.sqlite",
             "feedback --record line.sqlite --pictures judged",
         ),
         "drift": (

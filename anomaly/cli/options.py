@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from anomaly.files.outputs import GOLDEN
 
@@ -40,11 +39,10 @@ def add_paths(
     option: str,
     text: str,
     metavar: str = "PATH",
-    kind: Callable[[str], Any] = Path,
 ) -> None:
-    """An option that takes paths, or others of a kind, and may be repeated; empty by default."""
+    """An option that takes paths and may be repeated; empty by default."""
     parser.add_argument(
-        option, type=kind, action="extend", nargs="+", default=[], metavar=metavar, help=text
+        option, type=Path, action="extend", nargs="+", default=[], metavar=metavar, help=text
     )
 
 

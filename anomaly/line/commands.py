@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import agreed, chosen_device
 from anomaly.cli.logging_setup import NOTE, ProgressLine
-from anomaly.errors import AnomalyError, DataError, why
+from anomaly.errors import AnomalyError, DataError
 from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
-from anomaly.files.writing import like, sha256_of
+from anomaly.files.writing import like
 from anomaly.line import report, serve
 from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
 from anomaly.line.feedback import judgements, safe_name, save_pictures
-from anomaly.line.record import Record
 from anomaly.line.registry import back, check, deploy, earlier, holds
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.exported import read_folder
@@ -145,66 +142,18 @@ def _thresholds(options: argparse.Namespace) -> Thresholds:
 
 
 def _feedback(options: argparse.Namespace) -> int:
-    """Record judgements, list them, or write judged pictures."""
+    """List judgements, or write judged pictures."""
     if not options.record.is_file():
         raise DataError(f"there is no record {options.record}{like(options.record)}")
-    if (options.verdict is None) != (not options.images and not options.parts):
-        raise AnomalyError("--verdict needs --images or --parts, and these need --verdict")
-    if options.pictures is not None:
-        if options.verdict is not None:
-            raise AnomalyError(
-                "--verdict records a judgement and --pictures writes judged pictures; give one "
-                "of these"
-            )
-        return _save(options.record, options.pictures)
-    if options.verdict is None:
+    if options.pictures is None:
         for entry in judgements(options.record):
             print(json.dumps(entry))
         return 0
-    try:
-        hashes = [(file, sha256_of(file)) for file in options.images]
-    except OSError as error:
-        raise DataError(f"{error.filename} can't be read: {why(error)}") from None
-    record = Record(options.record)
-    try:
-        judgement: dict[str, Any] = {
-            "who": _text(options.who or _user()),
-            "defect_type": _text(options.type),
-            "note": _text(options.note),
-        }
-        for part in options.parts:
-            record.check_part(part)  # before anything is recorded
-        for part in options.parts:
-            record.add_feedback(options.verdict, part=part, **judgement)
-            print(f"part {part}: {options.verdict}")
-        for file, sha256 in hashes:
-            number = record.add_feedback(options.verdict, sha256=sha256, **judgement)
-            known = "not scored here yet" if number is None else f"part {number}"
-            print(f"{file} ({known}): {options.verdict}")
-        print(f"written to {options.record}")
-    finally:
-        record.close()
-    return 0
-
-
-def _save(record: Path, folder: Path) -> int:
-    for model, counts in save_pictures(record, folder).items():
+    for model, counts in save_pictures(options.record, options.pictures).items():
         lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
-        place = folder / safe_name(model)
+        place = options.pictures / safe_name(model)
         print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
     return 0
-
-
-def _text(given: str) -> str:
-    """An argument that is valid UTF-8."""
-    return given.encode("utf-8", "backslashreplace").decode()
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in some containers
-        return ""
 
 
 COMMANDS = {

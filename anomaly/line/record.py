@@ -7,9 +7,8 @@
     outboxes   the last part that each receiver has confirmed
 
 It has a write-ahead log, and each batch is one transaction: after `add` returns, its rows survive
-a crash. It notices when the file is removed or replaced; SQLite alone would go on writing to the
-deleted file. A file may come from elsewhere: `open_to_read` checks its tables and values. Imports
-no torch.
+a crash. A file may come from elsewhere: `open_to_read` checks its tables and values. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from anomaly.errors import DataError, OutputError, visible
 from anomaly.files.writing import from_json
@@ -41,7 +42,6 @@ _SQLITE = b"SQLite format 3\x00"  # the first bytes of each of its files
 _LOGS = ("-wal", "-shm")  # endings of their names
 _FORMAT = 1
 _MOST_AT_ONCE = 64  # results in one transaction
-_LOOK_SECONDS = 0.2  # longest wait of a reader for a writer
 # Called with a part's number or the error.
 _Then = Callable[[int | OutputError], object]
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
@@ -51,14 +51,10 @@ AND lower (tbl_name) IN ('parts', 'pictures', 'promises', 'feedback', 'outboxes'
 """
 # Types of columns by name; other ones hold texts and numbers, never bytes.
 _KINDS: dict[str, type] = {"file": bytes, "heatmap": bytes, "score": float, "part": int}
-# Types of a row's values, and what stands for another one.
-_FIELDS: dict[str, tuple[Any, str | None]] = {
-    name: (str, "") if kind is str else ((int, float), None)
-    for name, kind in get_type_hints(Row).items()
-}
+_ROW = TypeAdapter(Row)
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
-INSERT OR IGNORE INTO outboxes SELECT ?, MAX (COALESCE (MAX (id), 0), ?), 0 FROM parts
+INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
 # Each person's last judgement of an image counts, unless that person has withdrawn it.
@@ -73,8 +69,9 @@ JUDGED = f"""
 """
 # Each part with its image's last judgement, the newest part first.
 _PARTS = f"""
-SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL,
-       feedback.verdict, feedback.defect_type, feedback.note, feedback.who
+SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL, CASE WHEN feedback.id THEN
+    json_object ('verdict', feedback.verdict, 'defect_type', feedback.defect_type,
+                 'note', feedback.note, 'who', feedback.who) END AS feedback
 FROM parts LEFT JOIN pictures ON pictures.part = parts.id
 LEFT JOIN feedback ON feedback.id = (
     SELECT MAX (id) FROM feedback WHERE sha256 = parts.sha256 AND {_COUNTS})
@@ -114,18 +111,14 @@ class Keeping:
 class Record:
     """The record's file. Threads may share it.
 
-    If the file is removed during use, a new one is created in its place; if it is replaced, the
-    new file is used. Numbers of parts continue.
+    Nothing can be recorded while the file is gone or was changed by another program.
 
     Args:
         file: created if missing.
         keeping: which pictures are kept.
 
     Attributes:
-        last: number of the newest part.
         promises: promised rates by the model's id; recorded once the model has scored a part.
-        changes: how often the file was removed or replaced.
-        changed: the last such change, for people; empty if there was none.
 
     Raises:
         OutputError: the file can't be written, or isn't a record.
@@ -133,117 +126,36 @@ class Record:
 
     def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
         self.file = file
-        self.changes, self.changed = 0, ""
         self.promises: dict[str, str] = {}
         self._keeping = keeping or Keeping()
         self._lock = threading.RLock()
-        self._db: sqlite3.Connection | None = None
-        self._places: tuple[object, ...] = ()
-        self._head = -1  # a descriptor of the file
-        self._gone = False
-        self._receivers: set[str] = set()
-        self.last = 0
-        self._held: int | None = None  # bytes of pictures; None until they are counted
         self._needed = 0  # bytes that the last write needed
         self._trouble = ""
+        self._places: tuple[object, ...] = ()
         with self._explained():
-            self._at_hand()
-
-    def _at_hand(self) -> sqlite3.Connection:
-        """The connection to the file that has the record's name."""
-        places = _places(self.file, self._head)
-        if self._db is not None:
-            if places == self._places:
-                return self._db
-            self._gone = places[0] != self._places[0]
-            if not self._gone and not is_sqlite(self.file):
-                if self.file.stat().st_size:
-                    raise OutputError(
-                        f"{self.file} was overwritten by another program; move it away, and a "
-                        "new record is created"
-                    )
-                Path(os.path.realpath(self.file)).unlink()  # truncated: it holds nothing
-                self._gone = True
-            # Fold the log into the old file, wherever that is: SQLite would take it for the
-            # new file's log.
-            with suppress(sqlite3.Error):
-                self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
-            self.close()
-            self._db = None
-            for end, was, now in zip(_LOGS, self._places[1:], places[1:], strict=False):
-                if self._gone and was == now:
-                    Path(f"{self.file}{end}").unlink(missing_ok=True)
-        there = is_sqlite(self.file)
-        self._db = db = self._open()
-        self._head = os.open(self.file, os.O_RDONLY)
-        self._places = _places(self.file, self._head)
-        if self._gone:
-            what = "removed; a new record was created in its place"
-            what = "replaced; recording continues in the new file" if there else what
-            self.changes += 1
-            self.changed = visible(f"{self.file} was {what} ({time_now()})")
-            log.error("%s", self.changed)
-            self._gone = False
-        return db
-
-    def _open(self) -> sqlite3.Connection:
-        file = self.file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):  # for owner and group; SQLite's logs get the same rights
-            os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o640))
-        db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
-        try:
-            db.execute("PRAGMA busy_timeout = 5000")
-            if foreign := _foreign(db):
-                raise OutputError(f"{file} {foreign}; give another --record")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            made = f"{_schema()}; PRAGMA user_version = {_FORMAT}"
-            db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
-            newest = db.execute("SELECT COALESCE (MAX (id), 0) FROM parts").fetchone()[0]
-            if newest < self.last:  # numbers are never reused
-                db.execute("DELETE FROM sqlite_sequence WHERE name = 'parts'")
-                db.execute("INSERT INTO sqlite_sequence VALUES ('parts', ?)", (self.last,))
-            self.last, self._held = max(self.last, newest), None
-            for receiver in self._receivers:
-                db.execute(_RECEIVER, (receiver, self.last))
-        except BaseException:
-            db.close()
-            raise
-        return db
+            self._db = _opened(file)
+            self._held = self._db.execute(_HELD).fetchone()[0]  # bytes of pictures
+            self._head = os.open(file, os.O_RDONLY)
+            self._places = _places(file, self._head)
 
     def close(self) -> None:
         """Close the file after the last write; the log is folded into it."""
         with self._lock:
-            if self._db is not None:
-                self._db.close()
+            self._db.close()
             if self._head >= 0:
                 os.close(self._head)
                 self._head = -1
 
     def trouble(self) -> str:
         """Why the record can't be written; empty if it can. After an error it tries again."""
-        if self._lock.acquire(timeout=_LOOK_SECONDS):
-            try:
-                with suppress(OutputError), self._explained():
-                    if not self._trouble and os.access(self.file, os.W_OK):
-                        self._at_hand()
-                    elif self._free() >= self._needed:
-                        with self.changing() as db:
-                            db.execute(f"PRAGMA user_version = {_FORMAT}")
-            finally:
-                self._lock.release()
+        with suppress(OutputError), self.changing():
+            pass
         return self._trouble
-
-    def _free(self) -> int:
-        existing = next(folder for folder in self.file.absolute().parents if folder.is_dir())
-        return shutil.disk_usage(existing).free
 
     def send_to(self, receiver: str) -> None:
         """Register a receiver; a new one gets only rows from now on."""
         with self.changing() as db:
-            db.execute(_RECEIVER, (receiver, self.last))
-            self._receivers.add(receiver)
+            db.execute(_RECEIVER, (receiver,))
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
         """Record results; they are on disk when this returns.
@@ -257,20 +169,12 @@ class Record:
         with self._lock:
             self._needed = sum(len(answer.file) + len(answer.heatmap) for answer in answers)
             with self.changing() as db:
-                picture_bytes = self._held
-                if picture_bytes is None:
-                    picture_bytes = db.execute(_HELD).fetchone()[0]
-                self._held = None  # until it is known whether all of it was written
-                numbers = []
-                for answer in answers:
-                    number, size = self._add(db, answer)
-                    numbers.append(number)
-                    picture_bytes += size
+                added = [self._add(db, answer) for answer in answers]
                 models = {answer.row.model_id for answer in answers} & self.promises.keys()
                 db.executemany(_PROMISE, [(model, self.promises[model]) for model in models])
-                picture_bytes = self._make_room(db, picture_bytes)
-            self._held, self.last = picture_bytes, numbers[-1]
-        return numbers
+                held = self._make_room(db, self._held + sum(size for _, size in added))
+            self._held = held
+        return [number for number, _ in added]
 
     def _add(self, db: sqlite3.Connection, answer: Answer) -> tuple[int, int]:
         """Returns the part's number, and the bytes of its picture."""
@@ -304,27 +208,16 @@ class Record:
         return held
 
     def add_feedback(
-        self,
-        verdict: str,
-        *,
-        who: str,
-        part: int | None = None,
-        sha256: str = "",
-        defect_type: str = "",
-        note: str = "",
-    ) -> int | None:
+        self, verdict: str, *, who: str, part: int, defect_type: str = "", note: str = ""
+    ) -> None:
         """Record a person's judgement of a part.
 
         Args:
             verdict: `good` or `defect`; empty to withdraw this person's last judgement.
             who: name of the person.
-            part: its number; None takes the newest one of this image, if there is any.
-            sha256: of the image; taken from the part where there is one.
+            part: its number.
             defect_type: kind of defect.
             note: free text.
-
-        Returns:
-            The part's number; None for an image that was never scored here.
 
         Raises:
             DataError: there is no such part, its image couldn't be read, or this person has no
@@ -332,29 +225,19 @@ class Record:
             OutputError: the disk is full.
         """
         with self.changing() as db:
-            if part is not None:
-                sha256 = self.check_part(part)
-            else:
-                newest = "SELECT MAX (id) FROM parts WHERE sha256 = ?"
-                part = db.execute(newest, (sha256,)).fetchone()[0]
+            found = db.execute("SELECT sha256, status FROM parts WHERE id = ?", (part,)).fetchone()
+            if found is None or found[1] != "ok":
+                what = "has no image that could be read" if found else "doesn't exist"
+                raise DataError(f"part {part} {what}; nothing was recorded")
             own = f"SELECT 1 FROM feedback WHERE sha256 = ? AND who = ? AND {_COUNTS}"
-            if not (verdict or db.execute(own, (sha256, who)).fetchone()):
+            if not (verdict or db.execute(own, (found[0], who)).fetchone()):
                 name = who or "someone without a name"
                 raise DataError(f"no judgement by {name} to take back; nothing was recorded")
             db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, sha256, who, verdict, defect_type, note, time_now()),
+                (part, found[0], who, verdict, defect_type, note, time_now()),
             )
-        return part
-
-    def check_part(self, number: int) -> str:
-        """The sha256 of a part's image. Raises DataError without a readable image."""
-        parts = self.read("SELECT sha256, status FROM parts WHERE id = ?", (number,))
-        if not parts or parts[0][1] != "ok":
-            what = "has no image that could be read" if parts else "doesn't exist"
-            raise DataError(f"part {number} {what}; nothing was recorded")
-        return str(parts[0][0])
 
     def parts(
         self, before: int | None = None, verdict: str = "", limit: int = 60, model: str = ""
@@ -412,20 +295,29 @@ class Record:
     def changing(self) -> Iterator[sqlite3.Connection]:
         """A transaction: all of it is written at its end, or nothing on an error."""
         with self._lock, self._explained():
-            db = self._at_hand()
-            db.execute("BEGIN IMMEDIATE")
+            self._check_place()
+            if self._trouble and shutil.disk_usage(self.file.parent).free < self._needed:
+                raise OutputError(self._trouble)
+            self._db.execute("BEGIN IMMEDIATE")
             try:
-                yield db
-                db.execute("COMMIT")
+                yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
                 raise
-            if _places(self.file, self._head) != self._places:
-                raise OutputError(f"{self.file} was removed or replaced while it was written to")
+            self._check_place()
             if self._trouble:
                 log.warning("%s can be written again", self.file)
             self._trouble = ""
+
+    def _check_place(self) -> None:
+        """Refuse to write to a file that nobody would find; SQLite alone wouldn't notice."""
+        if _places(self.file, self._head) != self._places:
+            raise OutputError(
+                f"{self.file} was removed or changed by another program; put it back, or end serve "
+                "and start it with a new record"
+            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -520,6 +412,25 @@ def _call(callback: Callable[..., object], *arguments: object) -> None:
         log.exception("passing a result on failed")
 
 
+def _opened(file: Path) -> sqlite3.Connection:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # for owner and group; SQLite's logs get the same rights
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o640))
+    db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+    try:
+        db.execute("PRAGMA busy_timeout = 5000")
+        if foreign := _foreign(db):
+            raise OutputError(f"{file} {foreign}; give another --record")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        made = f"{_schema()}; PRAGMA user_version = {_FORMAT}"
+        db.executescript(f"BEGIN IMMEDIATE; {made}; COMMIT")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
 @contextmanager
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a record to read. It needn't be writable; others may be writing to it.
@@ -587,15 +498,11 @@ def _checked(file: Path, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[
 
 
 def _row(file: Path, line: str) -> dict[str, Any]:
-    """The values of a `Row` as JSON; blank in place of values of other types."""
+    """The values of a `Row` as JSON."""
     try:
-        row = dict(from_json(line))
+        return asdict(_ROW.validate_python(from_json(line)))
     except (TypeError, ValueError):
         raise strange(file, "line") from None
-    return {
-        name: row[name] if isinstance(row.get(name), kind) else blank
-        for name, (kind, blank) in _FIELDS.items()
-    }
 
 
 def strange(file: Path, what: str) -> DataError:
@@ -646,15 +553,10 @@ def _why(error: Exception) -> str:
 
 
 def _part(
-    number: int, model: str, row: dict[str, Any], picture: int, verdict: str | None, *more: str
+    number: int, model: str, row: dict[str, Any], picture: int, feedback: str | None
 ) -> dict[str, Any]:
-    feedback = None
-    if verdict:
-        feedback = dict(
-            zip(("verdict", "defect_type", "note", "who"), (verdict, *more), strict=True)
-        )
-    more_values = {"id": number, "model": model, "picture": bool(picture), "feedback": feedback}
-    return row | more_values
+    said = feedback and json.loads(feedback)
+    return {**row, "id": number, "model": model, "picture": bool(picture), "feedback": said}
 
 
 def time_now() -> str:

@@ -218,8 +218,7 @@ class InspectionService:
         """Whether parts are accepted and recorded; also for clients without a token.
 
         Returns:
-            `ready`; `reason`, why not; `models`, the state of each; `record`, the last removal or
-            replacement of the record's file, else empty.
+            `ready`; `reason`, why not; `models`, the state of each.
         """
         models = self.registry.models.values()
         states = {slot.name: slot.state for slot in models}
@@ -230,8 +229,7 @@ class InspectionService:
         place, name = visible(str(self.record.file)), visible(self.record.file.name)
         if trouble := self.record.trouble():
             reasons.append(f"parts can't be recorded: {trouble.replace(place, name)}")
-        health = {"models": states, "record": self.record.changed.replace(place, name)}
-        return {"ready": not reasons, "reason": "; ".join(reasons), **health}
+        return {"ready": not reasons, "reason": "; ".join(reasons), "models": states}
 
     def alarms(self) -> list[dict[str, Any]]:
         """The current alarms; see `alarms_of`."""
@@ -308,8 +306,6 @@ def _alarms(
         yield "stopping", "", ""
     if trouble := record.trouble():
         yield "unwritable", "", trouble
-    if record.changed:
-        yield "record", "", record.changed
     for slot in models:
         if slot.state in ("failed", "loading"):
             yield slot.state, slot.name, slot.trouble
@@ -361,7 +357,6 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[Any], float]], ...] = (
         "1 while nothing can be recorded",
         lambda record: bool(record.trouble()),
     ),
-    ("", "record_changes", "How often the record's file was gone", lambda record: record.changes),
     ("receiver", "unsent_parts", "Parts that wait for it", lambda outbox: outbox.state()[0]),
     ("receiver", "refused_parts", "Parts that it has refused", lambda outbox: outbox.state()[1]),
 )

@@ -13,10 +13,9 @@ import http.client
 import importlib.util
 import json
 import logging
-import socket
+import queue
 import ssl
 import threading
-from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, suppress
 from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -25,8 +24,7 @@ from anomaly.errors import AnomalyError, why
 from anomaly.line.record import Record
 from anomaly.version import __version__
 
-_SECONDS = 5.0  # limit for connecting, sending a row and its whole answer
-_SHORT_BYTES = 65_536  # of an answer's body, which nobody reads
+_SECONDS = 5.0  # limit for each step: connecting, sending a row, its answer
 _ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
 _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 
@@ -97,17 +95,14 @@ class Webhook:
 
     def send(self, message: bytes, key: str) -> None:
         """Deliver a row; see `Sink`."""
-        connection = self._connection()
-        request = "POST", self._target, message, self._headers | {"Idempotency-Key": key}
-        answered: Future[int] = Future()
-        # In a thread, so that one limit holds for all of it, looking up the host included.
-        threading.Thread(target=_ask, args=(answered, connection, request), daemon=True).start()
+        scheme, host, port = self._where
+        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         try:
-            status = answered.result(_SECONDS)
+            with closing(kind(host, port, timeout=_SECONDS)) as connection:
+                headers = self._headers | {"Idempotency-Key": key}
+                connection.request("POST", self._target, message, headers)
+                status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
-            answered.cancel()
-            with suppress(OSError, AttributeError):  # AttributeError: it isn't open
-                connection.sock.shutdown(socket.SHUT_RDWR)
             raise NotTakenError(_reason(error)) from None
         if 200 <= status < 300:
             return
@@ -116,28 +111,6 @@ class Webhook:
 
     def close(self) -> None:
         """Nothing: each row has a connection of its own."""
-
-    def _connection(self) -> http.client.HTTPConnection:
-        scheme, host, port = self._where
-        if scheme == "http":
-            return http.client.HTTPConnection(host, port, timeout=_SECONDS)
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=context)
-
-
-def _ask(
-    answered: Future[int], connection: http.client.HTTPConnection, request: tuple[Any, ...]
-) -> None:
-    with closing(connection), suppress(InvalidStateError):  # that nobody waits any more
-        try:
-            connection.connect()
-            if not answered.cancelled():
-                connection.request(*request)
-                answer = connection.getresponse()
-                answer.read(_SHORT_BYTES)
-                answered.set_result(answer.status)
-        except Exception as error:
-            answered.set_exception(error)
 
 
 class Mqtt:
@@ -168,17 +141,15 @@ class Mqtt:
     def send(self, message: bytes, key: str) -> None:
         """Deliver a row; see `Sink`."""
         try:
-            self._client = self._client or self._connected()
+            if self._client is None:
+                self._connect()
             published = self._client.publish(self._topic, message, qos=1)
             published.wait_for_publish(_SECONDS)
             if not published.is_published():
                 raise NotTakenError("it doesn't confirm a message")
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, NotTakenError) as error:
             self.close()
             raise NotTakenError(_reason(error)) from None
-        except NotTakenError:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Disconnect from the broker."""
@@ -188,32 +159,28 @@ class Mqtt:
             self._client.loop_stop()
             self._client = None
 
-    def _connected(self) -> Any:
+    def _connect(self) -> None:
         from paho.mqtt.client import Client
         from paho.mqtt.enums import CallbackAPIVersion
 
-        client = Client(CallbackAPIVersion.VERSION2, reconnect_on_failure=False)
-        answered, answers = threading.Event(), []
-
-        def on_connect(_: Any, __: Any, ___: Any, code: Any, ____: Any) -> None:
-            answers.append(code)
-            answered.set()
-
-        client.on_connect = on_connect
+        self._client = client = Client(CallbackAPIVersion.VERSION2, reconnect_on_failure=False)
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        client.on_connect = lambda *answer: answers.put(answer[3])
         client.connect_timeout = _SECONDS
         if self._parts.username is not None:
-            password = self._parts.password
-            password = None if password is None else unquote(password)
-            client.username_pw_set(unquote(self._parts.username), password)
+            client.username_pw_set(
+                unquote(self._parts.username), unquote(self._parts.password or "")
+            )
         if self._parts.scheme == "mqtts":
             client.tls_set_context(ssl.create_default_context())
         client.connect(str(self._parts.hostname), self._port, keepalive=30)
         client.loop_start()
-        if not answered.wait(_SECONDS) or answers[0].is_failure:
-            client.loop_stop()
-            refused = answered.is_set()
-            raise NotTakenError("it refuses this user" if refused else "it doesn't answer")
-        return client
+        try:
+            refused = answers.get(timeout=_SECONDS).is_failure
+        except queue.Empty:
+            raise NotTakenError("it doesn't answer") from None
+        if refused:
+            raise NotTakenError("it refuses this user")
 
 
 def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult, int]:
@@ -241,6 +208,8 @@ def _names(parts: SplitResult, port: int) -> tuple[str, str]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, NotTakenError):
+        return str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return "its certificate isn't valid here"
     if isinstance(error, TimeoutError):

@@ -22,7 +22,6 @@ from anomaly.cli import COMMANDS, layers
 from anomaly.cli.annex_options import ANNEX_OPTIONS
 from anomaly.cli.options import OPTIONS
 from anomaly.errors import ModelError
-from anomaly.line.record import Record
 from anomaly.storage.load import load_model
 
 
@@ -307,9 +306,6 @@ def test_a_user_without_name_or_home(
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", run_folder, "--input", product / "test" / "good", "--output", "out"]
     says(0, "infer", arguments)
-    Record(Path("line.sqlite")).close()
-    judged = ["--verdict", "good", "--images", product / "test" / "good" / "000.png"]
-    says(0, "feedback", ["--record", "line.sqlite", *judged])
     assert "~/run" in says(2, "infer", ["--model", "~/run", *arguments[2:]])
     assert all(folder.parts[0] != "~" for folder in search_folders())
     assert not Path("~").exists()

@@ -65,7 +65,6 @@ def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path)
     record.add_feedback("good", who="a", part=1)
     record.add_feedback("good", who="a", part=2)
     record.add_feedback("defect", who="b", part=2, defect_type="scratch")  # the last word
-    record.add_feedback("good", who="a", sha256="f" * 64)  # never seen here
     record.close()
     (tmp_path / "pictures").mkdir()
     found = confirmed_parts(tmp_path / "line.sqlite", {"0" * 16}, tmp_path / "pictures")
@@ -112,8 +111,6 @@ def test_pictures_of_judged_parts_are_written_as_a_data_set(
     assert (to / "disc" / "good" / "part-1.png").read_bytes() == png
     code, _, err = command("feedback", arguments)
     assert (code, "exists already; give another folder" in err) == (2, True)
-    code, _, err = command("feedback", [*arguments, "--verdict", "good", "--parts", 1])
-    assert (code, "--verdict records a judgement" in err) == (2, True)
     Record(tmp_path / "empty.sqlite").close()
     code, _, err = command("feedback", ["--record", tmp_path / "empty.sqlite", "--pictures", to])
     assert (code, "holds no judged part" in err) == (2, True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import sqlite3
 import threading
@@ -151,37 +149,13 @@ def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
             record.add_feedback("", who="Ann", part=1)
 
 
-def test_the_command_notes_and_lists(tmp_path: Path, command: Command) -> None:
-    file, image = tmp_path / "line.sqlite", tmp_path / "part.png"
-    image.write_bytes(b"some image")
-    known = answer("reject", 1)
-    sha256 = hashlib.sha256(b"some image").hexdigest()
-    known = replace(known, row=replace(known.row, image_sha256=sha256))
-    with closing(Record(file)) as record:
-        record.add([answer("good", 0), known])
-    arguments = ["--record", file, "--who", "Ada"]
-    more = ["--verdict", "defect", "--type", "dent", "--images", image]
-    code, out, _ = command("feedback", [*arguments, *more])
-    assert (code, "part 2): defect" in out) == (0, True)
-    image.write_bytes(b"another")
-    good = [*arguments, "--verdict", "good"]
-    code, out, _ = command("feedback", [*good, "--images", image])
-    assert (code, "not scored here yet" in out) == (0, True)
-    for wrong, says in (
-        (["--verdict", "good"], ""),
-        (["--parts", 1], ""),
-        (["--verdict", "good", "--parts", 1, 9], "part 9 doesn't exist; nothing was recorded"),
-        (["--verdict", "good", "--parts", 2**63], "can't be the number of a part"),
-    ):
-        code, _, err = command("feedback", [*arguments, *wrong])
-        assert (code, says in err) == (2, True)
-    assert command("feedback", [*good, "--parts", 1, "--note", "caf\udce9"])[0] == 0
-    said = [json.loads(line) for line in command("feedback", arguments)[1].splitlines()]
-    assert [(one["part"], one["verdict"], one["defect_type"], one["note"]) for one in said] == [
-        (2, "defect", "dent", ""),
-        (None, "good", "", ""),
-        (1, "good", "", "caf\\udce9"),
-    ]
+def test_the_command_lists(tmp_path: Path, command: Command) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add([answer("good", 0), answer("reject", 1)])
+        record.add_feedback("defect", who="Ada", part=2, defect_type="dent")
+    code, out, _ = command("feedback", ["--record", tmp_path / "line.sqlite"])
+    (said,) = map(json.loads, out.splitlines())
+    assert (code, said["part"], said["who"], said["defect_type"]) == (0, 2, "Ada", "dent")
     code, _, err = command("feedback", ["--record", tmp_path / "lime.sqlite"])
     assert (code, "did you mean 'line.sqlite'" in err) == (2, True)
     assert not (tmp_path / "lime.sqlite").exists()
@@ -249,72 +223,45 @@ def test_after_a_full_disk_pictures_within_the_budget_are_all_there(small_disk: 
 @pytest.mark.parametrize(
     "harm",
     [
-        Path.unlink,
-        lambda file: shutil.rmtree(file.parent),
-        lambda file: file.rename(file.with_name("last-week.sqlite")),
-        lambda file: file.write_bytes(b""),
+        lambda file: file.rename(file.with_name("away")),
+        lambda file: file.parent.rename(file.parent.with_name("away")),
+        lambda file: file.with_name("line.sqlite-wal").rename(file.with_name("away")),
+        lambda file: (file.rename(file.with_name("away")), file.write_bytes(WORDS)),
+        lambda file: (file.rename(file.with_name("away")), Record(file).close()),
+        lambda file: (file.rename(file.with_name("away")), file.mkdir()),
     ],
-    ids=["removed", "removed with its folder", "moved", "cut"],
+    ids=["moved", "its folder", "its log", "words", "another record", "a folder"],
 )
-def test_a_record_that_is_gone_begins_anew_and_says_so(
+def test_nothing_is_recorded_while_the_file_is_gone(
     harm: Callable[[Path], object], tmp_path: Path
 ) -> None:
     file = tmp_path / "record" / "line.sqlite"
-    with closing(Record(file, Keeping(megabytes=1))) as record:
-        record.send_to("somebody")
+    with closing(Record(file)) as record:
         record.add(rejects(0, 1, 2))
         harm(file)
-        assert (record.trouble(), record.changes) == ("", 1)
-        assert f"{file} was removed; a new record was created in its place" in record.changed
-        # Numbers go on, so that nothing that knows them takes one part for another.
-        assert record.add(rejects(4)) == [4]
-        with closing(Record(file)) as other:
-            assert numbers(other) == [4]
-            assert other.read("SELECT sink, sent FROM outboxes", ()) == [("somebody", 3)]
-        assert kept(record) == [4]
-    if (moved := file.with_name("last-week.sqlite")).exists():  # what was written last, too
-        with closing(Record(moved)) as record:
-            assert len(record.parts()) == 3
+        for _ in range(2):
+            assert f"{file} was removed or changed by another program" in record.trouble()
+            with pytest.raises(OutputError, match="put it back, or end serve"):
+                record.add(rejects(4))
 
 
-def test_a_log_that_is_removed_takes_nothing_with_it(tmp_path: Path) -> None:
-    record = Record(tmp_path / "line.sqlite")
-    record.add([answer("reject", 1)])
-    (tmp_path / "line.sqlite-wal").unlink()
-    record.add([answer("reject", 2)])
-    assert (record.changes, record.trouble()) == (0, "")
-    with closing(Record(record.file)) as other:
-        assert numbers(other) == [2, 1]
-
-
-def test_another_record_in_its_place_is_gone_on_with(tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "other.sqlite")) as other:
-        other.add([answer("good", 9)])
-    record = Record(tmp_path / "line.sqlite")
-    record.add([answer("reject", i) for i in range(5)])
-    (tmp_path / "other.sqlite").rename(record.file)
-    assert record.add([answer("reject", 7)]) == [6]
-    assert numbers(record) == [6, 1]
-    assert "was replaced; recording continues in the new file" in record.changed
-
-
-@pytest.mark.parametrize("harm", ["overwritten", "replaced", "a folder"])
-def test_what_is_no_record_in_its_place_is_trouble_and_stays_as_it_is(
-    harm: str, tmp_path: Path
-) -> None:
-    record = Record(tmp_path / "line.sqlite")
-    record.add([answer("reject", 1)])
-    if harm != "overwritten":
-        record.file.unlink()
-    record.file.mkdir() if harm == "a folder" else record.file.write_bytes(WORDS)
-    for _ in range(2):
+def test_a_record_that_comes_back_is_gone_on_with(tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add(rejects(0))
+        record.file.rename(tmp_path / "away")
         assert record.trouble()
-        with pytest.raises(OutputError, match=re.escape(str(record.file))):
-            record.add([answer("reject", 2)])
-    assert record.file.is_dir() or record.file.read_bytes() == WORDS
-    record.file.rename(tmp_path / "away")
-    assert record.trouble() == ""
-    assert record.add([answer("reject", 2)]) == [2]
+        (tmp_path / "away").rename(record.file)
+        assert record.trouble() == ""
+        assert record.add(rejects(1)) == [2]
+
+
+@pytest.mark.parametrize("content", [b"", WORDS], ids=["cut", "overwritten"])
+def test_a_file_that_is_overwritten_is_trouble(content: bytes, tmp_path: Path) -> None:
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        record.add(rejects(0))
+        record.file.write_bytes(content)
+        assert "was removed or changed by another program" in record.trouble()
+        assert record.file.read_bytes() == content
 
 
 def test_readers_do_not_wait_for_what_is_written(tmp_path: Path) -> None:

@@ -213,8 +213,6 @@ def test_periods_and_those_before(begin: str, end: str, period: str, before: str
 
 def test_without_feedback_nothing_is_claimed(tmp_path: Path) -> None:
     file = recorded(tmp_path, answers(2.5, 2.5, 2.5))
-    with closing(Record(file)) as record:
-        record.add_feedback("good", who="eva", sha256="f" * 64)  # an image that was never scored
     files = report(file, DAY, {})
     page = files["report.html"]
     assert "No good or rejected part has been judged" in page

@@ -384,7 +384,7 @@ def test_every_route_answers_in_plain_text(
     assert b"did you mean 'disc'" in guarded.ask("GET", "/v1/models/disk")[2]
     record = ["--record", guarded.folder / "line.sqlite"]
     number = guarded.get("/v1/parts?verdict=reject&limit=1")["parts"][0]["id"]
-    assert command("feedback", [*record, "--verdict", "good", "--parts", number])[0] == 0
+    assert guarded.post(f"/v1/parts/{number}/feedback", verdict="good")[0] == 200
     code, out, err = command("feedback", [*record, "--pictures", tmp_path / "judged"])
     assert (code, plain(out + err)) == (0, True)
     folders = [one.name for one in (tmp_path / "judged").iterdir()]
