@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
-    "line": ("serve", "deploy", "drift", "feedback", "report"),
+    "line": ("serve", "deploy", "feedback", "report"),
     "export": ("export", "features"),
     "sample_data": ("demo",),
 }

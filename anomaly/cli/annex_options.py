@@ -191,31 +191,6 @@ def _deploy(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
-def _drift(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--rows", type=Path, metavar="FILE", help="results.csv or results.jsonl of infer"
-    )
-    where.add_argument(
-        "--record", type=Path, dest="rows", metavar="FILE", help="the record of serve (line.sqlite)"
-    )
-    parser.add_argument(
-        "--defects",
-        type=number,
-        default=0.01,
-        metavar="SHARE",
-        help="share of parts that are usually defective (0.01)",
-    )
-    parser.add_argument(
-        "--false-alarms",
-        type=number,
-        default=0.05,
-        metavar="SHARE",
-        help="chance of an alarm in 2,000 parts that haven't changed (0.05)",
-    )
-
-
 def _feedback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
@@ -231,7 +206,14 @@ def _feedback(parser: argparse.ArgumentParser) -> None:
 
 def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
+        "--record",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the record of serve, or the output folder of infer",
+    )
+    parser.add_argument(
+        "--model", type=Path, help="the run whose promises hold for the output of infer"
     )
     parser.add_argument(
         "--from",
@@ -264,7 +246,6 @@ ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "features": _features,
     "serve": _serve,
     "deploy": _deploy,
-    "drift": _drift,
     "feedback": _feedback,
     "report": _report,
 }

@@ -88,15 +88,10 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "feedback --record line.sqlite",
             "feedback --record line.sqlite --pictures judged",
         ),
-        "drift": (
-            "check whether parts still look like the good images behind the thresholds",
-            "drift --model line/part --record line.sqlite",
-            "drift --model runs/part --rows results/monday/results.csv",
-        ),
         "report": (
             "write up a shift, a day or a month of a line: yield, judgements, drift, cost",
             "report --record line.sqlite --from '2026-11-27 06:00' --output shift",
-            "report --record line.sqlite --from 2026-11-01 --to 2026-11-30 --output november",
+            "report --record results/monday --model runs/part --from 2026-11-02 --output drift",
         ),
     },
     "inside a network": {

@@ -7,7 +7,7 @@ import base64
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import datetime, timedelta
@@ -192,6 +192,8 @@ def _shown_name(name: str) -> str:
 
 
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
+    look = InTurn()
+
     @app.get("/v1/models", summary="The models")
     def models() -> dict[str, Any]:
         return {"models": [slot.short() for slot in service.registry.models.values()]}
@@ -204,38 +206,21 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
     async def live() -> dict[str, bool]:  # async: all threads may be busy
         return {"live": True}
 
-    health_now = _for_all(lambda: service.health())
-    metrics_now = _for_all(lambda: service.metrics.text())
-    alarms_now = _for_all(lambda: service.alarms())
-
     @app.get(
         "/v2/health/ready",
         summary="Whether all models are ready and results can be recorded",
     )
     async def ready() -> JSONResponse:
-        health = await health_now()
+        health = await look(service.health)
         return _TextResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/v1/alarms", summary="Current alarms, errors first")
     async def alarms() -> dict[str, Any]:
-        return {"alarms": await alarms_now()}
+        return {"alarms": await look(service.alarms)}
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def metrics() -> Response:
-        return Response(await metrics_now(), media_type="text/plain; version=0.0.4")
-
-
-def _for_all(compute: Callable[[], _T]) -> Callable[[], Awaitable[_T]]:
-    """An async function that computes in a thread; callers at the same time share the result."""
-    running: asyncio.Task[_T] | None = None
-
-    async def ask() -> _T:
-        nonlocal running
-        if running is None or running.done():
-            running = asyncio.create_task(asyncio.to_thread(compute))
-        return await asyncio.shield(running)
-
-    return ask
+        return Response(await look(service.metrics.text), media_type="text/plain; version=0.0.4")
 
 
 class InTurn:
@@ -334,10 +319,6 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         except ValueError:
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
-    @app.get("/v1/drift", summary="Whether parts have drifted since the start, by model")
-    async def drift() -> dict[str, dict[str, Any]]:
-        return {s.name: await read(s.drifted) for s in service.registry.models.values()}
-
     @app.get("/v1/events", summary="New parts and judgements, as server-sent events")
     async def events() -> StreamingResponse:
         followed = service.follow()
@@ -368,7 +349,7 @@ def _report_route(app: FastAPI, service: InspectionService) -> None:
         end = datetime.now().astimezone()  # a length in hours, whatever the clocks do
         period = Period(end - timedelta(hours=hours), end)
         try:
-            text = (await draw(report, service.record.file, period, {}))[PAGE]
+            text = (await draw(report, service.record.file, period, {})).files[PAGE]
         except DataError as error:
             raise HTTPException(404, str(error)) from None
         policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style

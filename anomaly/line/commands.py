@@ -1,4 +1,4 @@
-"""`anomaly deploy`, `anomaly drift` and `anomaly feedback`."""
+"""`anomaly deploy` and `anomaly feedback`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import json
 import logging
 from pathlib import Path
 
-from anomaly.calibration import Thresholds
-from anomaly.calibration.rates import percent
 from anomaly.cli.common_options import agreed, chosen_device
-from anomaly.cli.logging_setup import NOTE, ProgressLine
+from anomaly.cli.logging_setup import ProgressLine
 from anomaly.errors import AnomalyError, DataError
 from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.files.writing import like
 from anomaly.line import report, serve
-from anomaly.line.drift import HORIZON, Drift, levels_of, read_scores
 from anomaly.line.feedback import judgements, safe_name, save_pictures
 from anomaly.line.registry import back, check, deploy, earlier, holds
 from anomaly.scoring.pipeline import Model
-from anomaly.storage.exported import read_folder
 from anomaly.storage.folder import (
     MANIFEST,
     find_model,
-    model_id,
 )
 from anomaly.storage.load import load_model
-from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)
@@ -90,57 +84,6 @@ def _doubts(model: Model, line: Path) -> list[str]:
     return [cost.refusal, cost.unlike or unlike_training(before, model)]
 
 
-def _drift(options: argparse.Namespace) -> int:
-    """Measure the drift of a stream of scores.
-
-    Returns:
-        0 without an alarm, 1 with one.
-    """
-    thresholds = _thresholds(options)
-    folder = find_model(options.model)
-    if options.rows.is_dir():  # the output of infer
-        options.rows /= "results.csv"
-    stream = read_scores(options.rows, {model_id(folder), *thresholds_alone_differ(folder)})
-    try:
-        levels = levels_of(thresholds, defects=options.defects, false_alarms=options.false_alarms)
-    except ValueError:
-        raise DataError(
-            f"--defects is {options.defects:g} (must be 0 to 0.5) and --false-alarms is "
-            f"{options.false_alarms:g} (must be between 0 and 1)"
-        ) from None
-    drift = Drift(levels).add_all(stream.scores)
-    for line in stream.notes:
-        log.log(NOTE, line)
-    lines = [
-        *drift.lines(),
-        f"chance of a false alarm in {HORIZON} parts: at most {percent(options.false_alarms)}; "
-        f"assumed share of defective parts: {percent(options.defects)}; levels from "
-        f"{thresholds.images} good images",
-    ]
-    lines.extend(filter(None, drift.flagged(thresholds.calibration.review, str(options.model))[1:]))
-    print("\n".join(lines))
-    alarm = drift.alarm
-    if alarm is None:
-        print("no drift")
-        return 0
-    when = stream.times[alarm.alarm or 0]
-    at = f" ({when})" if when else ""
-    print(f"alarm: the parts have drifted, seen at part {(alarm.alarm or 0) + 1}{at}")
-    return 1
-
-
-def _thresholds(options: argparse.Namespace) -> Thresholds:
-    folder = find_model(options.model)
-    read_folder(folder)
-    thresholds = read_thresholds(folder)
-    if thresholds is None:
-        raise DataError(
-            f"{options.model} has no thresholds, so drift can't be measured; set them with "
-            "anomaly calibrate"
-        )
-    return thresholds
-
-
 def _feedback(options: argparse.Namespace) -> int:
     """List judgements, or write judged pictures."""
     if not options.record.is_file():
@@ -159,7 +102,6 @@ def _feedback(options: argparse.Namespace) -> int:
 COMMANDS = {
     "serve": serve.run,
     "deploy": _deploy,
-    "drift": _drift,
     "report": report.run,
     "feedback": _feedback,
 }

@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,13 +32,12 @@ from anomaly.calibration.model_thresholds import Thresholds
 from anomaly.calibration.production import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.calibration.thresholds import Threshold
-from anomaly.errors import DataError, ModelError, why
-from anomaly.files.tables import read_rows
+from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import from_json
-from anomaly.line.record import JUDGED, is_sqlite, open_to_read, strange
+from anomaly.line.record import JUDGED, open_to_read, strange
 from anomaly.storage.folder import checked
 
-FALSE_ALARMS = 0.05
+FALSE_ALARMS = 0.05  # chance of an alarm on any level in `HORIZON` parts that haven't drifted
 HORIZON = 2000  # parts that the false-alarm rate is stated for
 _CELLS = 300  # of the Markov chain, at least
 _LEAST_JUMP = 10  # cells that a part above the level adds
@@ -153,22 +151,12 @@ class Watched:
                 self._latest = max(1.0, float(estimate))
 
 
-def levels_of(
-    thresholds: Thresholds, *, defects: float = DEFECT_SHARE, false_alarms: float = FALSE_ALARMS
-) -> list[Level]:
-    """The levels to watch, the highest first.
+def levels_of(thresholds: Thresholds) -> list[Level]:
+    """The levels to watch, the highest first; a level without room for an alarm is left out.
 
     Args:
         thresholds: of the model, with the scores behind them.
-        defects: share of parts that are usually defective.
-        false_alarms: chance of an alarm on any level in `HORIZON` parts that haven't drifted. Half
-            of it covers the uncertainty of few calibration images, half the cumulative sums.
-
-    Raises:
-        ValueError: a share outside 0 to 1, or no room for any alarm.
     """
-    if not 0 <= defects < 0.5 or not 0 < false_alarms < 1:
-        raise ValueError("defects must be 0 to 0.5, and false_alarms more than 0 and less than 1")
     good = np.sort(np.array(thresholds.good.image))
     values = {"reject threshold": thresholds.image, "review threshold": thresholds.review}
     values |= {
@@ -178,12 +166,13 @@ def levels_of(
     distinct: dict[float, str] = {}
     for name, value in values.items():
         distinct.setdefault(value, name)
-    each = false_alarms / 2 / len(distinct)
+    # Half covers the uncertainty of few calibration images, half the cumulative sums.
+    each = FALSE_ALARMS / 2 / len(distinct)
     levels = []
     for value, name in distinct.items():
         above = int((good > value).sum())
         share = rate_of(above, len(good), above / len(good), 1 - each).at_most
-        promised = share + defects * (1 - share)
+        promised = share + DEFECT_SHARE * (1 - share)
         if promised < 1:
             levels.append(Level(name, value, promised, limit_of(promised, each)))
     return sorted(levels, key=lambda level: -level.value)
@@ -204,6 +193,16 @@ class Promise:
     levels: list[Level]
     same_scores: list[str]
     caught: float | None
+
+    @classmethod
+    def given(
+        cls, limits: Thresholds, same_scores: Collection[str], caught: float | None = None
+    ) -> Promise:
+        """The promise of a model's thresholds; the arguments as the attributes."""
+        review, reject = limits.calibration.review, limits.calibration.reject
+        rates = review.false_rejects, reject.false_rejects
+        levels = levels_of(limits)
+        return cls({"review": rates[0], "reject": rates[1]}, levels, sorted(same_scores), caught)
 
     @classmethod
     def of(cls, line: str, file: Path) -> Promise:
@@ -281,7 +280,6 @@ class Drift:
         return "as promised", ""
 
 
-_NEEDED = ("status", "image_score", "model_id")
 # Images that a person has called defects are left out, however often they were scored.
 _RECORDED = f"""
 SELECT id, time, score FROM parts WHERE model_id = ? AND score IS NOT NULL
@@ -291,62 +289,12 @@ AND COALESCE (json_extract (line, '$.reason'), '') = '' AND sha256 NOT IN (
 _NEWEST = "SELECT (SELECT MAX (id) FROM feedback), (SELECT COALESCE (MAX (id), 0) FROM parts)"
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Scores of parts, the oldest first.
-
-    Attributes:
-        scores: image scores.
-        times: when each was scored; empty if unknown.
-        notes: what was left out, for people.
-    """
-
-    scores: list[float]
-    times: list[str]
-    notes: list[str]
-
-
-def read_scores(file: Path, model_ids: Collection[str]) -> Stream:
-    """Read one model's scores, whatever its thresholds were.
-
-    Parts that have no score, that have a reason for review, or that a person
-    has called defects are left out.
-
-    Args:
-        file: results.csv, results.jsonl, or the record of `serve`, of which the newest `HORIZON`
-            parts count.
-        model_ids: ids of the model with its current and earlier thresholds; rows of other models
-            are left out.
-
-    Raises:
-        DataError: it can't be read, or holds no row of this model.
-    """
-    if is_sqlite(file):
-        with open_to_read(file) as db:
-            kept, other, unscored = _recorded(db, model_ids), 0, 0
-    else:
-        kept, other, unscored = _kept(_rows(file), file, model_ids)
-    if not kept:
-        but_other = f", but {other} of other models" if other else ""
-        raise DataError(f"{file} holds no scored part of this model{but_other}")
-    notes = []
-    if not all(time for time, _ in kept):
-        notes.append("some rows have no time; all are used in the file's order")
-    elif not is_sqlite(file):  # a record has them in the order of its answers
-        kept.sort(key=lambda part: part[0])
-    if other:
-        notes.append(f"rows of other models left out: {other}")
-    if unscored:
-        notes.append(f"rows left out, without a score or with a reason for review: {unscored}")
-    return Stream([score for _, score in kept], [time for time, _ in kept], notes)
-
-
 class RecordedDrift:
     """Drift of one model's parts in a growing record. Threads may share it.
 
     Args:
         levels: as `levels_of` gives them.
-        model_ids: as `read_scores` takes them.
+        model_ids: ids of the model with its current and earlier thresholds.
     """
 
     def __init__(self, levels: Sequence[Level], model_ids: Collection[str]) -> None:
@@ -366,59 +314,7 @@ class RecordedDrift:
         return self._drift
 
 
-def _kept(
-    rows: Iterable[Mapping[str, Any]], file: Path, model_ids: Collection[str]
-) -> tuple[list[tuple[str, float]], int, int]:
-    """Time and score of a model's parts; count of other models' rows; count without a score.
-
-    Of views of one part the highest score counts.
-    """
-    kept: dict[object, tuple[str, float]] = {}
-    other = unscored = 0
-    for number, row in enumerate(rows):
-        if row.get("status") != "ok" or row.get("reason"):
-            unscored += 1
-        elif row.get("model_id") not in model_ids:
-            other += 1
-        else:
-            view = str(row.get("time") or ""), _number(file, row.get("image_score"))
-            part = row.get("group") or number
-            kept[part] = max(kept.get(part, view), view, key=itemgetter(1))
-    return list(kept.values()), other, unscored
-
-
 def _recorded(db: sqlite3.Connection, model_ids: Collection[str]) -> list[tuple[str, float]]:
     """Time and score of a model's newest parts, the oldest first."""
     parts = sorted(part for model_id in model_ids for part in db.execute(_RECORDED, (model_id,)))
     return [(time, score) for _, time, score in parts[-HORIZON:]]
-
-
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        if file.suffix.lower() == ".jsonl":
-            with file.open(encoding="utf-8") as lines:
-                yield from _json_lines(lines, file)
-        else:
-            columns = ("time", "group", *_NEEDED)
-            for _, row in read_rows(file.read_bytes(), str(file), columns, _NEEDED):
-                yield row
-    except (OSError, UnicodeError) as error:
-        raise DataError(f"{file} can't be read: {why(error)}") from None
-
-
-def _json_lines(lines: Iterable[str], file: Path) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        try:
-            yield dict(from_json(line))
-        except (ValueError, TypeError):
-            raise DataError(f"{file} line {number} isn't a row of results.jsonl") from None
-
-
-def _number(file: Path, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"{file}: a score is {str(value)[:40]!r}, which is no number")
-    return number

@@ -27,12 +27,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from anomaly.errors import DataError, OutputError, visible
+from anomaly.errors import DataError, OutputError, visible, why
 from anomaly.files.writing import from_json
 from anomaly.inference.rows import Row
 
@@ -52,6 +53,10 @@ AND lower (tbl_name) IN ('parts', 'pictures', 'promises', 'feedback', 'outboxes'
 # Types of columns by name; other ones hold texts and numbers, never bytes.
 _KINDS: dict[str, type] = {"file": bytes, "heatmap": bytes, "score": float, "part": int}
 _ROW = TypeAdapter(Row)
+_ADD = """
+INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+"""
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts
@@ -179,14 +184,7 @@ class Record:
     def _add(self, db: sqlite3.Connection, answer: Answer) -> tuple[int, int]:
         """Returns the part's number, and the bytes of its picture."""
         row = answer.row
-        line = json.dumps(asdict(row), allow_nan=False)
-        values = (answer.model, row.model_id, row.time, row.image_sha256, row.status, row.verdict)
-        cursor = db.execute(
-            "INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*values, row.image_score, line),
-        )
-        number = int(cursor.lastrowid or 0)
+        number = int(db.execute(_ADD, _columns(answer.model, row)).lastrowid or 0)
         asked = row.verdict != "good"
         drawn = random.Random(number).random()
         if row.status != "ok" or not (asked or drawn < self._keeping.goods):
@@ -464,6 +462,33 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
         raise DataError(fault) from None
 
 
+@contextmanager
+def open_rows(file: Path) -> Iterator[sqlite3.Connection]:
+    """The rows in results.jsonl as a record in memory, in the order of their times.
+
+    Raises:
+        DataError: the file can't be read, or holds what `infer` doesn't write.
+    """
+    try:
+        lines = file.read_text("utf-8").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{file} can't be read: {why(error)}") from None
+    rows = [_read(file, line) for line in lines if line]
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(_schema())
+        for row in sorted(rows, key=attrgetter("time")):
+            db.execute(_ADD, _columns(row.model_name, row))
+        db.row_factory = partial(_checked, file)
+        yield db
+
+
+def _columns(model: str, row: Row) -> tuple[Any, ...]:
+    """A row's values in the table of parts."""
+    line = json.dumps(asdict(row), allow_nan=False)
+    found = (row.model_id, row.time, row.image_sha256, row.status, row.verdict, row.image_score)
+    return model, *found, line
+
+
 def _foreign(db: sqlite3.Connection) -> str:
     """Who else has written a database, for a message; empty for a record or an empty file."""
     version, tables = db.execute(_STATE).fetchone()
@@ -493,21 +518,21 @@ def _checked(file: Path, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[
         if not isinstance(values[i], kind) and values[i] is not None:
             raise strange(file, name)
         if name == "line":
-            values[i] = _row(file, values[i])
+            values[i] = asdict(_read(file, values[i]))
     return tuple(values)
 
 
-def _row(file: Path, line: str) -> dict[str, Any]:
-    """The values of a `Row` as JSON."""
+def _read(file: Path, line: str) -> Row:
+    """A row as JSON."""
     try:
-        return asdict(_ROW.validate_python(from_json(line)))
+        return _ROW.validate_python(from_json(line))
     except (TypeError, ValueError):
         raise strange(file, "line") from None
 
 
 def strange(file: Path, what: str) -> DataError:
-    """The error to raise for a value that `serve` doesn't write."""
-    return DataError(f"{file} holds a {what} that serve doesn't write; give another record")
+    """The error to raise for a value that no row has."""
+    return DataError(f"{file} holds a {what} that serve and infer don't write; give another file")
 
 
 def _places(file: Path, head: int) -> tuple[object, ...]:

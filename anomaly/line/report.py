@@ -13,7 +13,7 @@ from datetime import date, datetime, time, timedelta
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from anomaly.calibration.production import DEFECT_SHARE, LEAST_IMAGES, compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
@@ -22,8 +22,11 @@ from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import claim, like, write
 from anomaly.line.drift import Drift, Promise
-from anomaly.line.record import JUDGED, in_utc, open_to_read
+from anomaly.line.record import JUDGED, in_utc, open_rows, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
+from anomaly.storage.exported import read_folder
+from anomaly.storage.folder import find_model, model_id
+from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 PAGE = "report.html"
 _NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times")
@@ -44,6 +47,7 @@ _UNKNOWN = {
 _VERSIONS = (
     "False rejects, escapes and agreement (95 % confidence) are estimated from judged parts."
 )
+_DRIFTED = "The scores have drifted: check lamp, lens and product."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
 _HOURLY = timedelta(days=2)  # longest period that is counted by the hour
@@ -130,7 +134,7 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     The last judgement of an image counts, even one after the period.
 
     Args:
-        record: of `serve`, which may be in use.
+        record: of `serve`, which may be in use, or results.jsonl.
         period: the period; the previous one is included, too.
 
     Raises:
@@ -144,25 +148,40 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     values["bucket"] = "%Y-%m-%d %H:00" if hourly else "%Y-%m-%d"
     values["judged"] = JUDGED
     script = files("anomaly.line").joinpath("assets", "report.sql").read_text("utf-8")
-    with open_to_read(record) as db:
+    with (open_rows if record.suffix == ".jsonl" else open_to_read)(record) as db:
         db.executescript(script.format_map(values))
         yield db
 
 
-def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str, str]:
-    """The files of a report by name, the page first.
+class Report(NamedTuple):
+    """A report.
+
+    Attributes:
+        files: texts by name, the page first.
+        drifted: whether the scores of a model have drifted.
+    """
+
+    files: dict[str, str]
+    drifted: bool
+
+
+def report(
+    record: Path, period: Period, prices: Mapping[str, str], more: _Promises | None = None
+) -> Report:
+    """Write up a period.
 
     Args:
-        record: of `serve`, which may be in use.
+        record: of `serve`, which may be in use, or results.jsonl.
         period: what it is about.
         prices: of what `_PRICES` names, as numbers, and the `currency`.
+        more: promises that the record doesn't hold.
 
     Raises:
         DataError: there is no record.
     """
     with parts_of(record, period) as db:
         lines = db.execute("SELECT model_id, line AS promise FROM promises")
-        promises = {own: Promise.of(line, record) for own, line in lines}
+        promises = {own: Promise.of(line, record) for own, line in lines} | dict(more or {})
         tables = dict(zip(_NAMES, _tables(db, promises, prices), strict=True))
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
@@ -174,7 +193,8 @@ def report(record: Path, period: Period, prices: Mapping[str, str]) -> dict[str,
         for name, (_, rows) in tables.items()
     }
     files = {f"{name}.csv": csv_text([tables[name][0], *rows]) for name, rows in plain.items()}
-    return {PAGE: page} | files
+    drifted = any(drift.alarm for drift in drifts.values())
+    return Report({PAGE: page} | files, drifted)
 
 
 def _tables(
@@ -267,13 +287,14 @@ def _page(
 ) -> str:
     lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
     content = {
-        "Yield": _html(*tables["yield"]) + _chart(tables["times"][1]),
+        "Yield": _html(*tables["yield"]),
         "Judgements": _html(*tables["judgements"]),
         "What the models promised": _html(*tables["promises"], note=_PROMISES),
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
         "Kinds of defect": _html(*tables["kinds"]),
         "Cost": _html(*tables["cost"]),
+        "Times": _html(*tables["times"]),
         "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }
     sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
@@ -301,7 +322,7 @@ def _answer(tables: Mapping[str, _Table], period: Period, drifted: bool, odd: in
         f"People agree with {right} of {judged} judged verdicts." if judged else _UNJUDGED,
         *more,
         *doubts,
-        "The scores have drifted: check lamp, lens and product." if drifted else "",
+        _DRIFTED if drifted else "",
         *(f"Known cost: {row[3]}" for row in tables["cost"][1][-1:]),
     ]
     flagged = [row for row in promised if row[1] == _SHARES["review"]]
@@ -345,30 +366,6 @@ def _shown(cell: _Cell) -> str:
     return f"<bdi>{escape(cell)}</bdi>" if cell else "–"
 
 
-def _chart(rows: Sequence[Sequence[Any]]) -> str:
-    """Parts for review and rejected, over time."""
-    if not rows:
-        return ""
-    most = max(review + reject for *_, review, reject in rows) or 1
-    step, hourly = min(960 / len(rows), 80), " " in rows[0][0]
-    unit = "hour" if hourly else "day"
-    top = f"Flagged per {unit} (highest: {most}): rejected (red), for review (amber)"
-    drawn = [f'<text y="14" fill="currentColor">{top}</text>']
-    for i, (when, parts, _, review, reject) in enumerate(rows):
-        y = 180.0
-        for kind, count in (("reject", reject), ("review", review)):
-            y -= (height := 155 * count / most)
-            drawn.append(
-                f'<rect x="{i * step:.1f}" y="{y:.1f}" width="{0.85 * step:.1f}" '
-                f'height="{height:.1f}" fill="var(--{kind})"><title>{when}: {count} of {parts} '
-                f"{kind}</title></rect>"
-            )
-        if i % math.ceil(len(rows) / 8) == 0:
-            label = when[11:16] if hourly else when[5:]
-            drawn.append(f'<text x="{i * step:.1f}" y="198" fill="currentColor">{label}</text>')
-    return f'<svg viewBox="0 0 960 204" font-size="13" role="img">{"".join(drawn)}</svg>'
-
-
 def _picture(
     why: int, number: int, judged: str, model: str, time: str, row: Any, heatmap: bytes
 ) -> str:
@@ -386,17 +383,37 @@ def _picture(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write a report."""
+    """Write a report.
+
+    Returns:
+        0, or 1 if the scores have drifted.
+    """
     period, prices = Period.of(options.begin, options.end), _prices(options.prices)
+    record = options.record
+    if record.is_dir():  # the output of infer
+        record /= "results.jsonl"
+    more = {} if options.model is None else _promise_of(options.model)
     with locked(options.output):
-        files = report(options.record, period, prices)
+        files, drifted = report(record, period, prices, more)
         claim(options.output, _FILES, overwrite=options.overwrite)
         for name, text in files.items():
             write(options.output / name, text)
     if files["times.csv"].count("\n") == 1:
         print(f"{options.record} holds no part of {period}, {period.zone}")
+    if drifted:
+        print(_DRIFTED)
     print(f"Look at {options.output / PAGE}")
-    return 0
+    return int(drifted)
+
+
+def _promise_of(model: Path) -> _Promises:
+    """The promise of a run's thresholds, by its model's id."""
+    folder = find_model(model)
+    read_folder(folder)
+    thresholds, own = read_thresholds(folder), model_id(folder)
+    if thresholds is None:
+        raise DataError(f"{model} has no thresholds; set them with anomaly calibrate")
+    return {own: Promise.given(thresholds, {own, *thresholds_alone_differ(folder)})}
 
 
 def _prices(words: Sequence[str]) -> dict[str, str]:

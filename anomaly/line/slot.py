@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.evaluation.splits import caught_defects
-from anomaly.line.drift import Promise, RecordedDrift, levels_of
+from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.engine import BusyError, Engine, Scored
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
@@ -40,12 +40,10 @@ class Version:
         limits = model.thresholds
         if limits is None:
             return cls(model, checked, None, "")
-        ids, levels = {model.model_id, *thresholds_alone_differ(folder)}, levels_of(limits)
-        rates = limits.calibration.review.false_rejects, limits.calibration.reject.false_rejects
-        promise = Promise(
-            {"review": rates[0], "reject": rates[1]}, levels, sorted(ids), caught_defects(model)
-        )
-        return cls(model, checked, RecordedDrift(levels, ids), json.dumps(asdict(promise)))
+        ids = {model.model_id, *thresholds_alone_differ(folder)}
+        promise = Promise.given(limits, ids, caught_defects(model))
+        drift = RecordedDrift(promise.levels, ids)
+        return cls(model, checked, drift, json.dumps(asdict(promise)))
 
     def short(self) -> dict[str, Any]:
         """Its entry in the list of models."""
@@ -153,7 +151,7 @@ class ModelSlot:
         return {**self.short(), "drift": self.drifted(), **facts}
 
     def drifted(self) -> dict[str, Any]:
-        """The drift of its newest parts, as in `anomaly drift`.
+        """The drift of its newest parts, as in a report.
 
         Returns:
             `alarm`; `lines`, a readable line for each level; `compared`, whether `more` or `fewer`

@@ -17,9 +17,10 @@ from conftest import Command
 from anomaly.calibration.model_thresholds import Thresholds, thresholds_from
 from anomaly.calibration.scores import GoodScores
 from anomaly.errors import DataError
-from anomaly.inference.rows import Row, as_csv, as_jsonl
-from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of, read_scores
+from anomaly.inference.rows import Row, as_jsonl
+from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of
 from anomaly.line.record import Answer, Record
+from anomaly.line.report import Period, parts_of
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.storage.folder import model_id
 from anomaly.storage.load import load_model
@@ -74,8 +75,6 @@ def test_levels_are_the_thresholds_and_quartiles_that_differ() -> None:
     assert [level.name for level in levels] == ["reject threshold", "review threshold", *quartiles]
     few = thresholds_of(rng, 20)
     assert [level.name for level in levels_of(few)] == ["reject threshold", *quartiles]
-    with pytest.raises(ValueError, match="defects"):
-        levels_of(few, defects=0.7)
 
 
 def lots(size: int, share: float, begin: int = 0) -> Draw:
@@ -127,40 +126,36 @@ def rows(model: str, scores: list[float]) -> list[Row]:
     ]
 
 
+def scores_of(file: Path) -> list[float]:
+    with parts_of(file, Period.of("2026-01-01", "2026-01-02")) as db:
+        return [
+            score for (score,) in db.execute("SELECT score FROM scores WHERE model_id = ?", [OTHER])
+        ]
+
+
 def test_rows_are_read_in_order_and_views_of_a_part_count_once(tmp_path: Path) -> None:
     found = rows(OTHER, [1.0, 3.0, 2.0, 1.0, 5.0, 6.0])
     views = [replace(row, group=str(i // 2) if i < 4 else "") for i, row in enumerate(found)]
     views[4] = replace(views[4], path="a\u2028b\x85c.png")  # one line all the same
     left_out = [replace(found[0], status="unreadable", image_score=None)]
     left_out += [replace(found[0], reason="another product?"), *rows("1" * 16, [9.0] * 3)]
-    for name, text in (("r.csv", as_csv([*left_out, *views[::-1]], Row)), ("r.jsonl", "")):
-        (tmp_path / name).write_text(text or as_jsonl([*left_out, *views]), "utf-8")
-        stream = read_scores(tmp_path / name, [OTHER])
-        assert stream.scores == [3.0, 2.0, 5.0, 6.0]
-        assert stream.notes == [
-            "rows of other models left out: 3",
-            "rows left out, without a score or with a reason for review: 2",
-        ]
+    (tmp_path / "results.jsonl").write_text(as_jsonl([*left_out, *views[::-1]]), "utf-8")
+    assert scores_of(tmp_path / "results.jsonl") == [3.0, 2.0, 5.0, 6.0]
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    scores = [(f"status,image_score,model_id\nok,{score},{OTHER}", "no number")
-              for score in ("nan", "inf", "high")]  # fmt: skip
-    for content, said in (
-        ("these,are,words\n", "lacks the column 'status'"),
-        ("status,image_score,model_id\n", "no scored part"),
-        (as_csv(rows("1" * 16, [1.0]), Row), "1 of other models"),
-        *scores,
-    ):
-        (tmp_path / "r.csv").write_text(content)
-        with pytest.raises(DataError, match=said):
-            read_scores(tmp_path / "r.csv", [OTHER])
-    (tmp_path / "torn.jsonl").write_text(json.dumps({"path": "a"}) + "\n{")
-    with pytest.raises(DataError, match="line 2"):
-        read_scores(tmp_path / "torn.jsonl", [OTHER])
+    file, row = tmp_path / "results.jsonl", as_jsonl(rows(OTHER, [1.0]))
+    for content in (row + "{", row + '{"path": "a"}', row.replace("1.0", "NaN"), "words",
+                    row.replace("1.0", "1e999"), row.replace("1.0", '"high"')):  # fmt: skip
+        file.write_text(content)
+        with pytest.raises(DataError, match="holds a line that serve and infer don't write"):
+            scores_of(file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="can't be read"):
+        scores_of(file)
 
 
-def test_the_service_sees_what_the_command_sees(
+def test_the_service_sees_what_the_report_says(
     run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
     loaded = load_model(run_folder, "cpu")
@@ -170,20 +165,22 @@ def test_the_service_sees_what_the_command_sees(
     scored[3] = replace(scored[3], reason="another product?")
     scored[4] = replace(scored[4], model_id=OTHER)
     scored[5] = replace(scored[5], image_score=None, status="unreadable")
-    file = tmp_path / "line.sqlite"
+    file, output = tmp_path / "line.sqlite", tmp_path / "report"
     slot = ModelSlot("disc", run_folder / "model", file)
     slot.now = Version.of(loaded, run_folder / "model", "")
+    days = ["--from", "2026-01-01", "--to", "2026-01-01"]
 
     def agree(alarm: bool) -> None:
-        code, out, _ = command("drift", ["--model", run_folder, "--record", file])
-        said = slot.drifted()
+        arguments = ["--record", file, *days, "--output", output, "--overwrite"]
+        code, out, _ = command("report", arguments)
+        page, said = (output / "report.html").read_text(), slot.drifted()
         assert (code, said["alarm"], bool(said["flagged"])) == (alarm, alarm, alarm)
         assert said["compared"] == ("more" if alarm else "as promised")
-        assert ("alarm: the parts have drifted" if alarm else "no drift") in out
-        assert ("with anomaly calibrate" in out) == alarm
-        assert out.splitlines()[: len(said["lines"])] == said["lines"]
+        assert ("The scores have drifted" in out) == alarm
+        assert all(f"{loaded.model_id}: {line}" in page for line in said["lines"])
 
     with closing(Record(file)) as record:
+        record.promises[loaded.model_id] = slot.now.promise
         for batch in (scored[:50], scored[50:120], scored[120:]):
             record.add([Answer("disc", row, b"") for row in batch])
             slot.drifted()
@@ -197,10 +194,10 @@ def test_the_service_sees_what_the_command_sees(
             record.add_feedback("good", who="Bob", part=part)
         agree(True)
         calm = replace(scored[0], image_sha256="c" * 64)
-        record.add([Answer("disc", calm, b"")] * HORIZON)  # it is over once so many are calm
-        agree(False)
+        record.add([Answer("disc", calm, b"")] * HORIZON)
+        assert not slot.drifted()["alarm"]  # it is over once so many are calm
         slot.now = Version.of(loaded, run_folder / "model", "")  # as after a restart
-        agree(False)
+        assert not slot.drifted()["alarm"]
     assert f"of {HORIZON} parts" in slot.drifted()["lines"][0]
 
 
@@ -208,20 +205,23 @@ def test_rows_from_before_a_recalibration_count(
     run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
     run = shutil.copytree(run_folder, tmp_path / "run")
-    first = model_id(run / "model")
-    found = rows(first, [1.0, 1.1, 1.2])
-    (tmp_path / "results.csv").write_text(as_csv(found, Row))
+    found = rows(model_id(run / "model"), [1.0, 1.1, 1.2])
+    (tmp_path / "results.jsonl").write_text(as_jsonl(found))
     for threshold in (7, 8):
         arguments = ["--model", run, "--threshold", threshold, "--device", "cpu", "--yes"]
         assert command("calibrate", arguments)[0] == 0
-    drift = ["--model", run, "--rows", tmp_path]  # infer's output
-    code, out, err = command("drift", drift)
-    assert (code, "of 3 parts" in out) == (0, True), err
-    assert command("drift", [*drift, "--defects", "2"])[0] == 2
+    report = ["--record", tmp_path, "--model", run, "--from", "2026-01-01", "--to", "2026-01-01"]
+    report += ["--output", tmp_path / "report", "--overwrite"]
+
+    def drift() -> str:
+        code, _, err = command("report", report)
+        assert code == 0, err
+        return (tmp_path / "report" / "report.html").read_text()
+
+    assert "above the median" in drift()
     # Scores of before an update are another model's.
     line = {"asked": {"updated": {}}, "model_before": "1" * 16}
     history = run / "model" / "history.jsonl"
     earlier, latest = history.read_text().splitlines()
     history.write_text("\n".join([earlier, json.dumps(line), latest]))
-    code, _, err = command("drift", drift)
-    assert (code, "but 3 of other models" in err) == (2, True)
+    assert "above the median" not in drift()

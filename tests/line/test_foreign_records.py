@@ -11,7 +11,6 @@ import pytest
 from test_record import answer
 
 from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.line.drift import read_scores
 from anomaly.line.feedback import confirmed_parts, safe_name, save_pictures
 from anomaly.line.record import Keeping, Record
 from anomaly.line.report import PAGE, Period, report
@@ -62,11 +61,10 @@ def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
         db.executescript(VALUES[value])
     period = Period.of("2025-12-31", "2026-01-02")
     with suppress(AnomalyError):
-        assert "<img src=x" not in report(file, period, {})[PAGE]
+        assert "<img src=x" not in report(file, period, {}).files[PAGE]
     for read in (
         lambda: confirmed_parts(file, ["0" * 16], inside / "a"),
         lambda: save_pictures(file, inside / "b"),
-        lambda: read_scores(file, ["0" * 16]),
     ):
         with suppress(AnomalyError):
             read()
