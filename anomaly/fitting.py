@@ -20,6 +20,7 @@ from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one
 from anomaly.imaging.read import described
 from anomaly.runtime.devices import device_of
+from anomaly.scoring.build import decoding_of
 from anomaly.training.fit import StageProgress, train
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,9 @@ def fit(
             can't be used as configured.
     """
     settings = _settings(config)
-    limits = settings.image.bit_depth, settings.image.max_pixels
-    samples = _samples(images, ArrayFormat(channels, full_scale, layout, *limits))
+    samples = _samples(
+        images, ArrayFormat(channels, full_scale, layout, decoding_of(settings.image))
+    )
     test = images.test if isinstance(images, Dataset) else ()
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         training = train(

@@ -16,7 +16,7 @@ from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
-from anomaly.scoring.build import region_of
+from anomaly.scoring.build import decoding_of, region_of
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count
@@ -63,8 +63,7 @@ def reading_of(config: Config) -> Reading:
     """How settings say that images are read."""
     image, region = config.image, region_of(config.image, Path())
     return Reading(
-        image.bit_depth,
-        image.max_pixels,
+        decoding_of(image),
         region,
         image.tile is not None,
         image.align != "none",

@@ -10,6 +10,7 @@ from pathlib import Path
 from anomaly.config.load import parse_config
 from anomaly.files.writing import claim, write
 from anomaly.report.page import region_page
+from anomaly.scoring.build import decoding_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -18,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     settings = parse_config({"image": declared}, "--bit-depth").image
     output: Path = options.output.absolute()
     claim(output.parent, [output.name], overwrite=options.overwrite)
-    write(output, region_page(options.image, settings.max_pixels, settings.bit_depth))
+    write(output, region_page(options.image, decoding_of(settings)))
     print(f"draw in {output}, then copy the lines it shows into your config")
     if sys.stdout.isatty() and not options.no_open:
         webbrowser.open(output.as_uri())

@@ -29,7 +29,8 @@ from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.pool import read_all
 from anomaly.imaging.read import (
-    MAX_PIXELS,
+    DEFAULT,
+    Decoding,
     Image,
     bits_used,
     read_image,
@@ -143,16 +144,16 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read, as in training; see `anomaly.imaging.read.read_image`.
+    """How images are read, as in training.
 
     Attributes:
+        decoding: how files become pixels.
         region: what of each image counts; None for all of it.
         tiled: whether images are seen in tiles, so that a strip may have any length.
         aligned: whether each part's pose is found.
     """
 
-    bit_depth: int | None = None
-    max_pixels: int = MAX_PIXELS
+    decoding: Decoding = DEFAULT
     region: Region | None = None
     tiled: bool = False
     aligned: bool = False
@@ -196,7 +197,7 @@ def check(
         images.append(image)
         progress(len(images), len(everything))
     bits = bits_used(image.look.brightest for image in images if image.look is not None)
-    bits = None if reading.bit_depth is not None else bits
+    bits = None if reading.decoding.bit_depth is not None else bits
     faults = [fault for image in images for fault in image.faults]
     faults += [_fault("mask_unused", "test", None, strays([m])) for m in dataset.unused_masks]
     looks = _good_looks(images)
@@ -235,7 +236,7 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
     """Look at one image and its mask; called in a decoding process."""
     split, sample = given
     try:
-        image = read_image(sample.path, max_pixels=reading.max_pixels, bit_depth=reading.bit_depth)
+        image = read_image(sample.path, reading.decoding)
         if not reading.tiled:
             check_shape(image.size)
     except Exception as error:  # training goes on without it, too
@@ -361,9 +362,8 @@ def _moving_parts(images: Sequence[_CheckedImage], reading: Reading) -> Iterator
         return
     pictures = grey_pictures(
         train,
-        max_pixels=reading.max_pixels,
-        bit_depth=reading.bit_depth,
-        most=_COMPARED,
+        reading.decoding,
+        _COMPARED,
     )
     setting, detail = moving([grey for _, grey in pictures])
     if detail:

@@ -15,6 +15,7 @@ from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError
 from anomaly.imaging.pool import read_all
 from anomaly.imaging.pose import Motion
+from anomaly.imaging.read import Decoding
 from anomaly.imaging.reference import PREFERENCE, Grey, Reference, moved, normed, read_grey
 
 LEAST_IMAGES = 8  # fewer don't show how far parts move
@@ -35,21 +36,18 @@ _TURNED, _LEFT, _FAR = 2.0, 0.6, 0.03
 
 def grey_pictures(
     samples: Sequence[Sample],
-    *,
-    max_pixels: int,
-    bit_depth: int | None,
+    decoding: Decoding,
     most: int = 400,
 ) -> list[tuple[str, Grey]]:
     """Names and small grey pictures of images that can be used.
 
     Args:
         samples: the images.
-        max_pixels: as in `anomaly.imaging.read.read_image`.
-        bit_depth: as there.
+        decoding: how they are decoded.
         most: how many to read, evenly taken.
     """
     samples = samples[:: max(1, -(-len(samples) // most))]
-    read = partial(read_grey, max_pixels=max_pixels, bit_depth=bit_depth)
+    read = partial(read_grey, decoding=decoding)
     pictures = read_all(read, [sample.source for sample in samples])
     return [
         (sample.name, picture)

@@ -34,7 +34,7 @@ from anomaly.explain.pictures import (
 from anomaly.hooks import HookSet, capture
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage
-from anomaly.imaging.read import MAX_PIXELS
+from anomaly.imaging.read import DEFAULT
 
 
 def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
@@ -462,7 +462,7 @@ def explain_class(
     table = layer_table(build(name), size)
     multiple = side_multiple(build(name))
     sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)
-    item = read_image(path, Preprocessing(sizing, None, MAX_PIXELS))
+    item = read_image(path, Preprocessing(sizing, DEFAULT))
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     if not (mapped := stages(table)):

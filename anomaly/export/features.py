@@ -34,7 +34,7 @@ from anomaly.hooks import capture
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders, Task
-from anomaly.imaging.read import MAX_PIXELS
+from anomaly.imaging.read import DEFAULT
 from anomaly.storage.load import load_model
 from anomaly.training.fit import StageProgress
 
@@ -128,7 +128,7 @@ def from_backbone(
         return [found[layer] for layer in axes]
 
     sizing = Sizing(size if square else None, None, size, multiple or _STRIDE)
-    return Source(axes, Preprocessing(sizing, None, MAX_PIXELS), outputs)
+    return Source(axes, Preprocessing(sizing, DEFAULT), outputs)
 
 
 def save_features(

@@ -22,12 +22,11 @@ from anomaly.errors import DataError, ImageError
 from anomaly.imaging.formats.base import Pixels, grey_to_rgb, over_black, unsupported
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import (
-    MAX_PIXELS,
+    DEFAULT,
+    Decoding,
     Image,
     check_range,
-    check_size,
     described,
-    full_scale_of,
     is_out_of_memory,
     turned_upright,
 )
@@ -74,18 +73,16 @@ class ArrayFormat:
         channels: order of the three colours: `rgb`, or `bgr` as OpenCV's cameras give them. NumPy
             arrays have to state it; tensors are RGB by default, PIL images and files always.
         full_scale: the value that means white. None takes 255 for uint8 and 65535, or what
-            `bit_depth` says, for uint16; floats have to state it.
+            `decoding` says, for uint16; floats have to state it.
         layout: the axes: `HW`, `HWC` or `CHW`. None takes (H, W) and (H, W, 3) for arrays; tensors
             have to state it.
-        bit_depth: significant bits of integers, as for files; `full_scale` wins.
-        max_pixels: images of more pixels are refused.
+        decoding: most pixels, and significant bits of integers, as for files; `full_scale` wins.
     """
 
     channels: Channels | None = None
     full_scale: float | None = None
     layout: AxisOrder | None = None
-    bit_depth: int | None = None
-    max_pixels: int = MAX_PIXELS
+    decoding: Decoding = DEFAULT
 
     def __post_init__(self) -> None:
         legal = {"channels": (None, "rgb", "bgr"), "layout": (None, "HW", "HWC", "CHW")}
@@ -175,7 +172,7 @@ class ArrayFormat:
     def _check_size(self, height: int, width: int) -> None:
         if not (height and width):
             raise unsupported(f"it has no pixels ({width} × {height})")
-        check_size((height, width), self.max_pixels)
+        self.decoding.check_size((height, width))
 
     def _full_scale(self, dtype: np.dtype[Any]) -> float:
         if dtype.kind == "f":
@@ -185,7 +182,7 @@ class ArrayFormat:
                     "for values from 0 to 1, 255 for 0 to 255"
                 )
             return float(self.full_scale)
-        full_scale = full_scale_of(float(np.iinfo(dtype).max), self.bit_depth)
+        full_scale = self.decoding.full_scale(float(np.iinfo(dtype).max))
         return full_scale if self.full_scale is None else float(self.full_scale)
 
 

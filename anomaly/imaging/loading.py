@@ -20,6 +20,7 @@ from anomaly.errors import DataError, ImageError
 from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
 from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.read import (
+    Decoding,
     Image,
     described,
     is_out_of_memory,
@@ -51,15 +52,13 @@ class Preprocessing:
 
     Attributes:
         sizing: gives each image its view.
-        bit_depth: declared depth of 16-bit files; None for the full range of their type.
-        max_pixels: larger images are refused before they are decoded.
+        decoding: how files become pixels.
         region: what of each image counts; one that it doesn't fit is refused. None for all of it.
         reference: says where the part lies in each image; None where images are seen as they are.
     """
 
     sizing: Sizing
-    bit_depth: int | None
-    max_pixels: int
+    decoding: Decoding
     region: Region | None = None
     reference: Reference | None = None
 
@@ -179,7 +178,7 @@ def load(
     try:
         image = source
         if not isinstance(image, Image):
-            image = read_image(image, max_pixels=loading.max_pixels, bit_depth=loading.bit_depth)
+            image = read_image(image, loading.decoding)
         view = loading.sizing.view(image.size)
         if loading.region is not None:
             loading.region.inside(image.size, slice(0, 1))  # raises where it doesn't fit

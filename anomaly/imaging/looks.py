@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.read import Image, read_image
+from anomaly.imaging.read import Decoding, Image, read_image
 
 _SIDE = 16
 _DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
@@ -55,14 +55,14 @@ def picture_of(image: Image) -> str:
     return digest.hexdigest()
 
 
-def picture_of_source(source: Path | Image, max_pixels: int, bit_depth: int | None) -> str:
+def picture_of_source(source: Path | Image, decoding: Decoding) -> str:
     """`picture_of` a file, or of pixels; empty if it can't be read.
 
     Decoding processes call it: in a module that imports torch, each of them would import that, too.
     """
     try:
         if not isinstance(source, Image):
-            source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
+            source = read_image(source, decoding)
         return picture_of(source)
     except Exception:  # it isn't learned from; who tests with it will say why
         return ""

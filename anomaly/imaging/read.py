@@ -51,6 +51,45 @@ COMPUTING_SECONDS = 9.0
 MEMORY_SETTING = "ANOMALY_DECODER_MEMORY"
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How files are decoded.
+
+    Attributes:
+        max_pixels: images of more pixels are refused before they are decoded, and files far too
+            long for so many before they are read.
+        bit_depth: significant bits of files that can't say so themselves, such as 12-bit camera
+            data in a 16-bit file; None takes the full range of each file's type.
+    """
+
+    max_pixels: int = MAX_PIXELS
+    bit_depth: int | None = None
+
+    def full_scale(self, stored: float) -> float:
+        """The value that means white, where a type or file has `stored` for its highest one."""
+        return stored if self.bit_depth is None else min(stored, 2.0**self.bit_depth - 1)
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Refuse an image (H0, W0) of more pixels than may be.
+
+        Raises:
+            ImageError: `unsupported`.
+        """
+        height, width = size
+        if height * width > self.max_pixels:
+            raise unsupported(
+                f"it has {width} × {height} = {height * width / 1e6:.1f} million pixels, more than "
+                f"image.max_pixels allows ({self.max_pixels / 1e6:.1f} million)"
+            )
+        if max(height, width) > _LONGEST_SIDE:
+            raise unsupported(
+                f"its longest side is over {_LONGEST_SIDE} pixels: {width} × {height}"
+            )
+
+
+DEFAULT = Decoding()
+
+
 class Format(Protocol):
     """What each format's module has. Both functions raise ImageError, without the file's name.
 
@@ -171,29 +210,24 @@ class Image:
         return self.pixels.shape[0], self.pixels.shape[1]
 
 
-def read_image(
-    source: Path | bytes, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = None
-) -> Image:
+def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
     """Read one image; its content says which of the supported formats it has.
 
     Args:
         source: the file, or its bytes.
-        max_pixels: images of more pixels are refused before they are decoded, and files far too
-            long for so many before they are read.
-        bit_depth: significant bits of files that can't say so themselves, such as 12-bit camera
-            data in a 16-bit file; None takes the full range of each file's type.
+        decoding: how.
 
     Raises:
         ImageError: its `status` is `unreadable` or `unsupported`; the message names the file,
             where there is one.
     """
     try:
-        kind, data = _read_file(source, max_pixels)
+        kind, data = _read_file(source, decoding.max_pixels)
         header = kind.read_header(data)
-        check_size(header.size, max_pixels)
+        decoding.check_size(header.size)
         _allow_time(header.size)
         pixels = turned_upright(kind.decode(data), header.orientation)
-        full_scale = full_scale_of(header.full_scale, bit_depth)
+        full_scale = decoding.full_scale(header.full_scale)
         check_range(pixels, full_scale)
     except ImageError as error:
         raise ImageError(_named(source, str(error)), error.status) from None
@@ -206,18 +240,14 @@ def read_image(
     return Image(upright, full_scale, header.mode, header.format, sha256, header.orientation)
 
 
-def read_header(source: Path | bytes, *, max_pixels: int = MAX_PIXELS) -> ImageHeader:
+def read_header(source: Path | bytes) -> ImageHeader:
     """Read what a file, or its bytes, say about its picture, without decoding it.
-
-    Args:
-        source: the file, or its bytes.
-        max_pixels: files far too long for so many pixels are refused before they are read.
 
     Raises:
         ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
     """
     try:
-        kind, data = _read_file(source, max_pixels)
+        kind, data = _read_file(source, MAX_PIXELS)
         return kind.read_header(data)
     except ImageError as error:
         raise ImageError(_named(source, str(error)), error.status) from None
@@ -319,30 +349,9 @@ def say_bits_used(bits: int) -> str:
     )
 
 
-def full_scale_of(stored: float, bit_depth: int | None) -> float:
-    """The value that means white: what a type or file says, or less with fewer significant bits."""
-    return stored if bit_depth is None else min(stored, 2.0**bit_depth - 1)
-
-
 def described(index: int, path: Path | None = None) -> str:
     """What messages call an image: its path, or its place where it came from memory."""
     return f"image {index}" if path is None else str(path)
-
-
-def check_size(size: tuple[int, int], max_pixels: int) -> None:
-    """Refuse an image (H0, W0) of more pixels than may be.
-
-    Raises:
-        ImageError: `unsupported`.
-    """
-    height, width = size
-    if height * width > max_pixels:
-        raise unsupported(
-            f"it has {width} × {height} = {height * width / 1e6:.1f} million pixels, more than "
-            f"image.max_pixels allows ({max_pixels / 1e6:.1f} million)"
-        )
-    if max(height, width) > _LONGEST_SIDE:
-        raise unsupported(f"its longest side is over {_LONGEST_SIDE} pixels: {width} × {height}")
 
 
 def check_range(pixels: Pixels, full_scale: float, *, in_memory: bool = False) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.geometry import aspect_error
 from anomaly.imaging.pose import Motion, Pose, cut, wrapped
-from anomaly.imaging.read import Image, read_image
+from anomaly.imaging.read import Decoding, Image, read_image
 
 Grey = NDArray[np.float32]
 
@@ -44,11 +44,11 @@ def grey_picture(image: Image) -> Grey:
     return np.asarray(small.mean(axis=2) / image.full_scale, np.float32)
 
 
-def read_grey(source: Path | Image, max_pixels: int, bit_depth: int | None) -> Grey | None:
+def read_grey(source: Path | Image, decoding: Decoding) -> Grey | None:
     """The grey picture of a file; None where it can't be used. Called in a decoding process."""
     try:
         if not isinstance(source, Image):
-            source = read_image(source, max_pixels=max_pixels, bit_depth=bit_depth)
+            source = read_image(source, decoding)
         return grey_picture(source)
     except Exception:  # training says why
         return None

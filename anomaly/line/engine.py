@@ -24,7 +24,7 @@ import numpy as np
 from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders, Task
-from anomaly.imaging.read import Image, read_image
+from anomaly.imaging.read import Decoding, Image, read_image
 from anomaly.inference.rows import row_of
 from anomaly.line.record import Answer, Recorder
 from anomaly.maps.anomaly_map import SourceMap
@@ -289,9 +289,9 @@ SMALL_PIXELS = 480_000
 PHOTOGRAPH_PIXELS = 4_000_000
 
 
-def photograph(file: bytes, max_pixels: int, bit_depth: int | None) -> bytes:
+def photograph(file: bytes, decoding: Decoding) -> bytes:
     """An image file as a JPEG for browsers, reduced by a whole factor."""
-    image = read_image(file, max_pixels=max_pixels, bit_depth=bit_depth)
+    image = read_image(file, decoding)
     return thumbnail(display(image), PHOTOGRAPH_PIXELS).photo
 
 

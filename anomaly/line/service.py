@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from anomaly.errors import DataError, visible
 from anomaly.imaging.pool import read_one
-from anomaly.imaging.read import MAX_PIXELS
+from anomaly.imaging.read import DEFAULT
 from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
@@ -129,12 +129,9 @@ class InspectionService:
         if part is None or file is None:
             return None
         slot = self.registry.models.get(part["model"])
-        if slot is None or slot.now is None:
-            limits: tuple[int, int | None] = MAX_PIXELS, None
-        else:
-            image = slot.now.model.config.image
-            limits = image.max_pixels, image.bit_depth
-        decoded = read_one(photograph, file, *limits, about=Path(part["path"]))
+        now = None if slot is None else slot.now
+        decoding = DEFAULT if now is None else now.model.loading.decoding
+        decoded = read_one(photograph, file, decoding, about=Path(part["path"]))
         return bytes(decoded)
 
     def parts(

@@ -27,6 +27,7 @@ from anomaly.errors import ImageError
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
 from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.read import Decoding
 from anomaly.maps.encoding import jpeg
 
 _PAGE = """\
@@ -188,13 +189,12 @@ _SIDE = 1200  # of a square as large as the picture on the page
 _LONGEST = 8000  # side of the picture
 
 
-def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> str:
+def region_page(path: Path, decoding: Decoding) -> str:
     """The page: polygons are drawn over the picture, and shown as YAML.
 
     Args:
         path: the image.
-        max_pixels: images of more pixels are refused.
-        bit_depth: significant bits of 16-bit files; None for all.
+        decoding: how it is decoded.
 
     Raises:
         ImageError: the image can't be used.
@@ -203,7 +203,7 @@ def region_page(path: Path, max_pixels: int, bit_depth: int | None = None) -> st
     longest = _LONGEST / math.sqrt(max(height, width) / min(height, width))
     area = max(1, round(min(_SIDE, longest, math.sqrt(height * width))))
     sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
-    item = Decoders(Task(Preprocessing(sizing, bit_depth, max_pixels))).load(path)
+    item = Decoders(Task(Preprocessing(sizing, decoding))).load(path)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     picture = np.rint(item.pixels * 255).astype(np.uint8)

@@ -17,6 +17,7 @@ from anomaly.files.writing import at_home
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing
 from anomaly.imaging.pool import read_mask
+from anomaly.imaging.read import Decoding
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
 from anomaly.methods.base import ArrayScorer, Fitter, Scorer
@@ -188,6 +189,11 @@ def smallest_area(config: Config) -> float:
     return smallest.area / (scale or 1) ** 2
 
 
+def decoding_of(image: ImageConfig) -> Decoding:
+    """How a config has files decoded."""
+    return Decoding(image.max_pixels, image.bit_depth)
+
+
 def loading_of(
     config: Config,
     coarsest_stride: int,
@@ -219,7 +225,7 @@ def loading_of(
         image.tile,
         image.overlap,
     )
-    return Preprocessing(sizing, image.bit_depth, image.max_pixels, region, reference)
+    return Preprocessing(sizing, decoding_of(image), region, reference)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -194,8 +194,7 @@ class Model:
         layout: AxisOrder | None = None,
     ) -> ArrayFormat:
         """The format of arrays; the config fills in what isn't given."""
-        image = self.config.image
-        return ArrayFormat(channels, full_scale, layout, image.bit_depth, image.max_pixels)
+        return ArrayFormat(channels, full_scale, layout, self.loading.decoding)
 
     def predict(
         self, images: ImageLike | Iterable[ImageLike], given: ArrayFormat | None = None

@@ -28,11 +28,18 @@ from anomaly.imaging.geometry import Sizing, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, size_of
 from anomaly.imaging.looks import picture_of_source
 from anomaly.imaging.pool import Decoders, Task, read_all, rest
-from anomaly.imaging.read import Image, bits_used, say_bits_used
+from anomaly.imaging.read import Decoding, Image, bits_used, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Progress
-from anomaly.scoring.build import backbone, fitter_of, loading_of, region_of, smallest_area
+from anomaly.scoring.build import (
+    backbone,
+    decoding_of,
+    fitter_of,
+    loading_of,
+    region_of,
+    smallest_area,
+)
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import manifest_of
@@ -148,7 +155,7 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
     image = config.image
     if image.align == "none":
         return None
-    pictures = grey_pictures(samples, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
+    pictures = grey_pictures(samples, decoding_of(image))
     poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
     log.info(
         "all parts are brought into the pose of %s; image.region and image.ignore, if you set "
@@ -296,7 +303,7 @@ def _check_labels(
     features: CachedFeatures,
     samples: Sequence[Sample],
     defects: Sequence[Sample],
-    config: Config,
+    decoding: Decoding,
 ) -> None:
     """Refuse a good image that is the same picture as a defect.
 
@@ -305,8 +312,7 @@ def _check_labels(
     """
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
-    image = config.image
-    read = partial(picture_of_source, max_pixels=image.max_pixels, bit_depth=image.bit_depth)
+    read = partial(picture_of_source, decoding=decoding)
     shown = read_all(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None
@@ -438,7 +444,7 @@ def train(
         else:
             elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
             features = elsewhere.build()
-        _check_labels(features.checked(), samples, defects, config)
+        _check_labels(features.checked(), samples, defects, setup.loading.decoding)
         rest()  # their memory is wanted for the scorer
         bits = bits_used(look.brightest for look in features.looks.values())
         if bits is not None and config.image.bit_depth is None:

@@ -15,7 +15,7 @@ import anomaly
 from anomaly.datasets import check as data_check
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import Reading, Severity, check
-from anomaly.imaging.read import Image, read_image
+from anomaly.imaging.read import Decoding, Image, read_image
 
 
 def _arguments(folder: Path, *settings: str) -> list[object]:
@@ -83,10 +83,10 @@ def _break(folder: Path) -> dict[tuple[str, str], str]:
 def test_every_planted_fault_is_found(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(path: Path, **options: Any) -> Image:
+    def read(path: Path, *options: Any) -> Image:
         if path.name == "001.png" and path.parent.name == "good":
             raise ZeroDivisionError("a mistake in a decoder")
-        return read_image(path, **options)
+        return read_image(path, *options)
 
     folder = write_product(tmp_path / "disc", n_train=24)
     monkeypatch.setattr(data_check, "read_image", read)
@@ -129,8 +129,8 @@ def test_twelve_bits_in_files_of_sixteen(tmp_path: Path, caplog: pytest.LogCaptu
     (fault,) = check(dataset, Reading()).faults
     assert (fault.kind, fault.severity) == ("bit_depth", Severity.NOTE)
     assert "image.bit_depth=12" in fault.detail
-    assert not check(dataset, Reading(bit_depth=12, aligned=True)).faults
-    kinds = Counter(f.kind for f in check(dataset, Reading(bit_depth=8)).faults)
+    assert not check(dataset, Reading(Decoding(bit_depth=12), aligned=True)).faults
+    kinds = Counter(f.kind for f in check(dataset, Reading(Decoding(bit_depth=8))).faults)
     assert kinds == {"unsupported": 20, "too_few_images": 1}
     for declared in (None, 12):  # training says the same
         caplog.clear()

@@ -21,7 +21,7 @@ from anomaly.errors import ImageError
 from anomaly.imaging.array_input import ArrayFormat, AxisOrder, is_one, sources
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape, load
-from anomaly.imaging.read import Image
+from anomaly.imaging.read import DEFAULT, Image
 
 _SIDE = 30_000  # squared, 900 million pixels
 _MOST_BYTES = 1_000_000
@@ -143,7 +143,7 @@ def test_a_picture_without_pixels() -> None:
 
 def test_batches_of_large_arrays_are_small() -> None:
     """A camera's pictures of 60 MB wait for one another only up to a bound."""
-    loading = Preprocessing(Sizing(None, None, 32, 8), None, 250_000_000)
+    loading = Preprocessing(Sizing(None, None, 32, 8), DEFAULT)
     pixels = _strided(np.uint8, 4000, 5000, 3)
 
     def arrivals() -> Iterator[NetworkInput | UnusableImage]:

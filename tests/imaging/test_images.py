@@ -20,7 +20,7 @@ from PIL import ImageOps
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging import read as images
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.read import read_header, read_image, read_mask
+from anomaly.imaging.read import Decoding, read_header, read_image, read_mask
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def rgb():
 def refused(source, **options):
     """The error of an image, from a file or memory, that must be refused; it names the file."""
     with pytest.raises(ImageError) as caught:
-        read_image(source, **options)
+        read_image(source, Decoding(**options))
     assert isinstance(source, bytes) or str(source) in str(caught.value)
     return caught.value
 
@@ -152,13 +152,13 @@ def test_declared_camera_depth(rgb):
     twelve = np.arange(4096, dtype=np.uint16).reshape(64, 64)
     data = by_opencv(".png", twelve)
     assert read_image(data).full_scale == 65535
-    image = read_image(data, bit_depth=12)
+    image = read_image(data, Decoding(bit_depth=12))
     assert image.full_scale == 4095
     np.testing.assert_array_equal(image.pixels[..., 0], twelve)
     # Files of 8 bits and of floats have one meaning only; a value above the depth isn't clipped.
-    assert read_image(encoded(rgb, "PNG"), bit_depth=12).full_scale == 255
+    assert read_image(encoded(rgb, "PNG"), Decoding(bit_depth=12)).full_scale == 255
     floats = by_opencv(".tiff", (rgb / 255).astype(np.float32))
-    assert read_image(floats, bit_depth=12).full_scale == 1
+    assert read_image(floats, Decoding(bit_depth=12)).full_scale == 1
     error = refused(by_opencv(".png", np.full((8, 8), 4096, np.uint16)), bit_depth=12)
     assert error.status == "unsupported"
     assert "12 bits" in str(error)
@@ -194,7 +194,7 @@ def test_pixels_are_counted_before_decoding(tmp_path):
 
 def test_max_pixels_is_a_limit_not_a_bound_below(rgb):
     data = encoded(rgb, "PNG")
-    assert read_image(data, max_pixels=H * W).size == (H, W)
+    assert read_image(data, Decoding(max_pixels=H * W)).size == (H, W)
     assert refused(data, max_pixels=H * W - 1).status == "unsupported"
 
 

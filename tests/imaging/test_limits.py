@@ -18,7 +18,7 @@ from anomaly.imaging import pool, read
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders, Task, read_all, read_one
-from anomaly.imaging.read import COMPUTING_SECONDS, MODEST_PIXELS, read_header, read_image
+from anomaly.imaging.read import COMPUTING_SECONDS, MODEST_PIXELS, Decoding, read_header, read_image
 
 # A parser that a file's name makes do what no file should make it do.
 _PARSER = """
@@ -27,7 +27,7 @@ sys.path[:] = {path!r}
 from anomaly.imaging import loading, read
 read.COMPUTING_SECONDS = 1.0
 honest = read.read_image
-def read_image(path, **options):
+def read_image(path, *options):
     tried, held = path.with_suffix(".tried").exists(), []
     path.with_suffix(".tried").touch()
     print("a library that prints")
@@ -39,7 +39,7 @@ def read_image(path, **options):
         time.sleep(1)
     while "hog" in path.name:
         held.append(b"x" * 20_000_000)
-    return honest(path, **options)
+    return honest(path, *options)
 read.read_image = loading.read_image = read_image
 from anomaly.imaging.pool import serve
 serve({parent}, 300_000_000)
@@ -90,7 +90,7 @@ def test_limits_hold_and_say_which(
     files = {name: tmp_path / f"{name}.png" for name in ("once", *says, "fine")}
     for file in files.values():
         write_part(file, seed=1)
-    task = Task(Preprocessing(Sizing(None, None, 32, 8), None, 10**6))
+    task = Task(Preprocessing(Sizing(None, None, 32, 8), Decoding(10**6)))
     asleep = files.pop("asleep")
     decoders = Decoders(task)
     once, *found, fine = decoders.load_all(enumerate(files.values()))

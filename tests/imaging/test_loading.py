@@ -23,10 +23,11 @@ from anomaly.imaging.loading import (
     by_shape,
     load,
 )
+from anomaly.imaging.read import Decoding
 
 
 def _loading(tile: int | None = None) -> Preprocessing:
-    return Preprocessing(Sizing(None, None, 32, 8, tile=tile), None, 10**6)
+    return Preprocessing(Sizing(None, None, 32, 8, tile=tile), Decoding(10**6))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
 from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.read import Decoding
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
@@ -57,7 +58,7 @@ def children(
 def _task(folder: Path, **sizing: object) -> Task:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
     return Task(
-        Preprocessing(Sizing(**rule), None, 10**6),
+        Preprocessing(Sizing(**rule), Decoding(10**6)),
         PictureWriter(limit=1.0, output=folder / "out"),
     )
 

@@ -24,7 +24,7 @@ _CORNERS = [(-50.0, -30.0), (50.0, -10.0), (-50.0, 30.0), (50.0, 30.0)]
 
 
 def image(picture: np.ndarray) -> Image:
-    source = ArrayFormat("bgr", None, None, None, 10**8).source(picture)
+    source = ArrayFormat("bgr").source(picture)
     assert isinstance(source, Image)
     return source
 

@@ -17,7 +17,7 @@ from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders, Task
-from anomaly.imaging.read import MAX_PIXELS
+from anomaly.imaging.read import DEFAULT
 from anomaly.inference.outputs import PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
 
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 _LIBRARIES = 150_000_000  # files of libraries, which the limit doesn't count
-_TASK = Preprocessing(Sizing(None, None, 64, 8), None, MAX_PIXELS)
+_TASK = Preprocessing(Sizing(None, None, 64, 8), DEFAULT)
 _LIMIT = 200_000_000
 _SIDE = 10_240  # squared, more than half of the limit
 _NO_MEMORY = "more than the 0.2 GB of memory that a decoding process may use"

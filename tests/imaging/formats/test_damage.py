@@ -12,7 +12,7 @@ from picture_files import chunk, encoded, jpegs, mutated, others, picture, pngs
 from tiff_files import DEFLATE, layout, samples
 
 from anomaly.errors import ImageError
-from anomaly.imaging.read import read_image
+from anomaly.imaging.read import Decoding, read_image
 
 FILES = {name: data for files in (jpegs, pngs, others) for name, data in files(picture())}
 
@@ -76,7 +76,7 @@ def test_mutants_are_refused_or_read_without_noise(capfd):
         for whole, _ in itertools.product(FILES.values(), range(40)):
             foreign = list(FILES.values())[rng.integers(len(FILES))]
             try:
-                image = read_image(mutated(whole, rng, foreign), max_pixels=1_000_000)
+                image = read_image(mutated(whole, rng, foreign), Decoding(1_000_000))
             except ImageError as error:
                 fates[error.status] += 1
             else:
