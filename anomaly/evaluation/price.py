@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration import Thresholds
+from anomaly.calibration.rates import rate_above
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
 from anomaly.imaging.listing import list_images
-from anomaly.imaging.read import Image, described
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.scored import Scored, score
 from anomaly.storage.golden import golden_of, is_missed
@@ -74,6 +74,18 @@ class Price:
     def of(self, *kinds: str) -> list[Compared]:
         """The images of these kinds."""
         return [image for kind in kinds for image in self.compared.get(kind, ())]
+
+    def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Any] | None:
+        """How many of some defects new thresholds reject and catch; None without any."""
+        names = {defect.name for defect in defects}
+        scores = [image.scores[1] for image in self.of(DEFECTS) if image.name in names]
+        if not scores:
+            return None
+        chosen = limits.label != "calibrated"  # by these very defects, perhaps
+        both = {"rejected": limits.image, "caught": limits.review}
+        return {
+            what: asdict(rate_above(scores, value, chosen=chosen)) for what, value in both.items()
+        }
 
     @property
     def refusal(self) -> str:
@@ -314,13 +326,3 @@ def fresh(
     if left_out:
         log.warning("%s left out: %s", what, left_out)
     return kept
-
-
-def samples_of(images: Iterable[Path | Image]) -> list[Sample]:
-    """Images as samples, those in memory named by their place."""
-    return [
-        Sample(image, image.name)
-        if isinstance(image, Path)
-        else Sample(Path(described(i)), described(i), image=image)
-        for i, image in enumerate(images)
-    ]

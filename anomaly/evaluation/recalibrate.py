@@ -19,7 +19,7 @@ from anomaly.calibration import (
     thresholds_from,
 )
 from anomaly.calibration.production import ProductionChoice, thresholds_from_production
-from anomaly.calibration.rates import percent, rate_above
+from anomaly.calibration.rates import percent
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, first_of, some
@@ -32,11 +32,10 @@ from anomaly.evaluation.price import (
     fresh,
     known_parts,
     price,
-    samples_of,
 )
 from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
-from anomaly.imaging.read import Image
+from anomaly.imaging.read import described
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.scored import Scored, score
 from anomaly.storage.folder import HISTORY
@@ -246,7 +245,7 @@ def recalibrate(
         images["taken as defects"] = {n: sha for n, _, _, sha in theirs.rows() if n in out}
     if defects:
         images["defects"] = {defect.name: content_hash(defect) for defect in defects}
-    found = _defects_found(limits, cost, defects)
+    found = cost.defects_found(limits, defects)
     record = change(asked.values(), model.thresholds, limits, images, found)
     doubts = [cost.refusal, *_doubts(model, limits, undone=bool(asked.undo))]
     return Recalibration(
@@ -260,23 +259,6 @@ def _found(scores: GoodScores, asked: Asked, rates: tuple[float, float]) -> Thre
         return thresholds_from(scores, *rates)
     review = asked.threshold if asked.review_threshold is None else asked.review_threshold
     return thresholds_by_hand(scores, review, asked.threshold)
-
-
-def _defects_found(
-    limits: Thresholds, cost: Price, defects: Sequence[Sample]
-) -> dict[str, Any] | None:
-    """How many of the given defects are rejected and caught; None without any.
-
-    Only thresholds by rate are sure not to have been chosen by these defects.
-    """
-    names = {defect.name for defect in defects}
-    scores = [image.scores[1] for image in cost.of(DEFECTS) if image.name in names]
-    if not scores:
-        return None
-    chosen = limits.label != "calibrated"
-    both = {"rejected": limits.image, "caught": limits.review}
-    found = {what: rate_above(scores, value, chosen=chosen) for what, value in both.items()}
-    return {what: asdict(rate) for what, rate in found.items()}
 
 
 def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
@@ -322,7 +304,7 @@ def recalibrated(
 ) -> Model:
     """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
     asked.check(good=good is not None, production=False)
-    images = [] if good is None else samples_of(sources(good, array_format))
+    images = [] if good is None else samples_of(good, array_format)
     made = recalibrate(detector, asked, good=images)
     for line in made.lines():
         log.info(line)
@@ -412,10 +394,10 @@ def known_scores(
     return now
 
 
-def sources(
+def samples_of(
     images: str | Path | Iterable[ImageLike], array_format: ArrayFormat, what: str = "good images"
-) -> list[Path | Image]:
-    """Images as a program names them: a folder, or a collection.
+) -> list[Sample]:
+    """Images as a program names them: a folder, or a collection; pixels are named by their place.
 
     Args:
         images: what it names; a single image is one of them.
@@ -427,12 +409,19 @@ def sources(
         ImageError: one can't be used; says which and why.
     """
     if isinstance(images, str | Path):
-        paths = find_inputs([Path(images)], option=what).paths
-        check_inputs([Path(images)], paths, defects=what == "defects")
-        return list(paths)
-    given = [images] if is_one(images) else list(images)
+        given: list[ImageLike] = [*find_inputs([Path(images)], option=what).paths]
+        named = [Path(images)]
+    else:
+        given = [images] if is_one(images) else list(images)
+        named = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
     files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
-    check_inputs(files, files, defects=what == "defects")
+    check_inputs(named, files, defects=what == "defects")
     if not given:
         raise DataError(f"no {what} were given")
-    return [array_format.source(image, index) for index, image in enumerate(given)]
+    sources = [array_format.source(image, index) for index, image in enumerate(given)]
+    return [
+        Sample(source, source.name)
+        if isinstance(source, Path)
+        else Sample(Path(described(i)), described(i), image=source)
+        for i, source in enumerate(sources)
+    ]

@@ -18,15 +18,14 @@ from anomaly.evaluation.price import (
     Price,
     evaluated_on,
     fresh,
-    is_flagged,
     known_parts,
     price,
-    samples_of,
 )
-from anomaly.evaluation.recalibrate import sources
+from anomaly.evaluation.recalibrate import samples_of
 from anomaly.imaging.array_input import ArrayFormat, ImageLike
 from anomaly.imaging.listing import list_images
 from anomaly.scoring.pipeline import Model
+from anomaly.scoring.scored import score
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, score_golden
 from anomaly.storage.thresholds import change
@@ -45,12 +44,14 @@ class Update:
         detector: the updated detector.
         learned: the result of learning.
         before: the earlier thresholds.
+        verdicts: of the learned images by the earlier detector.
         cost: verdicts of known parts by both detectors.
     """
 
     detector: Model
     learned: Learned
     before: Thresholds
+    verdicts: Sequence[str]
     cost: Price
 
     def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
@@ -85,12 +86,12 @@ class Update:
 
     def _learned(self) -> Iterator[str]:
         new, limits = self.learned.good, self.moved.after
-        for name, score in self.learned.suspects.items():
-            yield f"suspect, not learned: {name} (score {score:.4g})"
+        for name, value in self.learned.suspects.items():
+            yield f"suspect, not learned: {name} (score {value:.4g})"
         after = _verdicts(map(limits.verdict, new.image))
         images = counted(len(new.names), "good image")
         yield f"learned {images}; each scored without itself: {after}"
-        yield f"before the update: {_verdicts(self.learned.before)}"
+        yield f"before the update: {_verdicts(self.verdicts)}"
         if self.before.label != "calibrated":
             label = self.before.label
             yield f"the thresholds were set {label} before; now they are set by rates"
@@ -140,21 +141,21 @@ def update(
     known = {**known, "past parts": list(past)}
     cost = price(detector, learned.detector, known, progress=progress)
     assert detector.thresholds is not None  # `learn` requires thresholds
-    caught = [is_flagged(defect.after) for defect in cost.of(DEFECTS)]
+    assert learned.detector.thresholds is not None
     made = change(
         {"updated": {"include_suspects": include_suspects}},
         detector.thresholds,
         learned.detector.thresholds,
         {"learned": learned.hashes},
-        {"caught": sum(caught), "images": len(caught)} if caught else None,
+        cost.defects_found(learned.detector.thresholds, known[DEFECTS]),
     )
     changes = (*detector.changes, made | {"model_before": detector.model_id})
-    return Update(
-        replace(learned.detector, changes=changes),
-        learned,
-        detector.thresholds,
-        cost,
-    )
+    hashes = set(learned.hashes.values())
+    verdicts = [
+        one.verdict(detector.thresholds) for one in score(detector, kept) if one.sha256 in hashes
+    ]
+    after = replace(learned.detector, changes=changes)
+    return Update(after, learned, detector.thresholds, verdicts, cost)
 
 
 def _verdicts(verdicts: Iterable[str]) -> str:
@@ -175,8 +176,8 @@ def updated(
     """An updated detector; see `AnomalyDetector.update`."""
     made = update(
         detector,
-        samples_of(sources(good, array_format)),
-        defects=[] if defects is None else samples_of(sources(defects, array_format, "defects")),
+        samples_of(good, array_format),
+        defects=[] if defects is None else samples_of(defects, array_format, "defects"),
         include_suspects=include_suspects,
     )
     for reason in made.learned.refused.values():

@@ -149,7 +149,7 @@ class FeatureCache:
         self._built: list[CachedFeatures] = []
 
     def build(
-        self, images: Mapping[int, Path | Image], *, learned: bool = True, among: int | None = None
+        self, images: Mapping[int, Path | Image], *, among: int | None = None
     ) -> CachedFeatures:
         """Run the network on images and store the features in temporary files.
 
@@ -159,17 +159,16 @@ class FeatureCache:
         images go tile by tile.
 
         Args:
-            images: files, or pixels that are decoded already, by their numbers, ascending.
-            learned: whether they are to be learned: without those whose pose isn't sure, and as
-                the settings turn them, too.
+            images: files, or pixels that are decoded already, by their numbers, ascending. Those
+                whose pose isn't sure are refused.
             among: how many images there will be features of in the folder; given where other
                 processes are to read them.
         """
         model, embedder = self.model, self.model.embedder
         size = embedder.max_batch_size(model.config.batch_size)
-        turns = turns_of(model.config) if learned else ()
+        turns = turns_of(model.config)
         loaded = Decoders(Task(model.loading, looks=True)).load_all(images.items())
-        loaded = inspectable(loaded, embedder.grid, model.region, learned=learned)
+        loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
         batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
         with torch.inference_mode():
             writer = _Writer(self, images, 1 + len(turns), among)

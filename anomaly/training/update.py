@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from anomaly.files.writing import from_json
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import verdict
 from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.feature_cache import CachedFeatures, FeatureCache
 from anomaly.training.fit import StageProgress
@@ -36,7 +35,6 @@ class Learned:
     Attributes:
         detector: the updated detector, not saved yet.
         good: their scores, each by a detector that hasn't learned it.
-        before: their verdicts by the original detector, in the same order.
         hashes: sha256 of each image learned, by name.
         suspects: scores of the suspects, which weren't learned, by name, the highest first.
         refused: reasons of unusable images, by name.
@@ -44,7 +42,6 @@ class Learned:
 
     detector: Model
     good: GoodScores
-    before: tuple[str, ...]
     hashes: dict[str, str]
     suspects: dict[str, float]
     refused: dict[str, str]
@@ -86,9 +83,16 @@ def learn(
             "`anomaly calibrate` first"
         )
     limit, (_, rate) = detector.thresholds.image, detector.rates()
-    with _reading(detector, samples, scratch, progress) as (patches, names):
+    known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
+    # Numbers follow those of the known images.
+    names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
+    numbered = dict(enumerate(samples, len(known)))
+    groups = {i: sample.group for i, sample in numbered.items() if sample.group}
+    fitter, seen = fitter_of(detector.config), partial(progress, "features")
+    with closing(FeatureCache(detector, fitter, scratch, seen)) as cache:
+        patches = cache.build({i: sample.source for i, sample in numbered.items()}).checked()
         # The first trial, with all images, finds the suspects; a second one learns without them.
-        trial = _trial(detector, patches, names, names, progress)
+        trial = _trial(detector, patches, names, groups, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
         if len(suspects) == len(trial.good.names):
             raise DataError(
@@ -96,56 +100,27 @@ def learn(
                 f"{', '.join(suspects)}. If they are good, add --include-suspects"
             )
         if suspects:
-            kept = {i for i in patches.hashes if names[i] not in suspects}
-            trial = _trial(detector, patches, names, kept, progress)
+            kept = {i: name for i, name in names.items() if name not in suspects}
+            trial = _trial(detector, patches, kept, groups, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
         statistics = TrainingStatistics.of([patches.statistics[i] for i in trial.numbers])
-        scored = scores_of(detector, patches.only(trial.numbers), patches.views)
-        views, looks = patches.views, patches.statistics
-        before = [
-            verdict(scored[i][0], detector.thresholds, detector.review_reason(views[i], looks[i]))
-            for i in trial.numbers
-        ]
     left_out = {name: i for i, name in names.items() if name not in hashes}
-    known, known_statistics = detector.manifest, detector.training_statistics
+    manifest, known_statistics = detector.manifest, detector.training_statistics
     new = replace(
         trial.detector,
         thresholds=_thresholds(detector, trial.good),
         training_statistics=known_statistics and known_statistics.merged(statistics),
         manifest={
-            **known,
-            "training_images": {**known["training_images"], **hashes},
-            "refused_images": {**known["refused_images"], **left_out},
+            **manifest,
+            "training_images": {**manifest["training_images"], **hashes},
+            "refused_images": {**manifest["refused_images"], **left_out},
             **({"parent": detector.model_id} if detector.model_id else {}),
         },
         model_id="",
         folder=None,
     )
-    return Learned(
-        new,
-        trial.good,
-        tuple(before),
-        hashes,
-        suspects,
-        refused,
-    )
-
-
-@contextmanager
-def _reading(
-    detector: Model,
-    samples: Sequence[Sample],
-    scratch: Path,
-    progress: StageProgress,
-) -> Iterator[tuple[CachedFeatures, dict[int, str]]]:
-    """The images' patches, and their names by number; numbers follow those of the known images."""
-    known = [*detector.manifest["training_images"], *detector.manifest["refused_images"]]
-    names = dict(enumerate(unique_names([s.name for s in samples], known), len(known)))
-    fitter, seen = fitter_of(detector.config), partial(progress, "features")
-    with closing(FeatureCache(detector, fitter, scratch, seen)) as cache:
-        images = {len(known) + i: sample.source for i, sample in enumerate(samples)}
-        yield cache.build(images).checked(), names
+    return Learned(new, trial.good, hashes, suspects, refused)
 
 
 class _Trial(NamedTuple):
@@ -160,14 +135,14 @@ def _trial(
     detector: Model,
     patches: CachedFeatures,
     names: Mapping[int, str],
-    wanted: Collection[int],
+    groups: Mapping[int, str],
     progress: StageProgress,
 ) -> _Trial:
-    """Learn the wanted images."""
+    """Learn the images that have a name."""
     known = len(detector.manifest["training_images"])
     fitter = fitter_of(detector.config).incremental(detector.scorer, known)
-    new = replace(detector, scorer=fitter.fit(patches.only(wanted)))
-    numbers = tuple(sorted(i for i in patches.hashes if i in wanted))
+    new = replace(detector, scorer=fitter.fit(patches.only(names)))
+    numbers = tuple(sorted(i for i in patches.hashes if i in names))
     learned_names = {i: names[i] for i in numbers}
     if len(learned_names) > 1:
         good = cross_fit(
@@ -176,7 +151,7 @@ def _trial(
             fitter,
             learned_names,
             patches.hashes,
-            groups={},
+            groups={i: group for i, group in groups.items() if i in learned_names},
             progress=partial(progress, "calibration"),
         )
     else:  # otherwise the detector stays unchanged

@@ -14,7 +14,9 @@ from conftest import Says, write_part
 from kit import tiny
 
 import anomaly
+from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
+from anomaly.evaluation.update import update as learn_update
 from anomaly.files.writing import sha256_of
 from anomaly.storage.load import load_model
 
@@ -135,6 +137,13 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     assert [learned.predict(file).reason for file in few] == [""] * 6
 
 
+def test_views_of_one_part_are_held_out_together(run_folder: Path, lamp: Path) -> None:
+    files = sorted((lamp / "good").iterdir())
+    views = [Sample(file, file.name, group=f"part {i // 3}") for i, file in enumerate(files)]
+    good = learn_update(load_model(run_folder, "cpu"), views, include_suspects=True).learned.good
+    assert (len(good.names), good.groups) == (12, 4)
+
+
 def test_an_update_that_lets_a_defect_pass_is_refused(
     run_folder: Path, tmp_path: Path, update: Update
 ) -> None:
@@ -219,6 +228,6 @@ def test_what_may_not_be_learned(
     assert "nIO would be taken as good" in refused("--good", bad)
     run = shutil.copytree(run_folder, tmp_path / "run")
     (run / "model" / "thresholds.json").write_text("null\n")
-    assert "than when it was written" in refused("--good", lamp / "good", model=run)
+    assert "was changed since it was written" in refused("--good", lamp / "good", model=run)
     said, _ = update(2, run, "--good", lamp / "good", output="run")
     assert "holds the model to update and isn't replaced" in said
