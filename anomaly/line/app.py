@@ -8,7 +8,6 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from functools import partial
@@ -140,22 +139,16 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
                 "it is: curl --data-binary @part.png",
             )
         filename = _shown_name(request.query_params.get("name", ""))
-        scored = await _answered(service, partial(slot.submit, data, filename, include))
-        return _TextResponse(
-            _answer(scored, include), 200 if scored.answer.row.status == "ok" else 422
-        )
-
-
-async def _answered(service: InspectionService, submit: Callable[[], Future[Scored]]) -> Scored:
-    try:
-        async with asyncio.timeout(service.limits.answer_seconds):
-            return await asyncio.shield(asyncio.wrap_future(submit()))
-    except TimeoutError:
-        raise HTTPException(
-            504,
-            f"no answer within {service.limits.answer_seconds:g} s; the part will still be "
-            "scored and recorded",
-        ) from None
+        seconds = service.limits.answer_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                part = asyncio.wrap_future(slot.submit(data, filename, include))
+                scored = await asyncio.shield(part)
+        except TimeoutError:
+            reason = f"no answer within {seconds:g} s; the part will still be scored and recorded"
+            raise HTTPException(504, reason) from None
+        status = 200 if scored.answer.row.status == "ok" else 422
+        return _TextResponse(_answer(scored, include), status)
 
 
 def _answer(scored: Scored, include: Collection[str]) -> dict[str, Any]:

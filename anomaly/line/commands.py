@@ -1,29 +1,153 @@
-"""`anomaly deploy` and `anomaly feedback`."""
+"""`anomaly serve`, `anomaly deploy` and `anomaly feedback`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from anomaly.cli.common_options import agreed, chosen_device
-from anomaly.cli.logging_setup import ProgressLine
-from anomaly.errors import AnomalyError, DataError
+from anomaly.cli.logging_setup import NOTE, ProgressLine
+from anomaly.cli.stopping import Stopping
+from anomaly.errors import AnomalyError, DataError, OutputError, visible
 from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
+from anomaly.files.outputs import locked_file
 from anomaly.files.writing import like
-from anomaly.line import report, serve
+from anomaly.line import report
 from anomaly.line.feedback import judgements, safe_name, save_pictures
+from anomaly.line.record import Keeping, Record
 from anomaly.line.registry import back, check, deploy, earlier, holds
+from anomaly.line.sinks import Mqtt, Sink, Webhook
 from anomaly.scoring.pipeline import Model
-from anomaly.storage.folder import (
-    MANIFEST,
-    find_model,
-)
+from anomaly.storage.folder import MANIFEST, find_model, find_models
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 
+_TOKEN_VARIABLE = "ANOMALY_TOKEN"
+_SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
+
 log = logging.getLogger(__name__)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    _check_serve(options)
+    token = _token(options)
+    _check_open(options, token)
+    record, sinks = _record(options), _sinks(options)
+    folders = named(find_models(options.models))
+    with locked_file(record), Stopping(then="send parts without an answer again") as stop:
+        # FastAPI and uvicorn are optional: `_check_serve` has checked that they are installed.
+        from anomaly.line.app import make_app
+        from anomaly.line.server import listening, serve
+        from anomaly.line.service import InspectionService, Limits
+
+        device = chosen_device(options, list(folders.values()))
+        listener = listening(options.host, options.port)
+        body_bytes = round(options.max_body * 1e6)
+        held_bytes = max(Limits.held_bytes, 2 * body_bytes)  # one is scored, another one waits
+        limits = Limits(body_bytes, held_bytes=held_bytes, waiting_parts=options.queue)
+        service = InspectionService(
+            folders,
+            Record(record, Keeping(options.keep_good, options.keep_pictures)),
+            device=device,
+            limits=limits,
+            sinks=sinks,
+        )
+        with service:
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
+            sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
+            print(f"every answer is written to {record}{sent}", flush=True)
+            stop.at_work = True
+            serve(make_app(service), service, listener, token, lambda: stop.signal is not None)
+            stop.at_work = False
+        log.info("stopped; all accepted parts are answered and recorded")
+    return 0
+
+
+def named(folders: Mapping[str, Path]) -> dict[str, Path]:
+    """Model folders by the names in routes, rows and pages, which are always valid text."""
+    return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
+
+
+def _check_serve(options: argparse.Namespace) -> None:
+    needed = ("fastapi", "uvicorn", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise AnomalyError(
+            f"serve needs {', '.join(missing)}, which aren't installed: "
+            "pip install 'anomaly[serve]'"
+        )
+    for name, value, low, high in (
+        ("--port", options.port, 0, 65535),
+        ("--max-body", options.max_body, 0.001, 4000),
+        ("--queue", options.queue, 1, 10000),
+        ("--keep-good", options.keep_good, 0, 1),
+        ("--keep-pictures", options.keep_pictures, 0, 10**7),
+    ):
+        if not low <= value <= high:
+            raise AnomalyError(f"{name} is {value}; it must be {low} to {high}")
+
+
+def _token(options: argparse.Namespace) -> str:
+    """The token; empty without one."""
+    token, origin = os.environ.get(_TOKEN_VARIABLE, "").strip(), f"${_TOKEN_VARIABLE}"
+    if options.token_file is not None:
+        try:
+            token, origin = options.token_file.read_text("utf-8-sig").strip(), options.token_file
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it isn't text"
+            raise AnomalyError(f"--token-file {options.token_file} can't be read: {why}") from None
+        if not token:
+            raise AnomalyError(f"--token-file {origin} is empty")
+    if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
+        raise AnomalyError(
+            f"the token in {origin} must have 16 characters or more, all plain ASCII: "
+            "openssl rand -hex 16 makes one"
+        )
+    return token
+
+
+def _check_open(options: argparse.Namespace, token: str) -> None:
+    from anomaly.line.server import is_loopback  # with FastAPI, which is optional
+
+    if not token and not is_loopback(options.host):
+        raise AnomalyError(
+            f"--host {options.host} opens the service to other machines, which needs a token; give "
+            f"--token-file, or set ${_TOKEN_VARIABLE}"
+        )
+    if token and not is_loopback(options.host):
+        log.log(
+            NOTE,
+            "token and pictures are sent unencrypted; on a shared network, put a proxy with TLS "
+            "in front",
+        )
+
+
+def _sinks(options: argparse.Namespace) -> list[Sink]:
+    webhook, mqtt = (os.environ.get(name, "").strip() for name in _SINK_VARIABLES)
+    sinks: list[Sink] = []
+    if url := options.webhook or webhook:
+        sinks.append(Webhook(url))
+    if url := options.mqtt or mqtt:
+        sinks.append(Mqtt(url))
+    return sinks
+
+
+def _record(options: argparse.Namespace) -> Path:
+    if options.record is not None:
+        return Path(options.record)
+    if (options.models / "manifest.json").is_file():
+        raise OutputError(
+            f"{options.models} is a model folder, which can't hold the record; give another "
+            "place with --record FILE"
+        )
+    return Path(options.models) / "line.sqlite"
 
 
 def _deploy(options: argparse.Namespace) -> int:
@@ -100,7 +224,7 @@ def _feedback(options: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "serve": serve.run,
+    "serve": _serve,
     "deploy": _deploy,
     "report": report.run,
     "feedback": _feedback,

@@ -21,7 +21,7 @@ import random
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -321,12 +321,11 @@ class Record:
     def _explained(self) -> Iterator[None]:
         """The error of a failed write, remembered until a write succeeds."""
         try:
-            try:
-                yield
-            except (sqlite3.Error, OSError) as error:
-                raise OutputError(f"{self.file} can't be used as a record: {_why(error)}") from None
-        except OutputError as error:
-            reason = visible(str(error))
+            yield
+        except (sqlite3.Error, OSError, OutputError) as error:
+            known = isinstance(error, OutputError)
+            reason = str(error) if known else f"{self.file} can't be used: {_why(error)}"
+            reason = visible(reason)
             if self._places and not self._trouble:  # at the start the caller reports it
                 log.error("%s", reason)
             self._trouble = reason
@@ -368,32 +367,24 @@ class Recorder:
         self._waiting.put((answer, then))
 
     def _work(self) -> None:
-        going = True
-        while going:
+        while True:
             items = [self._waiting.get()]
-            while items[-1] is not None and len(items) < _MOST_AT_ONCE:
-                try:
-                    items.append(self._waiting.get_nowait())
-                except queue.Empty:
-                    break
-            going = items[-1] is not None
-            self._write([item for item in items if item is not None])
+            while items[-1] and len(items) < _MOST_AT_ONCE and not self._waiting.empty():
+                items.append(self._waiting.get())
+            if parts := [item for item in items if item is not None]:
+                self._write(parts)
+            if items[-1] is None:
+                return
 
     def _write(self, items: Sequence[tuple[Answer, _Then]]) -> None:
-        if not items:
-            return
         numbers: Sequence[int | OutputError]
         try:
             numbers = self.record.add([answer for answer, _ in items])
-        except Exception as error:
-            reason = str(error)
-            if not isinstance(
-                error, OutputError
-            ):  # an error in this program mustn't end this thread
+        except Exception as error:  # an error in this program mustn't end this thread
+            if not isinstance(error, OutputError):
                 log.exception("recording results failed")
-                reason = f"recording failed: {type(error).__name__}"
             failed = OutputError(
-                f"the part couldn't be recorded, so it has no verdict ({reason}); send it again"
+                f"the part couldn't be recorded, so it has no verdict ({why(error)}); send it again"
             )
             numbers = [failed] * len(items)
         for (answer, then), number in zip(items, numbers, strict=True):
@@ -551,30 +542,8 @@ def _places(file: Path, head: int) -> tuple[object, ...]:
     return (*places, head < 0 or os.pread(head, len(_SQLITE), 0) == _SQLITE)
 
 
-def is_sqlite(file: Path) -> bool:
-    """Whether a file is an SQLite file."""
-    try:
-        with file.open("rb") as stream:
-            return stream.read(len(_SQLITE)) == _SQLITE
-    except OSError:
-        return False
-
-
 def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or "it can't be reached"
-    known: Mapping[str, str] = {
-        "SQLITE_FULL": "the disk is full",
-        "SQLITE_BUSY": "another process is writing to it",
-        "SQLITE_READONLY": "it may not be written to",
-        "SQLITE_CANTOPEN": "it can't be opened",
-        "SQLITE_NOTADB": "it is no SQLite file",
-        "SQLITE_CORRUPT": "it is damaged",
-    }
-    code = str(getattr(error, "sqlite_errorname", ""))
-    return next(
-        (text for name, text in known.items() if code.startswith(name)), "SQLite reports an error"
-    )
+    return why(error) if isinstance(error, OSError) else str(error)
 
 
 def _part(

@@ -210,12 +210,8 @@ def _names(parts: SplitResult, port: int) -> tuple[str, str]:
 def _reason(error: Exception) -> str:
     if isinstance(error, NotTakenError):
         return str(error)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return "its certificate isn't valid here"
     if isinstance(error, TimeoutError):
         return f"no answer within {_SECONDS:g} s"
-    if isinstance(error, ssl.SSLError):
-        return "an encrypted connection to it fails"
     if isinstance(error, http.client.HTTPException):
         return "its answer isn't HTTP"
     return why(error) if isinstance(error, OSError) else "the connection is lost"

@@ -20,8 +20,8 @@ import torch
 from kit import until
 
 from anomaly.line.app import make_app
+from anomaly.line.commands import named
 from anomaly.line.record import Keeping, Record
-from anomaly.line.serve import named
 from anomaly.line.server import listening, serve
 from anomaly.line.service import InspectionService, Limits
 from anomaly.line.sinks import Sink

@@ -170,7 +170,7 @@ def test_what_is_no_record_is_refused_and_stays_as_it_is(tmp_path: Path) -> None
         with closing(sqlite3.connect(tmp_path / name)) as database:
             database.execute(change)
     for name, says in (
-        ("words", "no SQLite file"),
+        ("words", "file is not a database"),
         ("newer", "another version"),
         ("foreign", "is a database of another program"),
     ):
@@ -206,12 +206,12 @@ def test_after_a_full_disk_pictures_within_the_budget_are_all_there(small_disk: 
                 record.add(rejects(i))
         added = len(record.parts())
         for _ in range(3):
-            with pytest.raises(OutputError, match="the disk is full"):
+            with pytest.raises(OutputError, match="disk is full"):
                 record.add(rejects(2, 3))
-            assert "the disk is full" in record.trouble()
+            assert "disk is full" in record.trouble()
         assert len(record.parts()) == added
         os.truncate(ballast, ballast.stat().st_size - 200_000)  # too little room
-        assert "the disk is full" in record.trouble()
+        assert "disk is full" in record.trouble()
         ballast.unlink()
         assert record.trouble() == ""
         record.add(rejects(3))

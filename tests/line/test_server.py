@@ -29,7 +29,7 @@ from running import Served, behind_nginx, serving
 from anomaly.errors import visible
 from anomaly.imaging.pool import Decoders
 from anomaly.line import server, service
-from anomaly.line.serve import named
+from anomaly.line.commands import named
 from anomaly.line.server import is_loopback
 from anomaly.line.service import Limits
 from anomaly.line.sinks import Webhook

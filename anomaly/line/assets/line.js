@@ -38,7 +38,7 @@ const held = () => (following && !drafted && !close ? undefined : shown());
 
 // The service's answer; a body is posted. Throws the reason of a refusal.
 async function json(path, body) {
-  const headers = { "Content-Type": "application/json", "X-Requested-With": "line" }; // see guard.py
+  const headers = { "Content-Type": "application/json", "X-Requested-With": "line" }; // see server.py
   const posted = body && { method: "POST", headers, body: JSON.stringify(body) };
   const response = await fetch(path, posted);
   const answer = await response.json();
