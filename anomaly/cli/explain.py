@@ -66,7 +66,7 @@ def _explain(options: argparse.Namespace) -> int:
         if why.prediction.verdict == "good":
             steps = next_steps(why)
     if options.backbone is not None:
-        seen = explain_class(
+        seen, drawn, unseen = explain_class(
             options.backbone,
             options.input,
             weights=options.weights,
@@ -76,9 +76,9 @@ def _explain(options: argparse.Namespace) -> int:
             # Beside a model's pictures, whose layers may have the same names.
             before="" if options.model is None else "classifier_",
         )
-        facts |= seen.facts
-        pictures |= seen.pictures
-        notes += seen.notes
+        facts |= seen
+        pictures |= drawn
+        notes += unseen
     output = options.output
     facts = save_explanation(output, facts, pictures, notes, page, overwrite=options.overwrite)
     _print_facts(facts, output)

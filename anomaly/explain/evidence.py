@@ -41,7 +41,6 @@ from anomaly.imaging.read import Image
 from anomaly.inference.rows import RegionRow, region_rows
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
-from anomaly.report.report import training_of
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -55,8 +54,7 @@ class Explanation:
 
     Attributes:
         prediction: what the detector makes of the image.
-        model: name, method, network, id and folder of the detector, when it was trained and how
-            many images it has learned from; empty where one isn't known.
+        model: name, id and folder of the detector; empty where it is in memory alone.
         pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
             `feature_maps_<layer>` for each hooked layer.
         regions: what is marked, as in regions.csv.
@@ -140,39 +138,57 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
     of_region: dict[tuple[int, int], int] = {}
     for number, place in enumerate(places, 1):
         of_region.setdefault(worst_patches(scores, [place], centres)[0], number)
-    worst = tile_of(item, (height, width), patches[0])
-    extractor = detector.extractor
+    pictures = _pictures(detector, prediction, tile_of(item, (height, width), patches[0]))
+    photograph = display(item.decoded)
+    crops: list[list[RgbImage]] = []
+    facts: list[dict[str, Any]] = []
+    for patch, near in zip(patches, training.nearest(item, patches), strict=True):
+        crop = patch_crop(photograph, patch_box(item.view, (height, width), *patch))
+        crops.append([crop, *map(training.crop, near)])
+        facts.append(
+            {
+                "region": of_region.get(patch),
+                "row": patch[0],
+                "column": patch[1],
+                "score": float(scores[patch]),
+                "compared_with": [asdict(other) for other in near],
+            }
+        )
+    folder = detector.folder
+    if folder is not None and folder.name == "model":
+        folder = folder.parent  # the run, as people name it
+    model = {"name": detector.name, "model id": detector.model_id, "folder": str(folder or "")}
+    regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
+    notes = _notes(detector.method, prediction, training)
+    return Explanation(prediction, model, pictures, regions, facts, crops, notes)
+
+
+def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
+    """Feature maps and the score's gradient, by name.
+
+    Args:
+        detector: trained.
+        prediction: of the image.
+        worst: the image, or its worst tile.
+    """
+    extractor, seen = detector.extractor, picture_of(worst)
     maps = feature_map_pictures(
         extractor.network,
         network_input([worst], detector.normalise, detector.device)[0],
         extractor.layers,
         layouts=extractor.layouts,
-        picture=picture_of(worst),
+        picture=seen,
     )
-    seen_map = fitted(prediction.heatmap())
-    crops, facts = _compared(training, item, patches, scores)
-    facts = [{"region": of_region.get(p), **f} for p, f in zip(patches, facts, strict=True)]
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    pictures["score_gradient"] = _gradient(detector, prediction, worst, seen_map)
-    regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
-    notes = _notes(detector.method, prediction, training)
-    return Explanation(prediction, _about(detector), pictures, regions, facts, crops, notes)
-
-
-def _about(detector: Model) -> dict[str, str]:
-    """What `Explanation.model` says."""
-    folder, model_id = detector.folder, detector.model_id
-    if folder is not None and folder.name == "model":
-        folder = folder.parent  # the run, as people name it
-    return {
-        "name": detector.name,
-        "method": detector.method,
-        "network": detector.config.backbone.name,
-        "model id": model_id,
-        "folder": "" if folder is None else str(folder),
-        "trained": "" if folder is None else str(training_of(folder, model_id).get("time", "")),
-        "good images": str(len(detector.manifest["training_images"])),
-    }
+    seen, gradient = fitted(seen), saliency_map(score_gradient(detector, worst))
+    pictures["score_gradient"] = beside(
+        [
+            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
+            (f"heatmap, score {prediction.score:.3g}", fitted(prediction.heatmap())),
+            ("pixels that move the score: |gradient|", glowing(seen, gradient)),
+        ]
+    )
+    return pictures
 
 
 def good_images(detector: Model, *named: str | Path) -> TrainingImages:
@@ -196,20 +212,6 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
 
 
-def _gradient(
-    detector: Model, prediction: Prediction, worst: NetworkInput, heatmap: RgbImage
-) -> RgbImage:
-    saliency = saliency_map(score_gradient(detector, worst))
-    seen = fitted(picture_of(worst))
-    return beside(
-        [
-            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
-            (f"heatmap, score {prediction.score:.3g}", heatmap),
-            ("pixels that move the score: |gradient|", glowing(seen, saliency)),
-        ]
-    )
-
-
 def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     notes = []
     if prediction.nearest is None:
@@ -224,37 +226,6 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
             "(good=)"
         )
     return notes
-
-
-def _compared(
-    good: GoodImages,
-    item: NetworkInput,
-    patches: Sequence[tuple[int, int]],
-    scores: NDArray[np.float32],
-) -> tuple[list[list[RgbImage]], list[dict[str, Any]]]:
-    """Show patches beside what they were compared with.
-
-    Args:
-        good: the images that the detector has learned from.
-        item: the image, with the decoded file.
-        patches: (row, column) of each patch to show.
-        scores: patch scores (h, w).
-
-    Returns:
-        For each patch its crop and those of what it was compared with; and its place, its score and
-        the good patches that it was compared with.
-    """
-    picture = display(item.decoded)
-    height, width = scores.shape
-    crops: list[list[RgbImage]] = []
-    facts: list[dict[str, Any]] = []
-    for patch, near in zip(patches, good.nearest(item, patches), strict=True):
-        score = float(scores[patch])
-        crop = patch_crop(picture, patch_box(item.view, (height, width), *patch))
-        crops.append([crop, *map(good.crop, near)])
-        place = {"row": patch[0], "column": patch[1], "score": score}
-        facts.append({**place, "compared_with": [asdict(other) for other in near]})
-    return crops, facts
 
 
 def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:

@@ -21,7 +21,6 @@ from anomaly.report.page import (
     image_layer,
     picture_svg,
     row_html,
-    shown_time,
     table_html,
     table_page,
     utc_now,
@@ -255,13 +254,9 @@ def _step(step: tuple[str, str]) -> str:
 
 def _model(explanation: Explanation) -> str:
     model, limits = explanation.model, explanation.prediction.thresholds
-    trained = f"trained {shown_time(model['trained'])}" if model["trained"] else ""
     parts = [
         f"Model {model['name']}",
-        f"{model['method']} on {model['network']}",
-        f"learned from {model['good images']} good images",
-        trained,
-        model["model id"] and f"model id {model['model id']}",
+        model["model id"],
         model["folder"],
         "" if limits is None else limits.lines()[0],
         f"anomaly {__version__}",

@@ -22,7 +22,7 @@ RgbImage = NDArray[np.uint8]
 MARK = (255, 64, 32)
 _LINE_HEIGHT, _INDENT = 18, 2
 _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
-_PANEL = 160  # wide enough for a title above one of few pictures
+_PANEL = 160  # wide enough for most titles
 _CROP = 150
 _CONTEXT = 7  # sides of the patch that a crop shows
 _BACKGROUND = 255
@@ -85,16 +85,6 @@ def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
     return np.asarray(np.rint(heat * opacity + grey * 0.75 * (1 - opacity)), np.uint8)
 
 
-def signed(values: NDArray[Any]) -> RgbImage:
-    """Values around 0 as a picture around mid-grey.
-
-    Args:
-        values: (H, W, 3); stretched by the 99th percentile of their absolute values.
-    """
-    strongest = float(np.percentile(np.abs(values), 99)) or 1.0
-    return np.asarray(np.rint(np.clip(values / strongest, -1, 1) * 127 + 128), np.uint8)
-
-
 def read_image(source: Path | Image, loading: Preprocessing) -> NetworkInput | UnusableImage:
     """Load one image, with the decoded file; else why it can't be used."""
     return Decoders(Task(loading, keep_image=True)).load(source)
@@ -147,36 +137,12 @@ def _outlined(picture: RgbImage, box: Box, scale: float) -> RgbImage:
 
 
 def absent(text: str) -> RgbImage:
-    """A grey tile, as large as a crop, that says why there is no picture."""
+    """A grey tile, as large as a crop, that says word by word why there is no picture."""
     tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
-    words = stacked([text_line(line, _CROP) for line in _wrapped(text, _CROP)])
+    words = stacked([text_line(word, _CROP) for word in text.split()])
     top = (_CROP - len(words)) // 2
     tile[top : top + len(words)] = np.minimum(words, tile[0])
     return tile
-
-
-def shortened(text: str, width: int) -> str:
-    """Text that fits into a line of so many pixels: a long one keeps its beginning and its end."""
-    kept = len(text)
-    short = text
-    while kept > 2 and _text_width(short) > width:
-        kept -= 1
-        short = f"{text[: kept // 3]}...{text[len(text) - kept + kept // 3 :]}"
-    return short
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Text in lines of so many pixels; a line break in it begins another one."""
-    lines: list[str] = []
-    for paragraph in text.split("\n"):
-        lines.append("")
-        for word in paragraph.split(" "):
-            longer = f"{lines[-1]} {word}" if lines[-1] else word
-            if lines[-1] and _text_width(longer) > width:
-                lines.append(shortened(word, width))
-            else:
-                lines[-1] = shortened(longer, width)
-    return lines
 
 
 def _text_width(text: str) -> int:
@@ -184,7 +150,7 @@ def _text_width(text: str) -> int:
 
 
 def text_line(text: str, width: int) -> RgbImage:
-    """A line of text, (18, width, 3); what doesn't fit is cut off, see `shortened`."""
+    """A line of text, (18, width, 3); what doesn't fit is cut off."""
     line = np.full((_LINE_HEIGHT, width, 3), _BACKGROUND, np.uint8)
     cv2.putText(line, text, (_INDENT, 13), _FONT, _FONT_SCALE, _INK, 1, cv2.LINE_AA)
     return line
@@ -202,27 +168,24 @@ def beside(
     """Put titled pictures next to each other, aligned at the top, with white around them.
 
     Args:
-        panels: title and picture (H, W, 3); titles are wrapped.
+        panels: title and picture (H, W, 3).
         gap: pixels of white to the left, to the right and below.
-        narrowest: a picture of fewer columns gets white to its right, as room for its title.
+        narrowest: a picture of fewer columns gets white to its right, at least as much as its
+            title needs.
     """
-    widths = [max(picture.shape[1], narrowest) for _, picture in panels]
-    titles = [_wrapped(title, w) for (title, _), w in zip(panels, widths, strict=True)]
-    most = max(map(len, titles))
     tallest = max(picture.shape[0] for _, picture in panels)
-    columns = [np.full((1, gap, 3), _BACKGROUND, np.uint8)]
-    for (_, picture), lines, width in zip(panels, titles, widths, strict=True):
-        above = [text_line(line, width) for line in [*lines, *[""] * (most - len(lines))]]
-        columns.append(_padded(stacked([*above, picture]), 0, width + gap))
-    height = most * _LINE_HEIGHT + tallest + gap
-    return np.hstack([_padded(column, height, column.shape[1]) for column in columns])
+    columns = [np.full((_LINE_HEIGHT + tallest + gap, gap, 3), _BACKGROUND, np.uint8)]
+    for title, picture in panels:
+        width = max(picture.shape[1], narrowest, _text_width(title))
+        column = stacked([text_line(title, width), picture])
+        columns.append(_padded(column, len(columns[0]), width + gap))
+    return np.hstack(columns)
 
 
 def _padded(picture: RgbImage, height: int, width: int) -> RgbImage:
-    """A picture with white below and to its right, at least of this size."""
-    missing = (max(0, height - picture.shape[0]), max(0, width - picture.shape[1]))
-    padding = ((0, missing[0]), (0, missing[1]), (0, 0))
-    return np.pad(picture, padding, constant_values=_BACKGROUND)
+    """A picture with white below and to its right, of this size."""
+    missing = ((0, height - picture.shape[0]), (0, width - picture.shape[1]), (0, 0))
+    return np.pad(picture, missing, constant_values=_BACKGROUND)
 
 
 _FACTS, PAGE = "explanation.json", "explanation.html"

@@ -1,9 +1,8 @@
-"""Which pixels move a score: its gradient, plain and guided; Grad-CAM; what a classifier sees."""
+"""What a layer sees, and which pixels move a score: feature maps, gradients, Grad-CAM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,10 @@ from anomaly.explain.pictures import (
     picture_of,
     read_image,
     resized,
-    signed,
     stacked,
     text_line,
 )
-from anomaly.hooks import HookSet, capture
+from anomaly.hooks import capture
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage
 from anomaly.imaging.read import DEFAULT
@@ -267,43 +265,6 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
     return gradient[0]
 
 
-def guided_backpropagation(
-    model: nn.Module, score: Callable[[Tensor], Tensor], image: Tensor
-) -> Tensor:
-    """`image_gradient` where every ReLU passes on positive gradients only.
-
-    Springenberg et al., "Striving for Simplicity", 2015: shows what speaks for the score and hides
-    what speaks against it. The ReLUs have to be layers; functional ones are passed as usual.
-
-    Args:
-        model: the network that `score` runs.
-        score: as in `image_gradient`.
-        image: (3, H, W).
-
-    Returns:
-        (3, H, W).
-
-    Raises:
-        LayerError: the network has no ReLU or ReLU6 layer.
-        AnomalyError: it is in train mode; or as `image_gradient`.
-    """
-    check_eval(model)
-    activations = _relu_kinds(model)
-    if not activations:
-        raise LayerError(
-            f"guided backpropagation is defined by ReLU layers, and {type(model).__name__} has "
-            "none: use the plain gradient or Grad-CAM"
-        )
-    with HookSet(model) as hooks:
-        hooks.backward(activations, _only_positive)
-        return image_gradient(score, batch_of(image, model)[0])
-
-
-def _relu_kinds(model: nn.Module) -> list[type[nn.Module]]:
-    """The kinds of ReLU layers that a network has: they define guided backpropagation."""
-    return [k for k in (nn.ReLU, nn.ReLU6) if any(isinstance(m, k) for m in model.modules())]
-
-
 def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
     """One number a pixel: the largest absolute gradient over the colours.
 
@@ -321,10 +282,6 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
     if top == 0:
         top = float(strongest.max()) or 1.0
     return np.asarray(np.clip(strongest / top, 0, 1), np.float32)
-
-
-def _only_positive(module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor, ...]:
-    return tuple(gradient.clamp(min=0) for gradient in grad_input)
 
 
 def grad_cam(
@@ -373,34 +330,6 @@ def grad_cam(
     return np.asarray((cam / strongest if strongest > 0 else cam).cpu().numpy(), np.float32)
 
 
-def guided_grad_cam(
-    model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
-) -> NDArray[np.float32]:
-    """Which details are the evidence for a class: Grad-CAM times guided backpropagation (3.2).
-
-    Args:
-        model: a classifier in eval mode, whose output for one image is (1, classes).
-        image: (3, H, W), normalised as the network wants it, on the network's device.
-        layer: path of the layer looked at, usually the last one before the pooling.
-        target_class: index of the class; the highest-scoring one if not given.
-
-    Returns:
-        (H, W, 3), signed, the largest absolute value 1 (all zero if there is no evidence).
-
-    Raises:
-        LayerError: no such layer, its output isn't a feature map, or there are no ReLU layers.
-        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
-            isn't an image (3, H, W) of finite floats.
-    """
-    cam = grad_cam(model, image, layer, target_class)
-    gradient = guided_backpropagation(
-        model, lambda batch: _class_score(model(batch), target_class), image
-    )
-    guided = gradient.permute(1, 2, 0).float().cpu().numpy() * cam[..., None]
-    strongest = float(np.abs(guided).max())
-    return np.asarray(guided / strongest if strongest > 0 else guided, np.float32)
-
-
 def _class_score(output: object, target_class: int | None) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != 1:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -416,21 +345,6 @@ def _class_score(output: object, target_class: int | None) -> Tensor:
 _SIDE = 320
 
 
-@dataclass(frozen=True)
-class ClassFindings:
-    """What a classifier sees in an image.
-
-    Attributes:
-        facts: for a machine to read.
-        pictures: (H, W, 3) uint8 RGB, by the name of a file for each.
-        notes: what can't be shown, and why.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    pictures: dict[str, RgbImage] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 def explain_class(
     name: str,
     path: Path,
@@ -440,7 +354,7 @@ def explain_class(
     device: torch.device,
     classes: Sequence[int] | None = None,
     before: str = "",
-) -> ClassFindings:
+) -> tuple[dict[str, Any], dict[str, RgbImage], list[str]]:
     """Show what a classifier sees in an image.
 
     Args:
@@ -453,7 +367,9 @@ def explain_class(
         before: what the names of the feature maps' pictures begin with.
 
     Returns:
-        Feature maps of each stage, Grad-CAM and its guided form.
+        The classes with their probabilities as plain values; pictures (H, W, 3) uint8 RGB by the
+        name of a file for each, the feature maps of each stage and Grad-CAM; and what can't be
+        shown, with the reason.
 
     Raises:
         ImageError: the image can't be used.
@@ -470,10 +386,9 @@ def explain_class(
     network = full_network(name, weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
     image = normalisation(name)(pixels)
-    shown = ClassFindings()
     seen = picture_of(item)
-    for stage, picture in feature_map_pictures(network, image, mapped, picture=seen).items():
-        shown.pictures[f"{before}feature_maps_{stage}.png"] = picture
+    drawn = feature_map_pictures(network, image, mapped, picture=seen)
+    pictures = {f"{before}feature_maps_{stage}.png": shown for stage, shown in drawn.items()}
 
     with torch.inference_mode():
         chances = network(image[None])[0].softmax(dim=0)
@@ -482,49 +397,23 @@ def explain_class(
     for target in classes:
         if not 0 <= target < len(chances):
             raise AnomalyError(f"--class {target}: {name} has classes 0 to {len(chances) - 1}")
-    labels = {c: f"{_class_name(name, c)}, {float(chances[c]):.0%}" for c in classes}
-    shown.facts["classes"] = [
-        {"index": c, "name": _class_name(name, c), "probability": float(chances[c])}
+    known = backbone_of(name).classes()
+    found = [
+        {
+            "index": c,
+            "name": str(known[c]) if c < len(known) else f"class {c}",
+            "probability": float(chances[c]),
+        }
         for c in classes
     ]
     layer = last_map(table) or token_layer(table)
     if layer is None:
-        shown.notes.append(f"Grad-CAM: {name} puts out neither a late feature map nor tokens")
-        return shown
-    if not _relu_kinds(network):
-        shown.notes.append(f"guided Grad-CAM: {name} has no ReLU layers")
-    shown.pictures["grad_cam.png"] = _class_evidence(network, image, seen, layer, labels)
-    return shown
-
-
-def _class_name(network: str, index: int) -> str:
-    names = backbone_of(network).classes()
-    return str(names[index]) if index < len(names) else f"class {index}"
-
-
-def _class_evidence(
-    model: nn.Module, image: Tensor, picture: RgbImage, layer: str, classes: Mapping[int, str]
-) -> RgbImage:
-    """A line for each class: the image, Grad-CAM and, where the network allows it, its guided form.
-
-    Args:
-        model: a classifier in eval mode.
-        image: (3, H, W), normalised as the network wants it, on the network's device.
-        picture: the image as a screen shows it, (H, W, 3) uint8 RGB.
-        layer: where Grad-CAM looks, see `grad_cam`.
-        classes: index to caption.
-
-    Returns:
-        (H', W', 3) RGB.
-    """
-    seen = fitted(picture, longest=_SIDE)
-    guided = _relu_kinds(model)
-    lines = []
-    for target, caption in classes.items():
-        cam = grad_cam(model, image, layer, target)
-        panels = [(caption, seen), (f"Grad-CAM at {layer}", glowing(seen, cam))]
-        if guided:
-            details = signed(guided_grad_cam(model, image, layer, target))
-            panels.append(("guided Grad-CAM", fitted(details, longest=_SIDE)))
-        lines.append(beside(panels))
-    return stacked(lines)
+        notes = [f"Grad-CAM: {name} puts out neither a late feature map nor tokens"]
+        return {"classes": found}, pictures, notes
+    small, lines = fitted(seen, longest=_SIDE), []
+    for target, each in zip(classes, found, strict=True):
+        cam = grad_cam(network, image, layer, target)
+        caption = f"{each['name']}, {each['probability']:.0%}"
+        lines.append(beside([(caption, small), (f"Grad-CAM at {layer}", glowing(small, cam))]))
+    pictures["grad_cam.png"] = stacked(lines)
+    return {"classes": found}, pictures, []

@@ -14,8 +14,6 @@ from anomaly.errors import AnomalyError
 from anomaly.explain.saliency import (
     feature_map_pictures,
     grad_cam,
-    guided_backpropagation,
-    guided_grad_cam,
 )
 from anomaly.hooks import live_hooks
 
@@ -57,17 +55,6 @@ def test_grad_cam_equals_its_formula_on_a_network_cut_in_two(
     assert cam.max() == pytest.approx(1) or not cam.any()
 
 
-def test_guided_grad_cam_is_the_product_of_its_two_parts() -> None:
-    network, _, _ = build(1)
-    image = torch.randn(3, 12, 14)
-    guided = guided_grad_cam(network, image, "0", 2)
-    gradient = guided_backpropagation(network, lambda batch: network(batch)[0, 2], image)
-    expected = gradient.numpy().transpose(1, 2, 0) * grad_cam(network, image, "0", 2)[..., None]
-    assert np.abs(guided).max() == pytest.approx(1)
-    np.testing.assert_allclose(guided, expected / np.abs(expected).max(), atol=1e-6)
-    assert live_hooks(network) == 0
-
-
 def test_frozen_networks_no_grad_and_half_the_digits_make_no_difference() -> None:
     network, _, _ = build(3)
     image = torch.randn(3, 12, 12)
@@ -78,7 +65,6 @@ def test_frozen_networks_no_grad_and_half_the_digits_make_no_difference() -> Non
             np.testing.assert_array_equal(grad_cam(network, image.clone(), "0", 1), expected)
     found = grad_cam(network.bfloat16(), image, "0", 1)
     np.testing.assert_allclose(found, expected, atol=0.05)
-    assert guided_grad_cam(network, image, "0", 1).shape == (12, 12, 3)
     assert feature_map_pictures(network, image, ["0"]).keys() == {"0"}
 
 
@@ -127,7 +113,6 @@ def test_what_grad_cam_cannot_explain_is_said(layer: str, target: Any, says: str
 EXPLAINERS: list[Callable[[nn.Module, Any], object]] = [
     lambda network, image: grad_cam(network, image, "[0]"),
     lambda network, image: feature_map_pictures(network, image, ["[0]"]),
-    lambda network, image: guided_backpropagation(network, lambda x: network(x).sum(), image),
 ]
 
 

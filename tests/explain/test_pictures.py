@@ -31,7 +31,7 @@ def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
         assert len(np.unique(constant.reshape(-1, 3), axis=0)) == 1
 
 
-def test_what_is_high_glows_and_signed_values_lie_around_mid_grey() -> None:
+def test_what_is_high_glows() -> None:
     values = np.zeros((4, 6))
     values[2, 3] = 1
     shown = pictures.glowing(np.full((40, 60, 3), (200, 100, 0), np.uint8), values)
@@ -40,9 +40,6 @@ def test_what_is_high_glows_and_signed_values_lie_around_mid_grey() -> None:
     assert spread[5, 5] == 0  # grey
     assert spread[25, 35] > 50
     assert shown[25, 35].sum() > shown[5, 5].sum()
-    shown = pictures.signed(np.array([[[-1.0, 0.0, 1.0], [-0.5, 0.5, 2.0]]]))
-    assert shown[0, 0, 0] < shown[0, 0, 1] == 128 < shown[0, 0, 2]
-    assert (pictures.signed(np.zeros((2, 2, 3))) == 128).all()
 
 
 def ink(picture: np.ndarray) -> np.ndarray:
@@ -56,28 +53,16 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
     titles = ["what the network sees of its worst tile", "pixels that move the score: |gradient|"]
     blank = np.full((*size, 3), 200, np.uint8)
     both = pictures.beside([(title, blank) for title in titles], gap=8)
-    column = (both.shape[1] - 8) // 2
+    edges = np.cumsum([8, *(pictures.beside([(title, blank)]).shape[1] - 8 for title in titles)])
     for i, title in enumerate(titles):
         words = [(pictures.text_line(word, 4000) < 128).all(axis=2).sum() for word in title.split()]
-        panel = both[: -size[0] - 8, 8 + i * column : 8 + (i + 1) * column]
+        panel = both[:18, edges[i] : edges[i + 1]]
         assert (panel < 128).all(axis=2).sum() == pytest.approx(sum(words), rel=0.1)
-        assert ink(panel).max() < column - 8  # the gap stays free
+        assert ink(panel).max() < panel.shape[1] - 8  # the gap stays free
     assert (both[-size[0] - 8 : -8] == 200).all(axis=2).sum() == 2 * size[0] * size[1]
     under = pictures.stacked([both, blank[:, :2]])
     assert under.shape == (both.shape[0] + size[0], both.shape[1], 3)
     assert (under[-size[0] :, 2:] == 255).all()
-
-
-@given(st.text("abc 0123_-", min_size=1, max_size=120), st.integers(60, 400))
-def test_shortened_text_fits_and_keeps_both_ends(text: str, width: int) -> None:
-    short = pictures.shortened(text, width)
-    columns = ink(pictures.text_line(short, 4000))
-    assert columns.size == 0 or columns.max() < width
-    if short != text:
-        beginning, _, end = short.partition("...")
-        assert text.startswith(beginning)
-        assert text.endswith(end)
-        assert end
 
 
 def test_a_patch_box_is_in_the_images_own_pixels() -> None:

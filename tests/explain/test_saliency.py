@@ -3,13 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from anomaly.errors import AnomalyError, LayerError
-from anomaly.explain.saliency import guided_backpropagation, image_gradient, saliency_map
-from anomaly.hooks import live_hooks
+from anomaly.errors import AnomalyError
+from anomaly.explain.saliency import image_gradient, saliency_map
 from anomaly.scoring.image_score import image_scores, network_map
 
 
@@ -25,45 +22,6 @@ from anomaly.scoring.image_score import image_scores, network_map
 def test_scores_without_a_gradient_are_refused(score: object, message: str) -> None:
     with pytest.raises(AnomalyError, match=message):
         image_gradient(score, torch.zeros(3, 2, 2))
-
-
-@settings(max_examples=12)
-@given(seed=st.integers(0, 1000), inplace=st.booleans(), shared=st.booleans())
-def test_guided_backpropagation_equals_its_definition(
-    seed: int, inplace: bool, shared: bool
-) -> None:
-    torch.manual_seed(seed)
-    convolutions = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
-    first = nn.ReLU(inplace)
-    second = first if shared else nn.ReLU6(inplace)
-    network = nn.Sequential(
-        convolutions[0], first, convolutions[1], second, nn.BatchNorm2d(3).eval(), convolutions[2]
-    )
-    image = torch.randn(3, 4, 5) * 3
-    got = guided_backpropagation(network, lambda batch: network(batch).sum(), image)
-    assert live_hooks(network) == 0
-
-    # By hand, layer by layer: R_l = (f_l > 0) · (R_{l+1} > 0) · R_{l+1}
-    inputs, x = [], image[None]
-    for layer in network:
-        inputs.append(x)
-        x = layer(x.clone()).detach()
-    flow = torch.ones_like(x)
-    for layer, before in zip(reversed(network), reversed(inputs), strict=True):
-        if isinstance(layer, nn.ReLU | nn.ReLU6):
-            passes = (before > 0) & (before < (6 if isinstance(layer, nn.ReLU6) else torch.inf))
-            flow = flow.clamp(min=0) * passes
-        else:
-            leaf = before.clone().requires_grad_()
-            (flow,) = torch.autograd.grad(layer(leaf), leaf, flow)
-    torch.testing.assert_close(got, flow[0])
-
-
-def test_guided_backpropagation_needs_relu_layers() -> None:
-    with pytest.raises(LayerError, match="Sequential has none"):
-        guided_backpropagation(
-            nn.Sequential(nn.GELU()), lambda batch: batch.sum(), torch.ones(3, 1, 1)
-        )
 
 
 def test_saliency_is_the_largest_absolute_gradient_of_the_colours() -> None:
