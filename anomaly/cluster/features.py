@@ -35,8 +35,8 @@ from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
 from anomaly.training.feature_cache import (
     CachedFeatures,
-    FeatureCache,
     TrainingSetup,
+    cached_features,
     joined_features,
 )
 
@@ -204,9 +204,10 @@ class ShardWorker:
         self._check_there(images)
         # The first shard stands for all of them where it is asked whether the disk has room.
         among = len(job.images) if 0 in images else len(images)
-        cache = FeatureCache(self._model, self._model.fitter, job.scratch)
-        with closing(cache):
-            return cache.build({i: job.images[i] for i in images}, among=among)
+        mine = {i: job.images[i] for i in images}
+        model = self._model
+        with closing(cached_features(model, model.fitter, mine, job.scratch, among=among)) as built:
+            return built
 
     def _check_there(self, images: Sequence[int]) -> None:
         """Check that this machine has the images' disk; one file alone may be missing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -125,81 +124,58 @@ class TrainingSetup:
         )
 
 
-class FeatureCache:
-    """Computes features of images, and owns the temporary files that keep them.
+def cached_features(
+    model: TrainingSetup | Model,
+    fitter: Fitter[Any],
+    images: Mapping[int, Path | Image],
+    scratch: Path,
+    progress: Progress = lambda done, total: None,
+    *,
+    among: int | None = None,
+) -> CachedFeatures:
+    """Run the network on images to learn from, and store the features in temporary files.
+
+    Feature maps are written before they are aligned, which is half the size of the embeddings
+    (coarse layers aren't up-sampled yet), or as embeddings, where the method makes these smaller.
+    Where it selects by projected patches, these are kept in a second file. Large images go tile by
+    tile, and images in the further poses that the settings ask for.
 
     Args:
         model: whose network and alignment make the embeddings, by its settings.
         fitter: what is to learn from them.
+        images: files, or pixels that are decoded already, by their numbers, ascending.
         scratch: an existing folder for the temporary files.
         progress: called with images done, and how many there are.
+        among: how many images there will be features of in the folder; given where other
+            processes are to read them.
+
+    Raises:
+        OutputError: no room for the features.
     """
+    embedder, turns = model.embedder, turns_of(model.config)
 
-    def __init__(
-        self,
-        model: TrainingSetup | Model,
-        fitter: Fitter[Any],
-        scratch: Path,
-        progress: Progress = lambda done, total: None,
-    ) -> None:
-        self.model = model
-        self.fitter = fitter
-        self.scratch = scratch
-        self._progress = progress
-        self._built: list[CachedFeatures] = []
-
-    def build(
-        self, images: Mapping[int, Path | Image], *, among: int | None = None
-    ) -> CachedFeatures:
-        """Run the network on images and store the features in temporary files.
-
-        Feature maps are written before they are aligned, which is half the size of the embeddings
-        (coarse layers aren't up-sampled yet), or as embeddings, where the method makes these
-        smaller. Where it selects by projected patches, these are kept in a second file. Large
-        images go tile by tile.
-
-        Args:
-            images: files, or pixels that are decoded already, by their numbers, ascending. Those
-                whose pose isn't sure are refused.
-            among: how many images there will be features of in the folder; given where other
-                processes are to read them.
-        """
-        model, embedder = self.model, self.model.embedder
-        size = embedder.max_batch_size(model.config.batch_size)
-        turns = turns_of(model.config)
-        loaded = Decoders(Task(model.loading, looks=True)).load_all(images.items())
-        loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
-        batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
-        with torch.inference_mode():
-            writer = _Writer(self, images, 1 + len(turns), among)
-            for done in in_parallel(self._embed, batches, embedder.device):
-                writer.add(done)
-                self._progress(len(writer.hashes) + len(writer.refused), len(images))
-        release_memory()
-        self._built.append(writer.features())
-        return self._built[-1]
-
-    def close(self) -> None:
-        """Delete the temporary files, except those that other processes read."""
-        for features in self._built:
-            for file in features.files:
-                file.close()
-            for points in features.points:
-                points.close()
-        self._built = []
-
-    def _embed(self, batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
+    def embed(batch: list[NetworkInput] | UnusableImage) -> _Embedded | UnusableImage:
         if isinstance(batch, UnusableImage):
             return batch
-        embedder = self.model.embedder
         with torch.inference_mode():
             maps = embedder.maps(batch)
             embeddings = embedder.align(maps)
-            inside = patches_inside(pieces_of(batch), embeddings, self.model.region)
+            inside = patches_inside(pieces_of(batch), embeddings, model.region)
             # A turned copy has the statistics of its image.
             statistics = [] if batch[0].turn else statistics_of(batch, embeddings, inside)
-        kept = [embeddings] if self.fitter.compact else maps
-        return _Embedded(batch, kept, embeddings, statistics)
+        return _Embedded(batch, [embeddings] if fitter.compact else maps, embeddings, statistics)
+
+    size = embedder.max_batch_size(model.config.batch_size)
+    loaded = Decoders(Task(model.loading, looks=True)).load_all(images.items())
+    loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
+    batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
+    with torch.inference_mode():
+        writer = _Writer(model, fitter, scratch, images, 1 + len(turns), among)
+        for done in in_parallel(embed, batches, embedder.device):
+            writer.add(done)
+            progress(len(writer.hashes) + len(writer.refused), len(images))
+    release_memory()
+    return writer.features()
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,13 +186,15 @@ class CachedFeatures(PatchSet):
 
     Attributes:
         files: of feature maps, or of embeddings.
-        points: what is kept of `projected`, in as many files; none where nothing is.
+        points: of `projected`, image by image, in as many files; none where the method asks for
+            none.
         refused: files that couldn't be used.
         hashes: sha256 of each file used, by its number.
         views: how each was turned into the network's input.
         statistics: of each as a whole.
         looks: what each looks like.
         counts: how many patches each has.
+        channels: D of the embeddings; 0 without images.
         align: how maps become embeddings; None where these are kept.
         region: what of each image counts; None for all of it.
         images: the numbers of those that are read; the attributes above are of all.
@@ -224,13 +202,14 @@ class CachedFeatures(PatchSet):
     """
 
     files: tuple[TensorFile, ...]
-    points: tuple[ProjectedCache, ...]
+    points: tuple[TensorFile, ...]
     refused: tuple[UnusableImage, ...]
     hashes: dict[int, str]
     views: dict[int, AnyView]
     statistics: dict[int, ImageStatistics]
     looks: dict[int, Look]
     counts: dict[int, int]
+    channels: int
     align: Align | None
     region: Region | None
     images: Container[int]
@@ -255,6 +234,11 @@ class CachedFeatures(PatchSet):
             raise none_usable([item.reason for item in self.refused])
         return self
 
+    def close(self) -> None:
+        """Delete the temporary files, except those that other processes read."""
+        for file in (*self.files, *self.points):
+            file.close()
+
     def only(self, images: Container[int]) -> CachedFeatures:
         """The patches of some of the images."""
         return replace(self, images=images)
@@ -272,14 +256,14 @@ class CachedFeatures(PatchSet):
     def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
         """Image number and projected patches (n, d) float32, image by image."""
         with torch.inference_mode():
-            # All are of one matrix; none are of a shard in which no image can be used.
-            known = next((kept for kept in self.points if kept.channels), None)
-            if known and known.made_with == _matrix_hash(matrix_of(known.channels)):
-                for kept in self.points:
-                    yield from kept.read(self.images)
-            else:
+            if not self.points:
                 for part in self._parts():  # in the order that `each` has
                     yield from PatchSet.projected(part, matrix_of)
+                return
+            matrix_of(self.channels)  # as the fitter projected them when they were kept
+            for kept in self.points:
+                for (piece,), (points,) in kept.read(self.images, ascending=True):
+                    yield piece.image, points
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """Results of a function applied to the patches, several images at a time."""
@@ -307,6 +291,7 @@ def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
         statistics={i: image for shard in shards for i, image in shard.statistics.items()},
         looks={i: look for shard in shards for i, look in shard.looks.items()},
         counts={i: count for shard in shards for i, count in shard.counts.items()},
+        channels=max(shard.channels for shard in shards),
         images=hashes,
     )
 
@@ -415,61 +400,6 @@ class _InFile:
         return tensor.permute(tuple(int(i) for i in np.argsort(self.order)))
 
 
-class ProjectedCache:
-    """Stores projected patches, so that embeddings aren't computed again.
-
-    Args:
-        folder: on the disk that the file is to be on.
-        matrix_of: what embeddings are multiplied by.
-        shared: see `TensorFile`.
-
-    Attributes:
-        channels: D of the embeddings; 0 before the first.
-        made_with: a hash of what they were multiplied by.
-    """
-
-    def __init__(self, folder: Path, matrix_of: MatrixOf, *, shared: bool) -> None:
-        self._file = TensorFile(folder, shared=shared)
-        self._matrix_of: MatrixOf | None = matrix_of
-        self._matrix: Tensor | None = None
-        self.channels = 0
-        self.made_with = ""
-
-    def add(self, batch: PatchBatch) -> int:
-        """Project the patches of some images that count.
-
-        Returns:
-            How many bytes that takes on the disk.
-
-        Raises:
-            OutputError: no room.
-        """
-        if self._matrix is None:
-            assert self._matrix_of is not None, "a copy only reads"
-            self.channels = batch.embeddings.shape[3]
-            matrix = self._matrix_of(self.channels)
-            self._matrix, self.made_with = matrix.to(batch.embeddings.device), _matrix_hash(matrix)
-        written = 0
-        for image, patches in zip(batch.images, batch.counted(), strict=True):
-            points = patches @ self._matrix
-            if len(points):  # of a tile outside the region none count
-                self._file.write((Piece(image, 0, 0),), [points])
-            written += points.nbytes
-        return written
-
-    def read(self, images: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """The projected patches (n, d) of some images, ascending, tile by tile."""
-        for (piece,), (points,) in self._file.read(images, ascending=True):
-            yield piece.image, points
-
-    def close(self) -> None:
-        """Delete the file, unless it is shared."""
-        self._file.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_matrix": None, "_matrix_of": None}  # a copy only reads
-
-
 class _Embedded(NamedTuple):
     """A batch of images with kept features, embeddings and image statistics."""
 
@@ -483,28 +413,32 @@ class _Writer:
     """Writes batches of features and records facts about their images.
 
     Args:
-        cache: what computes them.
+        model: as for `cached_features`.
+        fitter: as there.
+        scratch: as there.
         images: all of them.
         copies: of each image, itself included.
-        among: see `FeatureCache.build`.
+        among: as for `cached_features`.
     """
 
     def __init__(
         self,
-        cache: FeatureCache,
+        model: TrainingSetup | Model,
+        fitter: Fitter[Any],
+        scratch: Path,
         images: Mapping[int, Path | Image],
         copies: int,
         among: int | None,
     ) -> None:
-        self._cache = cache
+        self._model, self._fitter, self._scratch = model, fitter, scratch
         self._copies = copies
         self._shared = among is not None
         self._expected = among or len(images)
-        self._file = TensorFile(cache.scratch, shared=self._shared)
-        matrix_of = cache.fitter.projected_by
-        self._points: ProjectedCache | None = None
-        if matrix_of is not None:
-            self._points = ProjectedCache(cache.scratch, matrix_of, shared=self._shared)
+        self._file = TensorFile(scratch, shared=self._shared)
+        self._matrix_of = fitter.projected_by
+        self._points = self._matrix_of and TensorFile(scratch, shared=self._shared)
+        self._matrix: Tensor | None = None
+        self._channels = 0
         self._statistics = StatisticsSums(images)
         self.refused: list[UnusableImage] = []
         self.hashes: dict[int, str] = {}
@@ -518,6 +452,7 @@ class _Writer:
             self.refused.append(done)
             return
         images, kept, embeddings, statistics = done
+        self._channels = embeddings.shape[3]
         for item in images:
             self.hashes[item.index] = item.sha256
             self._views[item.index] = item.layout
@@ -529,14 +464,26 @@ class _Writer:
             self._statistics.add(item.index, tile)
         names = tuple(Piece(item.index, *item.tile, item.turn) for item in images)
         room = float(sum(t.nbytes for t in kept))
-        if self._points is not None:
-            region = self._cache.model.region
-            room += self._points.add(_patch_batch(embeddings, names, self._views, region))
+        room += self._project(_patch_batch(embeddings, names, self._views, self._model.region))
         if self._file.empty:
             self._check_room(images, room)
         self._file.write(names, kept)
         if len(self.hashes) % _TRIMMED < len(images):
             release_memory()
+
+    def _project(self, batch: PatchBatch) -> int:
+        """Keep the projected patches that count, image by image; the bytes that they take."""
+        if self._points is None or self._matrix_of is None:
+            return 0
+        if self._matrix is None:
+            self._matrix = self._matrix_of(self._channels).to(batch.embeddings.device)
+        written = 0
+        for image, patches in zip(batch.images, batch.counted(), strict=True):
+            points = patches @ self._matrix
+            if len(points):  # of a tile outside the region none count
+                self._points.write((Piece(image, 0, 0),), [points])
+            written += points.nbytes
+        return written
 
     def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
         """Report the disk space for all features, if it is large; refuse if it is missing.
@@ -545,7 +492,7 @@ class _Writer:
             OutputError: all images, each of which takes as much as the first, need more than is
                 free.
         """
-        folder, layout = self._cache.scratch, first[0].layout
+        folder, layout = self._scratch, first[0].layout
         tiles = math.prod(map(len, layout.axes))
         needed = room * tiles * self._copies / len(first) * self._expected
         free: float = shutil.disk_usage(folder).free
@@ -569,19 +516,19 @@ class _Writer:
 
     def features(self) -> CachedFeatures:
         """The stored features."""
-        model = self._cache.model
         return CachedFeatures(
-            (self._file,),
-            () if self._points is None else (self._points,),
-            tuple(self.refused),
-            self.hashes,
-            self._views,
-            self._statistics.of_image,
-            self._looks,
-            self._counts,
-            None if self._cache.fitter.compact else model.embedder.align,
-            model.region,
-            self.hashes,
+            files=(self._file,),
+            points=() if self._points is None else (self._points,),
+            refused=tuple(self.refused),
+            hashes=self.hashes,
+            views=self._views,
+            statistics=self._statistics.of_image,
+            looks=self._looks,
+            counts=self._counts,
+            channels=self._channels,
+            align=None if self._fitter.compact else self._model.embedder.align,
+            region=self._model.region,
+            images=self.hashes,
         )
 
 
@@ -603,8 +550,3 @@ def _patch_batch(
 
 def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
-def _matrix_hash(matrix: Tensor) -> str:
-    """sha256 of a matrix (D, d) float32."""
-    return hashlib.sha256(matrix.cpu().contiguous().numpy().data).hexdigest()

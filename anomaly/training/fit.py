@@ -52,7 +52,7 @@ from anomaly.training.cross_fitting import (
     split,
     standing_out,
 )
-from anomaly.training.feature_cache import CachedFeatures, FeatureCache, TrainingSetup
+from anomaly.training.feature_cache import CachedFeatures, TrainingSetup, cached_features
 
 log = logging.getLogger(__name__)
 
@@ -194,25 +194,36 @@ def _trial_images(samples: Sequence[Sample], loading: Preprocessing) -> list[Net
 
 
 @dataclass(frozen=True, eq=False)
-class DetectorFit:
-    """A fitted detector and the images that stand out.
+class Training:
+    """A trained detector with the facts about its training.
 
     Attributes:
         detector: with thresholds, where they were wanted.
         images: the indices of those learned from, ascending.
+        seconds: by stage.
         suspects: training images that look least like the others, the worst first; found on the
             way to the thresholds.
         stand_out: scores of those that stand out from all others, by name, the worst first; all
             copies of one. With `model.leave_out_suspects` nothing was learned from them.
+        refused: why a training image couldn't be used, by name.
+        patches: how many patches were learned from.
+        patch_pixels: height and width of one patch in original pixels, in the median.
+        outliers: training images that would be `review` for not being our part, had they not been
+            learned from, by name.
     """
 
     detector: Model
     images: tuple[int, ...]
+    seconds: dict[str, float]
     suspects: tuple[Suspect, ...] = ()
     stand_out: Mapping[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    patches: int = 0
+    patch_pixels: tuple[float, float] = (0.0, 0.0)
+    outliers: tuple[str, ...] = ()
 
 
-def fit_detector(
+def _fit(
     setup: TrainingSetup,
     features: CachedFeatures,
     samples: Sequence[Sample],
@@ -220,7 +231,7 @@ def fit_detector(
     *,
     calibrate: bool,
     score: Scoring = scores_of,
-) -> DetectorFit:
+) -> Training:
     """Fit a scorer, find the thresholds, and look for images that stand out from all others.
 
     Where `model.leave_out_suspects` says so, what stands out is left out, and both are done again.
@@ -248,7 +259,7 @@ def fit_detector(
     config = setup.config
     leave_out = config.model.leave_out_suspects
     if not (calibrate or leave_out):
-        return DetectorFit(detector, images)
+        return Training(detector, images, stages.seconds)
 
     def scored(
         part: CachedFeatures, used: Collection[int], suspects: Suspects | None
@@ -283,7 +294,7 @@ def fit_detector(
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
     stages.end("calibration")
-    return DetectorFit(detector, images, suspects.worst(), stand_out)
+    return Training(detector, images, stages.seconds, suspects.worst(), stand_out)
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:
@@ -344,31 +355,6 @@ class Stages:
         now = time.perf_counter()
         self.seconds[stage] = now - self._last
         self._last = now
-
-
-@dataclass(frozen=True, eq=False)
-class Training(DetectorFit):
-    """A trained detector with the facts about its training.
-
-    Attributes:
-        refused: why a training image couldn't be used, by name.
-        patches: how many patches were learned from.
-        seconds: by stage.
-        patch_pixels: height and width of one patch in original pixels, in the median.
-        outliers: training images that would be `review` for not being our part, had they not been
-            learned from, by name.
-    """
-
-    refused: dict[str, str] = field(default_factory=dict)
-    patches: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    patch_pixels: tuple[float, float] = (0.0, 0.0)
-    outliers: tuple[str, ...] = ()
-
-    @property
-    def learned(self) -> int:
-        """Number of training images learned."""
-        return len(self.images)
 
 
 class SharedFeatures(Protocol):
@@ -439,8 +425,8 @@ def train(
         computed = stages.of("features")
         elsewhere: SharedFeatures | None = None
         if shared is None:
-            cache = FeatureCache(setup, setup.fitter, scratch, computed)
-            features = opened.enter_context(closing(cache)).build(images)
+            cached = cached_features(setup, setup.fitter, images, scratch, computed)
+            features = opened.enter_context(closing(cached))
         else:
             elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
             features = elsewhere.build()
@@ -451,7 +437,7 @@ def train(
             log.warning("%s", say_bits_used(bits))
         stages.end("features")
         score = scores_of if elsewhere is None else elsewhere.score
-        fit = fit_detector(setup, features, samples, stages, calibrate=calibrate, score=score)
+        fit = _fit(setup, features, samples, stages, calibrate=calibrate, score=score)
     spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.seconds.items())
     log.debug("time: %s", spent)
     hashes = {samples[i].name: features.hashes[i] for i in fit.images}
@@ -467,24 +453,21 @@ def train(
             f"outside the photograph ({some(partly)}); such parts are for review: draw the region "
             "where every part is in view"
         )
-    return Training(
-        replace(
+    return replace(
+        fit,
+        detector=replace(
             fit.detector,
             training_statistics=TrainingStatistics.of(statistics),
             manifest=manifest,
         ),
-        fit.images,
-        fit.suspects,
-        fit.stand_out,
         refused={samples[r.index].name: r.reason for r in features.refused},
         patches=features.only(frozenset(fit.images)).count,
-        seconds=stages.seconds,
-        patch_pixels=patch_pixels_of(features, min(setup.extractor.strides)),
+        patch_pixels=_patch_pixels(features, min(setup.extractor.strides)),
         outliers=tuple(samples[fit.images[place]].name for place in outliers_among(statistics)),
     )
 
 
-def patch_pixels_of(features: CachedFeatures, stride: int) -> tuple[float, float]:
+def _patch_pixels(features: CachedFeatures, stride: int) -> tuple[float, float]:
     """Original pixels that one patch is high and wide."""
     axes = [[pieces[0] for pieces in view.axes] for view in features.views.values()]
     height, width = (

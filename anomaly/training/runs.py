@@ -86,7 +86,7 @@ def train_run(
     before = time.perf_counter()
     model_id = save(training.detector, output / "model", overwrite=overwrite)
     training.seconds["save"] = time.perf_counter() - before
-    summary = _summary(training, output / "model", model_id)
+    summary = _summary(training, model_id)
     clear(output, ("suspects",))
     summary["suspects"] = _draw_suspects(training, dataset.train, output)
     summary["data_folder"] = str(dataset.folder.absolute())
@@ -164,12 +164,11 @@ def training_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
+def _summary(training: Training, model_id: str) -> dict[str, Any]:
     """The content of train.json without times and paths."""
     tensors = training.detector.scorer.tensors()
     thresholds = training.detector.thresholds
-    image = training.detector.config.image
-    mm = image.mm_per_pixel
+    mm = training.detector.config.image.mm_per_pixel
     return {
         "name": training.detector.config.name,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -177,8 +176,7 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
         "kind": training.detector.config.model.kind,
         "device": training.detector.device.type,
         "images": {
-            "learned": training.learned,
-            "behind_thresholds": 0 if thresholds is None else thresholds.images,
+            "learned": len(training.images),
             "refused": len(training.refused),
         },
         "patches": training.patches,
@@ -186,20 +184,12 @@ def _summary(training: Training, model: Path, model_id: str) -> dict[str, Any]:
             "pixels": [round(side, 2) for side in training.patch_pixels],
             "mm": mm and [round(side * mm, 4) for side in training.patch_pixels],
         },
-        "image": {name: getattr(image, name) for name in ("area", "resize", "tile")},
         "bank_vectors": len(tensors["vectors"]) if "vectors" in tensors else None,
-        "scorer": {n: list(t.shape) if t.ndim else t.item() for n, t in tensors.items()},
         "thresholds": None if thresholds is None else thresholds.to_json(),
-        "raised_by": [
-            {"name": name, "score": score, "reject_without": value}
-            for name, score, value in (thresholds.raised_by() if thresholds else ())
-        ],
         "odd": list(training.outliers),
         "stand_out": dict(training.stand_out),
-        "turned_copies": training.detector.config.model.turned_copies,
         "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
         "refused": training.refused,
-        "model_bytes": sum(f.stat().st_size for f in model.iterdir()),
         "peak_memory_bytes": peak_memory(),
     }
 

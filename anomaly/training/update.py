@@ -21,7 +21,7 @@ from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
-from anomaly.training.feature_cache import CachedFeatures, FeatureCache
+from anomaly.training.feature_cache import CachedFeatures, cached_features
 from anomaly.training.fit import StageProgress
 
 # A suspect scores this multiple of the threshold that the other images would give.
@@ -89,8 +89,9 @@ def learn(
     numbered = dict(enumerate(samples, len(known)))
     groups = {i: sample.group for i, sample in numbered.items() if sample.group}
     fitter, seen = fitter_of(detector.config), partial(progress, "features")
-    with closing(FeatureCache(detector, fitter, scratch, seen)) as cache:
-        patches = cache.build({i: sample.source for i, sample in numbered.items()}).checked()
+    images = {i: sample.source for i, sample in numbered.items()}
+    with closing(cached_features(detector, fitter, images, scratch, seen)) as patches:
+        patches.checked()
         # The first trial, with all images, finds the suspects; a second one learns without them.
         trial = _trial(detector, patches, names, groups, progress)
         suspects = {} if include_suspects else _suspects(trial.good, limit, rate)

@@ -88,7 +88,7 @@ def test_refused_images_suspects_and_several_sizes_are_as_on_one_machine(tmp_pat
     assert len(said["refused"]) == 1
     assert "train/good/007.png" in one.stand_out
     assert list(one.stand_out) == list(more.stand_out)
-    assert one.learned == more.learned == 29 - len(one.stand_out)
+    assert len(one.images) == len(more.images) == 29 - len(one.stand_out)
     bank, other = (t.detector.scorer.tensors() for t in (one, more))
     assert torch.equal(bank["origins"], other["origins"])
     assert 7 not in set(bank["origins"][:, 0].tolist())
@@ -139,7 +139,7 @@ def test_an_image_that_kills_workers_is_refused(tmp_path: Path) -> None:
     training, _ = _trained(
         product, tmp_path / "run", cluster=ThreadCluster(2, dies), calibrate=False
     )
-    assert training.learned == 15
+    assert len(training.images) == 15
     assert "crashed" in training.refused[f"train/good/{poison:03}.png"]
     refused = training.detector.manifest["refused_images"]
     assert refused == {f"train/good/{poison:03}.png": poison}
