@@ -21,7 +21,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import SMALL_SET, advice, check
-from anomaly.datasets.recognise import LIST_SUFFIX, recognise, with_copies_together
+from anomaly.datasets.recognise import LIST_SUFFIX, listing_of, recognise
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, from_json, write
@@ -270,7 +270,7 @@ def _look(
     learned = {sample.name for sample in dataset.train}
     parted = any(0 < len(learned & {*names}) < len(names) for names in report.copies)
     if dataset.drawn and parted:
-        write(listing, with_copies_together(dataset, report.copies))
+        write(listing, listing_of(dataset, report.copies))
         log.info(
             "copies of one image are kept together, all for training or all for testing; see "
             f"{listing}"

@@ -82,16 +82,7 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Where the images are: in `root/category`, or in `root` without a category."""
 
-    format: Literal[
-        "mvtec",
-        "mvtec_ad_2",
-        "mvtec_3d",
-        "btad",
-        "visa",
-        "folder",
-        "good_defect",
-        "csv",
-    ] = "mvtec"
+    format: Literal["mvtec", "visa", "folder", "good_defect", "csv"] = "mvtec"
     """The layout of the folder."""
     root: Path | None = None
     """The folder with the images, or the CSV list; relative to the working directory."""

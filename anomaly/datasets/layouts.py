@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from anomaly.datasets.lists import open_list, open_visa
@@ -18,7 +19,6 @@ from anomaly.datasets.samples import (
     Sample,
     in_splits,
     listed,
-    no_training_images,
     set_apart,
 )
 from anomaly.errors import DataError
@@ -27,126 +27,7 @@ from anomaly.imaging.listing import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a published data set keeps what, and what it is recognised by.
-
-    Attributes:
-        name: a key of `FORMATS`.
-        title: the data set that has it.
-        needed: folders that are there; the first holds the good images to learn from.
-        absent: folders that aren't.
-        validation: a folder of further good images.
-        test: holds a folder for each kind of image.
-        good: the name that good images' folders have in there.
-        masks: holds a folder for each kind of defect, see `Masks`.
-        images: the folder in each of these that has the images; empty for themselves. Then `gt`
-            beside it has the masks.
-    """
-
-    name: str
-    title: str
-    needed: tuple[str, ...] = ("train/good",)
-    absent: tuple[str, ...] = ()
-    validation: str = "validation/good"
-    test: str = "test"
-    good: str = GOOD
-    masks: str = "ground_truth"
-    images: str = ""
-
-    def fits(self, place: Path) -> bool:
-        """Whether a folder has this layout: its good images are alone in train/."""
-        return (
-            all(is_folder(place / name) for name in self.needed)
-            and not any(is_folder(place / name) for name in self.absent)
-            and not self._beside_good(place)
-        )
-
-    def _beside_good(self, folder: Path) -> Path | None:
-        """A folder of images in train/ beside the one of good images; None where there is none."""
-        beside = (folder / "train" / name for name in folders_in(folder / "train"))
-        good = folder / self.needed[0]
-        return next((p for p in beside if not good.is_relative_to(p) and list_images(p)), None)
-
-    def __call__(self, folder: Path) -> Dataset:
-        """The data set in a folder."""
-        learned = folder / self.needed[0]
-        if is_folder(learned / "rgb"):
-            raise DataError(
-                f"{folder} has images in {self.needed[0]}/rgb, as MVTec 3D AD: use --set "
-                "data.format=mvtec_3d"
-            )
-        train = _good(learned, folder)
-        if not train:
-            raise no_training_images(
-                learned,
-                f"{self.title} layout keeps good images in {self.needed[0]}; for a plain folder of "
-                "good images use --set data.format=folder, for folders with names of your own "
-                "data.format=good_defect",
-            )
-        if place := self._beside_good(folder):
-            raise DataError(
-                f"{place} is beside {learned}, but {self.title} layout has good images alone in "
-                "train; use --set data.format=good_defect, which takes folders by their names"
-            )
-        validation = _good(folder / self.validation / self.images, folder)
-        finder = Masks()
-        test = self._tested(folder, finder)
-        left = finder.left_in(_mask_folder(folder / self.masks))
-        return Dataset(folder, tuple(train), tuple(test), tuple(validation), left)
-
-    def _tested(self, folder: Path, finder: Masks) -> list[Sample]:
-        test, masks = folder / self.test, _mask_folder(folder / self.masks)
-        samples: list[Sample] = []
-        for kind in folders_in(test):
-            place = test / kind / self.images
-            label = Label.GOOD if kind == self.good else label_of(kind)
-            where = test / kind / "gt" if self.images else masks / kind
-            if label is Label.GOOD:
-                samples += (good := _good(place, folder))
-                for sample in good:  # its mask, which marks nothing, isn't needed
-                    finder.of(sample.path, [where])
-            elif test / kind != masks and (inside := listed(place, folder, kind)):
-                if label not in {Label.DEFECTIVE, Label.UNKNOWN}:
-                    raise undecided(test, [kind])
-                check_names([sample.path for sample in inside], place, Label.DEFECTIVE)
-                samples += [replace(s, mask_path=finder.of(s.path, [where])) for s in inside]
-        return samples
-
-
-# The first that fits is a folder's.
-LAYOUTS = (
-    Layout("mvtec_3d", "MVTec 3D AD", ("train/good/rgb", "test"), images="rgb"),
-    Layout(
-        "mvtec_ad_2",
-        "MVTec AD 2",
-        ("train/good", "test_public"),
-        test="test_public",
-        masks="test_public/ground_truth",
-    ),
-    Layout("mvtec", "MVTec AD", absent=("testing", "eval", "valid", "val")),
-    Layout("btad", "BTAD", ("train/ok", "test"), validation="validation/ok", good="ok"),
-)
-
-
-def layout_of(place: Path) -> Layout | None:
-    """The published layout that a folder has; None where it has none."""
-    return next((layout for layout in LAYOUTS if layout.fits(place)), None)
-
-
-def _good(folder: Path, root: Path) -> list[Sample]:
-    samples = listed(folder, root)
-    check_names([sample.path for sample in samples], folder, Label.GOOD)
-    return samples
-
-
-def _mask_folder(folder: Path) -> Path:
-    """The folder of masks of a layout, or the only one beside it that is named as one."""
-    if is_folder(folder):
-        return folder
-    named = [name for name in folders_in(folder.parent) if says_masks(name)]
-    return folder.parent / named[0] if len(named) == 1 else folder
+_COLOUR = "rgb"  # the folder of each kind that has MVTec 3D AD's images
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -185,26 +66,33 @@ def _good_only(folder: Path) -> Dataset:
     return Dataset(folder, tuple(learned), (*tested, *bad), drawn=True)
 
 
-def labels_in(folder: Path) -> dict[Path, Label]:
+def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
     """What folders' names say of the images that lie right in them.
 
     Args:
         folder: its own name doesn't count.
+        published: it is laid out as MVTec AD: only folders in those of splits count, and in `test`
+            an unknown name is a kind of defect.
 
     Returns:
         By the folder with images, relative to `folder`: unclear where names on the way to it
-        contradict each other, aside for masks.
+        contradict each other, aside for masks and for what doesn't count.
     """
     inside = dict.fromkeys(image.parent.relative_to(folder) for image in list_images(folder))
-    return {inner: _label_within(inner) for inner in inside}
+    return {inner: _label_within(inner, published) for inner in inside}
 
 
-def _label_within(inner: Path) -> Label:
-    parts = inner.parts[_split_within(inner) != "" :]
-    if any(map(says_masks, parts)):
+def _label_within(inner: Path, published: bool) -> Label:
+    split = _split_within(inner)
+    parts = inner.parts[split != "" :]
+    if any(label_of(part) is Label.ASIDE and not split_of(part) for part in parts):
+        return Label.ASIDE
+    if published and not (split and parts):
         return Label.ASIDE
     labels = [label for part in parts if (label := label_of(part)) is not Label.PLACE]
     clear = {*labels} - {Label.UNKNOWN}
+    if published and split == "test" and labels and not clear:
+        return Label.DEFECTIVE
     if clear == {Label.GOOD} and labels[-1] is Label.UNKNOWN:
         return Label.UNCLEAR
     if len(clear) > 1 or not clear <= CLEAR:
@@ -216,23 +104,25 @@ def _split_within(inner: Path) -> str:
     return split_of(inner.parts[0]) if inner.parts else ""
 
 
-def sorted_by_names(
-    folder: Path, answers: Mapping[Path, Label] | None = None
-) -> tuple[list[tuple[str, Sample]], tuple[Path, ...]]:
-    """Good and defective images by the names of their folders, with the split of each.
+def open_by_names(
+    folder: Path, answers: Mapping[Path, Label] | None = None, *, published: bool = False
+) -> Dataset:
+    """Images by the names of their folders, in these of splits (`train/good`) and without.
 
-    Behind them, the files among the masks that are no image's.
+    Masks have the same names as their images below a folder of masks, which may be any folder on
+    the way to these.
 
     Args:
         folder: its own name doesn't count.
         answers: what folders hold whose names don't tell, relative to `folder`; those that are
             neither good nor defective are left out.
+        published: as in `labels_in`.
 
     Raises:
-        DataError: a folder's name doesn't tell.
+        DataError: a folder's name doesn't tell, or there are no good images.
     """
-    labels = labels_in(folder)
-    masks = sorted({_masks_in(inner) for inner, label in labels.items() if label is Label.ASIDE})
+    labels = labels_in(folder, published=published)
+    masks = sorted({mask for inner in labels for mask in _masks_in(inner)})
     labels |= answers or {}
     if open_ := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
         raise undecided(folder, [say_folder(inner) for inner in open_])
@@ -240,45 +130,44 @@ def sorted_by_names(
     samples: list[tuple[str, Sample]] = []
     for sample in listed(folder, folder, "defect"):
         inner = sample.path.parent.relative_to(folder)
-        if labels[inner] not in CLEAR:
-            continue
-        split, is_good = _split_within(inner), labels[inner] is Label.GOOD
-        # Masks may leave out what is above a kind of defect.
-        kinds = is_good or Label.DEFECTIVE in map(label_of, inner.parts[:-1])
-        ends = [Path(*inner.parts[i:]) for i in range(len(inner.parts) + (not kinds))]
-        own = [mask for mask in masks if _split_within(mask) in ("", split)]
-        mask = finder.of(sample.path, (folder / mask / end for mask in own for end in ends))
-        if is_good:  # its mask, which marks nothing, isn't needed
+        split = _split_within(inner)
+        if labels[inner] is Label.GOOD:
             samples.append((split, replace(sample, defect_type=GOOD)))
-        else:
-            kind = inner.name or "defect"
+        elif labels[inner] is Label.DEFECTIVE:
+            around = [folder / place for place in _mask_places(inner, masks)]
+            kind = next((p for p in reversed(inner.parts) if p != _COLOUR), "defect")
+            mask = finder.of(sample.path, around)
             samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
     for label in (Label.GOOD, Label.DEFECTIVE):
         alike = [s.path for _, s in samples if s.is_defect == (label is Label.DEFECTIVE)]
         check_files(alike, folder, label)
-    left = (file for mask in masks for file in finder.left_in(folder / mask))
-    return samples, tuple(left)
+    left = [file for mask in masks for file in finder.left_in(folder / mask)]
+    unused = [
+        file
+        for file in left
+        if Label.GOOD not in map(label_of, file.relative_to(folder).parts[:-1])
+    ]
+    hint = "Put good images in good/ or train/good, defective ones in defect/ or defect/<type>/."
+    return replace(in_splits(folder, samples, hint), unused_masks=tuple(unused))
+
+
+def _masks_in(inner: Path) -> list[Path]:
+    """The topmost folder of masks on the way to one, if there is any."""
+    return [p for p in (*reversed(inner.parents), inner) if says_masks(p.name)][:1]
+
+
+def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
+    """Where the masks of a folder of defects may be: they may leave out what is above a kind."""
+    for mask in masks:
+        if mask.parent in (inner, *inner.parents):
+            parts = inner.relative_to(mask.parent).parts
+            kinds = Label.DEFECTIVE in map(label_of, parts[:-1])
+            yield from (mask.joinpath(*parts[i:]) for i in range(len(parts) + (not kinds)))
 
 
 def say_folder(inner: Path) -> str:
     """A folder inside another, for people."""
     return inner.as_posix() if inner.parts else "the images outside of folders"
-
-
-def _masks_in(inner: Path) -> Path:
-    """The topmost folder of masks on the way to one."""
-    return next(p for p in (*reversed(inner.parents), inner) if says_masks(p.name))
-
-
-def _by_names(folder: Path) -> Dataset:
-    """Folders that say by their names what they hold: `good/`, `defect/` or `defect/<type>/`.
-
-    In folders of splits (`train/good`) they are taken for these. Masks have the same names below
-    `masks/`.
-    """
-    hint = "Put good images in good/, defective ones in defect/ or defect/<type>/."
-    samples, left = sorted_by_names(folder)
-    return replace(in_splits(folder, samples, hint), unused_masks=left)
 
 
 def open_test_images(
@@ -345,9 +234,9 @@ def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> 
 
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {
-    **{layout.name: layout for layout in LAYOUTS},
+    "mvtec": partial(open_by_names, published=True),
     "folder": _good_only,
-    "good_defect": _by_names,
+    "good_defect": open_by_names,
     "visa": open_visa,
     "csv": open_list,
 }

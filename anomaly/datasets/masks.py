@@ -7,7 +7,6 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
@@ -19,85 +18,61 @@ class Masks:
     """Finds the masks of images in folders: each folder is read once."""
 
     def __init__(self) -> None:
-        self._listed: dict[Path, dict[str, list[_Entry]]] = {}
+        self._listed: dict[Path, tuple[_Named, _Named]] = {}
         self._owners: dict[Path, Path] = {}  # each mask is one image's
 
     def of(self, image: Path, folders: Iterable[Path] = ()) -> Path | None:
-        """`1_mask.png`, `1.png`, another of the usual names or a folder `1`, for `1.jpg`.
+        """`1_mask.png`, another of the usual names, `1.png` or a folder `1`, for `1.jpg`.
 
-        Suffixes are any that can be read; capitals and forms of Unicode don't matter where nothing
-        has the same ones.
+        Suffixes are any that can be read; capitals and forms of Unicode don't matter.
 
         Args:
             image: its file.
             folders: where its mask may be, the likeliest first; then the image's own, for masks
                 that aren't called as the image.
+
+        Raises:
+            DataError: another image has this mask.
         """
-        return next(filter(None, (self._in(image, f) for f in (*folders, image.parent))), None)
-
-    def _in(self, image: Path, folder: Path) -> Path | None:
-        beside = self._names_in(image.parent)
-        found = [
-            entry
-            for entry in self._names_in(folder).get(folded(image.stem), ())
-            # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
-            if (
-                entry.rank != _SAME and _lossless(entry.path)
-                if folder == image.parent
-                else entry.rank == _SAME
-                or not any(e.rank == _SAME for e in beside.get(entry.stem, ()))
-            )
-        ]
-        if not found:
-            return None
-        stem = unicodedata.normalize("NFC", image.stem)
-
-        def fits(entry: _Entry) -> tuple[bool, int, bool, str]:
-            name = entry.path.name
-            exact = stem in unicodedata.normalize("NFC", name)
-            return not exact, entry.rank, name != image.name, name
-
-        mask = min(found, key=fits).path
-        if (owner := self._owners.setdefault(mask, image)) != image:
+        mask = next(filter(None, (self._in(image, f) for f in (*folders, image.parent))), None)
+        if mask and (owner := self._owners.setdefault(mask, image)) != image:
             raise DataError(
                 f"{mask} would be the mask of both {owner} and {image}; give each image its own "
                 "mask, with one subfolder of masks for each folder of images"
             )
         return mask
 
+    def _in(self, image: Path, folder: Path) -> Path | None:
+        same, named = self._names_in(folder)
+        stem = folded(image.stem)
+        if folder == image.parent:
+            return next(filter(_lossless, named.get(stem, ())), None)
+        # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
+        beside, _ = self._names_in(image.parent)
+        found = [mask for mask in named.get(stem, ()) if folded(mask.stem) not in beside]
+        return next(iter((*found, *same.get(stem, ()))), None)
+
     def left_in(self, folder: Path) -> tuple[Path, ...]:
         """The files in a folder of masks, and below it, that are no image's."""
         files = list_images(folder) if is_folder(folder) else []
         return tuple(f for f in files if not {f, *f.parents} & self._owners.keys())
 
-    def _names_in(self, folder: Path) -> dict[str, list[_Entry]]:
-        """Pictures and folders, by what the image may be called whose masks they are."""
+    def _names_in(self, folder: Path) -> tuple[_Named, _Named]:
+        """Pictures and folders by their own names, and by those of the images they are masks of."""
         if folder not in self._listed:
-            names: dict[str, list[_Entry]] = {}
+            same, named = self._listed[folder] = {}, {}
             place = _found(folder)
-            for entry in entries_of(place) if is_folder(place) else ():
+            for entry in sorted(entries_of(place)) if is_folder(place) else ():
                 if left_by_system(entry.name) or not (is_image(entry) or entry.is_dir()):
                     continue
                 stem = folded(entry.stem if is_image(entry) else entry.name)
-                names.setdefault(stem, []).append(_Entry(entry, stem, _SAME))
+                same.setdefault(stem, []).append(entry)
                 if of := _MASK_NAME.fullmatch(stem):
-                    rank = _USUAL if stem.endswith("_mask") else _OTHER
-                    image = of["behind"] or of["before"]
-                    names.setdefault(image, []).append(_Entry(entry, stem, rank))
-            self._listed[folder] = names
+                    named.setdefault(of["behind"] or of["before"], []).append(entry)
         return self._listed[folder]
 
 
-class _Entry(NamedTuple):
-    """A picture or folder of masks, its name without suffix, folded, and how that fits."""
-
-    path: Path
-    stem: str
-    rank: int
-
-
-# How a mask's name fits its image's, the likeliest first.
-_USUAL, _SAME, _OTHER = range(3)
+_Named = dict[str, list[Path]]  # by a name without suffix, folded
 _MASK_WORDS = "masks?|labels?|gt|ground_?truth|truth|seg|segm|segmentation|annotations?|anno"
 _MASK_NAME = re.compile(
     rf"(?:{_MASK_WORDS})[-_. ](?P<behind>.+)|(?P<before>.+?)[-_. ](?:{_MASK_WORDS})"

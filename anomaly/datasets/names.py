@@ -50,7 +50,7 @@ _WORDS = {
     "test": "test testing testdaten eval evaluation prueba 测试 測試 テスト",
     "aside": "thumb thumbnail preview xyz depth trash deleted",
     "place": """part piece teil teile image img bild bilder photo foto set data dataset split
-        public private ground jpeg jpg png default lot los batch charge cam camera
+        public private ground jpeg jpg png rgb default lot los batch charge cam camera
         kamera line linie station shift schicht day date week side view front back
         left right top bottom links rechts of 品""",
 }
@@ -67,9 +67,9 @@ def _plain(name: str) -> str:
 
 _KINDS = {w: kind for kind, words in reversed(_WORDS.items()) for w in _plain(words).split()}
 _BAD, _SILENT = {"denied", "flaw"}, {"place", "train", "validation"}
-# Words that leave a longer one in doubt: of four letters and more, or of writings without spaces.
+# Words that leave a longer one in doubt: of five letters and more, or of writings without spaces.
 _TELLING = [word for word, kind in _KINDS.items() if kind in {"good", *_BAD}]
-_PARTS = re.compile("|".join(w for w in _TELLING if len(w) > (3 if w.isascii() else 1)))
+_PARTS = re.compile("|".join(w for w in _TELLING if len(w) > (4 if w.isascii() else 1)))
 # Of random names: 3bad0f2e, where letters and digits take turns, or an UUID.
 _RANDOM = re.compile(r"(?<![^\W_])(?=[\da-f-]*[a-f]\d+[a-f])[\da-f-]{8,}(?![^\W_])", re.IGNORECASE)
 _ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")

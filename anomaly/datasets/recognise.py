@@ -5,19 +5,18 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from anomaly.datasets.layouts import (
     folders_in,
     labels_in,
-    layout_of,
+    open_by_names,
     say_folder,
-    sorted_by_names,
 )
 from anomaly.datasets.masks import plain
 from anomaly.datasets.names import CLEAR, Label, label_of, split_of
-from anomaly.datasets.samples import Dataset, Sample
+from anomaly.datasets.samples import Dataset
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
@@ -70,17 +69,15 @@ def recognise(
                 f"{place} is a file; give the folder that it is in, or a list ({LIST_SUFFIX})"
             )
         return Recognised("csv", place, "a list of images")
-    if known := layout_of(place):
-        if {label_of(name) for name in folders_in(place)} & CLEAR:
-            raise DataError(
-                f"{place} can be {known.name} ({known.title}) or good_defect (folders by their "
-                "names); choose one with --format"
-            )
-        return Recognised(known.name, place, f"{' and '.join(known.needed)}, as {known.title}")
     if is_folder(place.parent / "split_csv"):
         return Recognised("visa", place, "a category beside split_csv")
     _check_whole(place)
     return _own_names(place, ask) or _plain(place)
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether a folder is a data set with good images in its `train`."""
+    return any(label_of(name) is Label.GOOD for name in folders_in(place / "train"))
 
 
 def _check_whole(place: Path) -> None:
@@ -89,7 +86,7 @@ def _check_whole(place: Path) -> None:
     Raises:
         DataError: it is one.
     """
-    if sets := [n for n in folders_in(place) if not split_of(n) and layout_of(place / n)]:
+    if sets := [n for n in folders_in(place) if not split_of(n) and _is_whole(place / n)]:
         raise DataError(
             f"{place} holds several data sets: {some(sets, most=8)}; give one of them, e.g. "
             f"{place / sets[0]}"
@@ -97,11 +94,10 @@ def _check_whole(place: Path) -> None:
     if label_of(place.name) is Label.GOOD or place.name == "train":
         return
     for around in (place.parent, place.parent.parent):
-        if known := layout_of(around):
+        if _is_whole(around):
             raise DataError(
-                f"{place} is a part of {around}, which looks like a data set of its own "
-                f"({known.title}); give {around}, or add --format folder if all images in {place} "
-                "are good"
+                f"{place} is a part of {around}, which looks like a data set of its own; give "
+                f"{around}, or add --format folder if all images in {place} are good"
             )
 
 
@@ -110,9 +106,12 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
     labels = labels_in(place)
     if set(labels.values()) <= {Label.UNKNOWN, Label.ASIDE}:
         return None
+    open_ = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
+    published = open_ and labels_in(place, published=True)
+    if published and _is_whole(place) and set(published.values()) <= {*CLEAR, Label.ASIDE}:
+        return Recognised("mvtec", place, "good images in train, kinds of defects in test")
     answers: dict[Path, Label] = {}
     if ask is not None:
-        open_ = [i for i, label in labels.items() if label in (Label.UNKNOWN, Label.UNCLEAR)]
         known = {p for i in labels.keys() - set(open_) for p in (i, *i.parents)}
         # Once for all folders in one that holds none of a clear name.
         outer = {
@@ -122,17 +121,21 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         answers = {inner: answered[top] for inner, top in outer.items()}
     good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
     if not good and (Label.DEFECTIVE in labels.values() or answers):
-        raise _no_good(place, [say_folder(inner) for inner in labels])
-    samples, _ = sorted_by_names(place, answers)
-    defects = (s.path.parent.relative_to(place).as_posix() for _, s in samples if s.is_defect)
-    others = list(dict.fromkeys(defects))
+        raise DataError(
+            f"{place} has folders of defects or tests "
+            f"({some([say_folder(inner) for inner in labels], most=8)}), but none that is named as "
+            "good. Put the good images into a folder `good`, or give their folder alone"
+        )
+    dataset = open_by_names(place, answers)
+    defects = (sample.path.parent for sample in dataset.test if sample.is_defect)
+    others = [path.relative_to(place).as_posix() for path in dict.fromkeys(defects)]
     reason = f"good images in {some([i.as_posix() for i in good], most=8)}"
     if others:
         reason += f", others in {some(others, most=8)}"
     if answers:
-        return Recognised("csv", place, reason, _listing(samples))
+        return Recognised("csv", place, reason, listing_of(dataset))
     tops = {inner.parts[0] for inner in good}
-    if not others and Label.ASIDE not in labels.values() and not any(s for s, _ in samples):
+    if not others and Label.ASIDE not in labels.values() and not any(map(split_of, tops)):
         root = place / tops.pop() if len(tops) == 1 else place
         return Recognised("folder", root, reason)
     return Recognised("good_defect", place, reason)
@@ -156,37 +159,27 @@ def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
     )
 
 
-def _listing(samples: Sequence[tuple[str, Sample]]) -> str:
-    """A list of samples; marked as UTF-8, so that the bytes of names that are none are kept."""
+def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
+    """The lines of a list of a data set; marked as UTF-8, so that names that are no text are kept.
+
+    Args:
+        dataset: its splits are named, unless they are drawn.
+        copies: names of images that show the same: they are views of one part.
+    """
+    part = {name: f"copies of {names[0]}" for names in copies for name in names}
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("path", "label", "mask", "split", "group"))
-    for split, sample in samples:
+    for split, sample in ((name, s) for name, inside in dataset.splits.items() for s in inside):
         kind = sample.defect_type
         if sample.is_defect:  # `0`, and what somebody has said is one
             kinds = (kind, f"defect {kind}", "defect")
             kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
-        rows.writerow((sample.path, kind, sample.mask_path or "", split, sample.group or ""))
+        group = sample.group or part.get(sample.name, "")
+        rows.writerow(
+            (sample.path, kind, sample.mask_path or "", "" if dataset.drawn else split, group)
+        )
     return "\ufeff" + text.getvalue()
-
-
-def with_copies_together(dataset: Dataset, copies: Iterable[Sequence[str]]) -> str:
-    """The lines of a list of a data set's images in which copies are views of one part.
-
-    Args:
-        dataset: whose split is drawn.
-        copies: names of images that show the same.
-    """
-    part = {name: f"copies of {names[0]}" for names in copies for name in names}
-    samples = [*dataset.train, *dataset.test]
-    return _listing([("", replace(s, group=s.group or part.get(s.name))) for s in samples])
-
-
-def _no_good(place: Path, folders: Sequence[str]) -> DataError:
-    return DataError(
-        f"{place} has folders of defects or tests ({some(folders, most=8)}), but none that is "
-        "named as good. Put the good images into a folder `good`, or give their folder alone"
-    )
 
 
 def _plain(place: Path) -> Recognised:

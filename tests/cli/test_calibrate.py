@@ -298,7 +298,7 @@ def test_contradictions_are_refused(
     for given, says in (
         ([named], "NG parts would be taken as good"),
         ([named / "000.png"], "NG parts would be taken as good"),
-        ([good, "--defects", lot], "the folder's name says that they are good"),
+        ([good, "--defects", lot], "Gutteile would be taken as defective"),
         ([good, "--defects", tmp_path / "bad"], f"{good / '003.png'} is given as good and as a"),
         ([good, "--defects", good / "005.png"], f"{good / '005.png'} is given as good and as a"),
     ):

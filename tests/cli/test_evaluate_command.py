@@ -147,7 +147,7 @@ def test_names_and_types_of_images_to_test_with(tmp_path: Path) -> None:
         tmp_path / "gt" / "cut" / "1_mask.png",
         tmp_path / "gt" / "hole" / "1_mask.png",
     ]
-    with pytest.raises(DataError, match="says that they are good"):
+    with pytest.raises(DataError, match="a/good would be taken as defective"):
         open_test_images([], [tmp_path / "a"])
     with pytest.raises(DataError, match="as good and as a defect"):
         open_test_images([tmp_path / "n" / "o"], [tmp_path / "n"])

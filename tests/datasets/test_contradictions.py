@@ -18,7 +18,7 @@ import anomaly
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.datasets.check import DataReport, Fault, Reading, Severity, check
 from anomaly.datasets.copies import frames
-from anomaly.datasets.recognise import with_copies_together
+from anomaly.datasets.recognise import listing_of
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.files.writing import write
@@ -189,7 +189,7 @@ def test_copies_are_kept_together_where_the_split_is_drawn(tmp_path: Path) -> No
     cv2.imwrite(str(folder / "defect" / "0.png"), _frame(99))
     dataset = open_dataset("good_defect", folder)
     assert any(len(names) < 4 for names in _frames_in(dataset))
-    write(tmp_path / "images.csv", with_copies_together(dataset, _check(dataset).copies))
+    write(tmp_path / "images.csv", listing_of(dataset, _check(dataset).copies))
     dataset = open_dataset("csv", tmp_path / "images.csv")
     assert all(len(names) == 4 for names in _frames_in(dataset))
     assert 0 < sum(not sample.is_defect for sample in dataset.test) < 32

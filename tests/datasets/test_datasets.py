@@ -43,20 +43,20 @@ mvtec
     test/spot/000.png     test spot ground_truth/spot/000_mask.png
     test/unmasked/000.png test unmasked
     ground_truth/spot/000_mask.png
-mvtec_ad_2
+mvtec, by MVTec AD 2
     train/good/000_regular.png           train good
     validation/good/000_regular.png      validation good
     test_public/good/000_overexposed.png test good
     test_public/bad/000.png              test bad test_public/ground_truth/bad/000_mask.png
     test_public/ground_truth/bad/000_mask.png
     test_private/000.png
-mvtec, by MVTec LOCO AD
+good_defect, by MVTec LOCO AD
     train/good/000.png             train good
     validation/good/000.png        validation good
     test/good/000.png              test good
     test/logical_anomalies/000.png test logical_anomalies ground_truth/logical_anomalies/000
     ground_truth/logical_anomalies/000/000.png
-mvtec_3d
+good_defect, by MVTec 3D AD
     train/good/rgb/0.png      train good
     train/good/xyz/0.png
     validation/good/rgb/0.png validation good
@@ -65,7 +65,7 @@ mvtec_3d
     test/hole/rgb/0.png       test hole test/hole/gt/0.png
     test/hole/xyz/0.png
     test/hole/gt/0.png
-btad
+good_defect, by BTAD
     train/ok/0000.bmp train good
     test/ok/0000.bmp  test good
     test/ko/0000.bmp  test ko ground_truth/ko/0000.png
@@ -106,6 +106,9 @@ def test_published_layouts_are_recognised_and_opened(tmp_path: Path) -> None:
         assert (found.layout, found.root) == (layout, root)
         dataset = open_dataset(layout, root)
         assert open_dataset(layout, tmp_path, str(number)) == dataset
+        assert dataset.unused_masks == ()
+        if "MVTec" in title or "BTAD" in title:
+            assert open_dataset("mvtec", root) == dataset
         splits = dataset.splits.items()
         seen = [(name, *s) for name, samples in splits for s in _seen(samples, root)]
         assert sorted(seen) == sorted(expected)
@@ -343,10 +346,9 @@ def test_good_folders_may_have_other_names(tmp_path: Path) -> None:
 
 def test_defects_inside_a_layouts_good_images_are_refused_too(tmp_path: Path) -> None:
     touch(tmp_path, "train/good/1.png", "train/good/reject/2.png", "good/1.png", "good/bad/1.png")
-    with pytest.raises(DataError, match=r"train/good/reject .*Move them elsewhere"):
-        open_dataset("mvtec", tmp_path)
-    with pytest.raises(DataError, match=r"good/bad.* move them elsewhere"):
-        open_dataset("good_defect", tmp_path)
+    for layout in ("mvtec", "good_defect"):
+        with pytest.raises(DataError, match=r"train/good/reject.* move them elsewhere"):
+            open_dataset(layout, tmp_path)
 
 
 def test_a_folder_without_training_images(tmp_path: Path) -> None:
@@ -368,11 +370,8 @@ def test_missing_folders(tmp_path: Path) -> None:
 
 
 def test_another_format_is_suggested(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"did you mean .*'mvtec_3d'"):
-        open_dataset("mvtec3d", tmp_path)
-    touch(tmp_path, "train/good/rgb/0.png")
-    with pytest.raises(DataError, match=r"data\.format=mvtec_3d"):
-        open_dataset("mvtec", tmp_path)
+    with pytest.raises(DataError, match=r"did you mean .*'mvtec'"):
+        open_dataset("mvtec_ad", tmp_path)
 
 
 def test_ground_truth_of_grey_masks(tmp_path: Path) -> None:

@@ -31,13 +31,13 @@ ASIDE = """test_line_3|masks|Masken|ground_truth|GroundTruth|マスク|labels|te
 prueba|Testing|test_public|thumbnails|xyz|gt"""
 PLACE = """2024-05-01|lot7|cam1|A|kamera links|Charge 12|01|___"""
 UNCLEAR = """良品画像|ohne Fehler|unbroken|non_defective|sin defectos|sans défaut|無欠陥|无缺陷
-異常なし|キズなし|gut geprüft|bueno_lote3|good labels|nogood|ungood|not very good|非良品|良品以外
+異常なし|キズなし|gut geprüft|bueno_lote3|good labels|not very good|非良品|良品以外
 不OK|негодные|deepscratch|Lackkratzer|false_ok|falseOK|ok_or_nok|good_scratch|maybe_ok|good?
 almost good|semi_ok|OK_NG|no_NG|rework_ok|bedingt_io|not_sure_ok|review|unclear
 unlabeled|未検査|缺陷无|scratch_none|Gutteile_defekt|good_but_scratched|pass_fail|undef
 test_good|yes|false|stainless steel|ok_masks"""
-UNKNOWN = """OKteile|senza difetti|优等品|Freigabe|bez wad|nonconforming|incorrect|unacceptable
-inacceptable|disapproved|NGparts|NOKteile|NOKbracket|NGs|beschaedigt|Löcher|dañado
+UNKNOWN = """nogood|ungood|OKteile|senza difetti|优等品|Freigabe|bez wad|nonconforming|incorrect
+unacceptable|inacceptable|disapproved|NGparts|NOKteile|NOKbracket|NGs|beschaedigt|Löcher|dañado
 cam1_n.i.O._A|cam1_i.O._A|oxidation|verkratzt|in_acceptable|合否|良否|Juni|widget|contest|brook|token
 notebook|combined|no_cap|ios|kos1|bottle|改|breakfast box|blister"""
 NAMES = {

@@ -178,13 +178,6 @@ def test_no_such_folder_and_no_images_at_all(tmp_path: Path) -> None:
         recognise(tmp_path / "a.txt")
 
 
-def test_where_two_layouts_fit_one_is_to_be_chosen(tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", ["train/good", "test/good", "good", "defect"])
-    with pytest.raises(DataError, match=r"can be mvtec \(.* or good_defect \(.*; choose one with"):
-        recognise(root)
-    assert recognise(root, "folder").layout == "folder"
-
-
 def _report(
     size: str, images: int = 200, mode: str = "rgb8", bits: int | None = None
 ) -> DataReport:

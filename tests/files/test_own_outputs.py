@@ -22,17 +22,17 @@ def test_a_folder_of_images_with_everything_that_was_made_of_them(
     small = tmp_path / "small"
     shutil.copytree(run_folder, small)
     assert list((small / "suspects").glob("*.png"))
-    shutil.copytree(run_folder, small / "older")
+    shutil.copytree(run_folder, small / "view 1")
     shutil.copytree(run_folder / "model", small / "a model")
-    touch(small, "a model/region.png", "a.png", "older/b.png", "seen/c.png")
-    shutil.copytree(inferred, small / "seen", dirs_exist_ok=True)
+    touch(small, "a model/region.png", "a.png", "view 1/b.png", "view 2/c.png")
+    shutil.copytree(inferred, small / "view 2", dirs_exist_ok=True)
     shutil.copytree(explained, small / "why")
     (tmp_path / "link").symlink_to(small)
     for place in (small, tmp_path / "link"):
         caplog.clear()
         dataset = open_dataset("folder", place)
         names = [sample.name for sample in dataset.train]
-        assert names == ["a.png", "older/b.png", "seen/c.png"]
+        assert names == ["a.png", "view 1/b.png", "view 2/c.png"]
         (line,) = caplog.messages
         assert line.startswith(f"{place}: skipped this program's own outputs: a model, model, ")
     # Named outright, they are meant.
