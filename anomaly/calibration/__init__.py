@@ -3,13 +3,13 @@
 Pure statistics of scores; nothing here knows a model or sees a test split.
 """
 
-from anomaly.calibration.changes import ThresholdChange
 from anomaly.calibration.model_thresholds import (
+    GoodScores,
+    ThresholdChange,
     Thresholds,
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import Threshold
 
 __all__ = [

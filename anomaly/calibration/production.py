@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from anomaly.calibration.model_thresholds import Thresholds, thresholds_from, with_pixels
+from anomaly.calibration.model_thresholds import (
+    GoodScores,
+    Thresholds,
+    thresholds_from,
+    with_pixels,
+)
 from anomaly.calibration.rates import Rate, binomial, percent, rate_anywhere
-from anomaly.calibration.scores import GoodScores
 from anomaly.calibration.thresholds import (
     Calibration,
     Threshold,

@@ -13,6 +13,8 @@ from anomaly.errors import DataError
 
 Floats = NDArray[np.float64]
 
+CONFIDENCE = 0.95  # of all bounds
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -41,7 +43,11 @@ class Rate:
 
 
 def rate_of(
-    count: int, images: int, expected: float, confidence: float = 0.95, groups: int | None = None
+    count: int,
+    images: int,
+    expected: float,
+    confidence: float = CONFIDENCE,
+    groups: int | None = None,
 ) -> Rate:
     """An estimate with the Clopper–Pearson bounds of `count` out of `images`.
 
@@ -152,15 +158,15 @@ def _log_factorials(most: int) -> Floats:
     return np.array([math.lgamma(n + 1) for n in range(most + 1)])
 
 
-def supported_rate(images: int, confidence: float = 0.95) -> float:
+def supported_rate(images: int) -> float:
     """The lowest false-reject rate that so many good images can guarantee: 7.2 % for 40."""
-    return float(-np.expm1(np.log1p(-confidence) / images))
+    return float(-np.expm1(np.log1p(-CONFIDENCE) / images))
 
 
-def images_needed(target: float, confidence: float = 0.95) -> int:
+def images_needed(target: float) -> int:
     """The number of good images needed to guarantee a false-reject rate: 299 for 1 %."""
     # Less a trifle, so that supported_rate(n) needs n and not, by rounding, n + 1.
-    return math.ceil(math.log1p(-confidence) / math.log1p(-target) - 1e-9)
+    return math.ceil(math.log1p(-CONFIDENCE) / math.log1p(-target) - 1e-9)
 
 
 def sorted_scores(scores: ArrayLike, purpose: str) -> Floats:

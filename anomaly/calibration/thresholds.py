@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from anomaly.calibration.rates import (
+    CONFIDENCE,
     Floats,
     Rate,
     binomial,
@@ -29,7 +30,6 @@ from anomaly.calibration.rates import (
     sorted_scores,
 )
 
-_CONFIDENCE = 0.95
 _SLACK = 1e-9  # of rates, for rounding
 
 
@@ -41,14 +41,12 @@ class Threshold:
         value: a score above it is flagged.
         false_rejects: the good calibration images above it, and the rate to expect of new good
             parts.
-        confidence: of the bounds.
         target: the rate asked for; None for a threshold that was set by hand.
-        kept: how the target is kept: by the `bound`, at the confidence, or in the `mean`.
+        kept: how the target is kept: by the `bound`, with 95 % confidence, or in the `mean`.
     """
 
     value: float
     false_rejects: Rate
-    confidence: float
     target: float | None = None
     kept: Literal["bound", "mean"] = "bound"
 
@@ -82,13 +80,13 @@ class Threshold:
         chosen = ", wherever the threshold is set" if self.target is None else ""
         statement = (
             f"flags about {percent(rate.expected)} of good parts, at most "
-            f"{percent(rate.at_most)} ({percent(self.confidence)} confidence, "
+            f"{percent(rate.at_most)} (95 % confidence, "
             f"{rate.images} good images{chosen})"
         )
         if self.target is None or self.supported:
             return statement
         if self.kept == "bound":
-            needed = images_needed(self.target, self.confidence)
+            needed = images_needed(self.target)
             return f"{statement}; a target of {percent(self.target)} needs {needed} good images"
         needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
         return f"{statement}; {percent(self.target)} on average needs {needed} good images"
@@ -113,18 +111,13 @@ class Calibration:
             )
 
     def verdict(self, score: float) -> str:
-        """`good`, `review` or `reject`."""
-        return verdict(score, self.review.value, self.reject.value)
+        """`good` up to and including `review`, `review` up to and including `reject`, or `reject`.
 
-
-def verdict(score: float, review: float, reject: float) -> str:
-    """`good` up to and including `review`, `review` up to and including `reject`, else `reject`.
-
-    A score that isn't a number is rejected: what wasn't measured must not pass.
-    """
-    if score <= review:
-        return "good"
-    return "review" if score <= reject else "reject"
+        A score that isn't a number is rejected: what wasn't measured must not pass.
+        """
+        if score <= self.review.value:
+            return "good"
+        return "review" if score <= self.reject.value else "reject"
 
 
 def threshold_for_false_reject_rate(
@@ -151,7 +144,7 @@ def threshold_for_false_reject_rate(
     # few as c only by a chance of 1 − 95 %.
     units = independent(len(good), groups)
     chances = np.cumsum(binomial(units, target))[:-1]
-    fitting = int(np.searchsorted(chances, 1 - _CONFIDENCE, side="right"))
+    fitting = int(np.searchsorted(chances, 1 - CONFIDENCE, side="right"))
     above = (fitting - 1) * len(good) // units
     return _above(good, above, target, "bound", groups)
 
@@ -191,7 +184,7 @@ def _above(
     value = placed(float(good[len(good) - 1 - max(above, 0)]), good)
     above = int((good > value).sum())
     rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), groups=groups)
-    return Threshold(value, rate, _CONFIDENCE, target, kept)
+    return Threshold(value, rate, target, kept)
 
 
 def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> Threshold:
@@ -211,7 +204,7 @@ def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> 
     good = sorted_scores(scores, "a threshold")
     above = int((good > value).sum())
     rate = rate_anywhere(above, len(good), (above + 1) / (len(good) + 1), groups)
-    return Threshold(value, rate, _CONFIDENCE)
+    return Threshold(value, rate)
 
 
 def calibrate(

@@ -122,11 +122,10 @@ class _ThresholdsFile:
 def _possible(threshold: Threshold) -> bool:
     rate = threshold.false_rejects
     shares = [rate.expected, rate.low, rate.high, rate.at_most]
-    inner = [threshold.confidence, 0.5 if threshold.target is None else threshold.target]
     return (
         0 <= rate.count <= rate.images
         and all(0 <= share <= 1 for share in shares)
-        and all(0 < share < 1 for share in inner)
+        and (threshold.target is None or 0 < threshold.target < 1)
     )
 
 

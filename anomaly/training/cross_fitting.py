@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.calibration.scores import GoodScores
+from anomaly.calibration.model_thresholds import GoodScores
 from anomaly.datasets.copies import too_few_different
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of

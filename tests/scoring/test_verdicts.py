@@ -15,7 +15,7 @@ from moving_parts import SIZE, draw
 
 import anomaly
 from anomaly.calibration import thresholds_by_hand
-from anomaly.calibration.scores import GoodScores
+from anomaly.calibration.model_thresholds import GoodScores
 from anomaly.datasets import Sample
 from anomaly.evaluation.price import price
 from anomaly.scoring.build import region_of
