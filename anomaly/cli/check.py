@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +17,6 @@ from anomaly.scoring.build import decoding_of, region_of
 
 _SHOWN = 5  # files of a fault
 _COUNTED = 4  # names of a count
-_COLOURS = {
-    "rgb": "colour",
-    "cmyk": "CMYK colour",
-    "rgba": "colour with transparency",
-    "greya": "grey with transparency",
-}
 _HEADINGS = {
     "wrong": "training or evaluation would be wrong",
     "unusable": "can't be used as it is",
@@ -43,17 +34,8 @@ def run(options: argparse.Namespace) -> int:
     data = config.data
     dataset = open_dataset(data.format, data.root, data.category)
     with ProgressLine() as progress:
-        report = check(
-            dataset,
-            reading_of(config),
-            one_grid=config.one_aspect,
-            progress=partial(progress, "reading"),
-        )
-    folder = str(dataset.folder)
-    if options.json:
-        print(json.dumps({"folder": folder} | asdict(report), indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(_as_text(report, folder, None if options.all else _SHOWN)))
+        report = check(dataset, reading_of(config), partial(progress, "reading"))
+    print("\n".join(_as_text(report, str(dataset.folder), None if options.all else _SHOWN)))
     if report.has(Severity.WRONG):
         return 2
     return 3 if report.has(Severity.UNUSABLE) else 0
@@ -67,6 +49,7 @@ def reading_of(config: Config) -> Reading:
         region,
         image.tile is not None,
         image.align != "none",
+        config.one_aspect,
     )
 
 
@@ -82,20 +65,12 @@ def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
 
 
 def _split_lines(name: str, split: SplitSummary) -> list[str]:
-    masks = f" ({split.with_mask} with masks)" if split.defect else ""
-    fewer = split.usable < split.images
-    modes = {_mode_name(mode): count for mode, count in split.modes.items()}
+    images = split.good + split.defect
+    fewer = f"; {split.usable} of these {images} can be used" if split.usable < images else ""
     return [
-        f"  {name:<12}{split.good} good, {split.defect} defective{masks}"
-        + (f"; {split.usable} of these {split.images} can be used" if fewer else ""),
-        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(modes, 'kinds')}",
+        f"  {name:<12}{split.good} good, {split.defect} defective{fewer}",
+        f"  {'':<12}{_counts(split.sizes, 'sizes')}; {_counts(split.modes, 'kinds')}",
     ]
-
-
-def _mode_name(mode: str) -> str:
-    """A kind of colour and bits for people: `8-bit colour` for `rgb8`."""
-    kind, kind_of_number, bits = re.split(r"(float)?(\d+)", mode)[:3]
-    return f"{bits}-bit {'float ' if kind_of_number else ''}{_COLOURS.get(kind, kind)}"
 
 
 def _counts(counts: dict[str, int], what: str) -> str:

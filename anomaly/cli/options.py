@@ -103,7 +103,6 @@ def duration(text: str) -> float:
 
 def _check(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--json", action="store_true", help="print all results as JSON")
     parser.add_argument("--all", action="store_true", help="name every file, not the first few")
 
 

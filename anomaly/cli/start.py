@@ -260,11 +260,7 @@ def _look(
     """
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:
-        report = check(
-            dataset,
-            reading,
-            progress=partial(progress, "looking"),
-        )
+        report = check(dataset, reading, partial(progress, "looking"))
     if not report.splits["train"].usable:
         raise DataError(next(f.detail for f in report.faults if f.kind == "too_few_images"))
     learned = {sample.name for sample in dataset.train}

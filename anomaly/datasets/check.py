@@ -23,7 +23,7 @@ from anomaly.datasets.copies import (
 from anomaly.datasets.masks import strays
 from anomaly.datasets.poses import LEAST_IMAGES, grey_pictures, moving
 from anomaly.datasets.samples import MaskError, maybe_turned
-from anomaly.errors import DataError, ImageError
+from anomaly.errors import ImageError
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
 from anomaly.imaging.loading import UnusableImage, to_unusable
 from anomaly.imaging.looks import Look, look_of
@@ -39,14 +39,12 @@ from anomaly.imaging.read import (
 from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
-_FEW_IMAGES = 20  # below that, one odd image sets both thresholds
 # For the advice: images of which each patch may be the only one of its kind; images whose coreset
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
 _HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
 _COMPARED = 40  # images that tell how far parts move
 _TILE = 1024
-# The share of strips from which all are tiled, and the smallest tile that the settings allow.
-_MANY_STRIPS, _LEAST_TILE = 0.1, 64
+_LEAST_TILE = 64  # the smallest that the settings allow
 
 
 class Severity(StrEnum):
@@ -59,15 +57,7 @@ class Severity(StrEnum):
 
 # What a kind of fault leads to, where that isn't an unusable file.
 _WRONG = {"leak", "two_labels", "too_few_images", "mask_size", "mask_inverted", "mask_on_good"}
-_NOTES = {
-    "duplicate",
-    "near_copies",
-    "no_masks",
-    "mask_maybe_turned",
-    "few_images",
-    "bit_depth",
-    "moving_parts",
-}
+_NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "bit_depth", "moving_parts"}
 
 
 @dataclass(frozen=True)
@@ -75,10 +65,8 @@ class Fault:
     """Something wrong with a data set.
 
     Attributes:
-        kind: `unreadable`, `unsupported`, `failed`, `region`, `leak`, `two_labels`, `duplicate`,
-            `near_copies`, `no_masks`, `mask_missing`, `mask_empty`, `mask_unusable`, `mask_size`,
-            `mask_inverted`, `mask_maybe_turned`, `mask_on_good`, `mask_unused`, `too_few_images`,
-            `few_images`, `aspect`, `bit_depth` or `moving_parts`.
+        kind: a key of `_WRONG` or `_NOTES`, `unreadable`, `unsupported`, `failed`, `mask_missing`,
+            `mask_empty`, `mask_unusable`, `mask_unused` or `aspect`.
         severity: what it leads to.
         split: `train`, `validation` or `test`.
         name: of the image; empty where it is about the whole split.
@@ -105,18 +93,15 @@ class SplitSummary:
     """What a split holds.
 
     Attributes:
-        images: all of them, `good` and `defect` ones.
+        good, defect: images of each kind.
         usable: those that can be decoded and fit where to look.
-        with_mask: defective images that have a mask.
         sizes: how many images there are of each `width×height`, in original pixels.
         modes: how many of each kind of colour and bits a sample, as stored.
     """
 
-    images: int
     good: int
     defect: int
     usable: int
-    with_mask: int
     sizes: dict[str, int]
     modes: dict[str, int]
 
@@ -151,12 +136,14 @@ class Reading:
         region: what of each image counts; None for all of it.
         tiled: whether images are seen in tiles, so that a strip may have any length.
         aligned: whether each part's pose is found.
+        one_aspect: whether the model needs images of one aspect (PaDiM).
     """
 
     decoding: Decoding = DEFAULT
     region: Region | None = None
     tiled: bool = False
     aligned: bool = False
+    one_aspect: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,17 +157,10 @@ class _CheckedImage:
     mode: str = ""
     look: Look | None = None
 
-    @property
-    def usable(self) -> bool:
-        """Whether it can be learned from, or scored."""
-        return self.size is not None and all(fault.kind != "region" for fault in self.faults)
-
 
 def check(
     dataset: Dataset,
     reading: Reading,
-    *,
-    one_grid: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DataReport:
     """Look at every image and mask of a data set.
@@ -188,7 +168,6 @@ def check(
     Args:
         dataset: as listed.
         reading: how its images are read.
-        one_grid: whether the model needs images of one aspect (PaDiM).
         progress: called with (done, total).
     """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
@@ -203,20 +182,25 @@ def check(
     looks = _good_looks(images)
     shown = frames(looks)
     faults += [*_missing_masks(images), *_repeated(images)]
-    faults += _nearly_repeated(images, looks, shown)
-    faults += [*_too_few(images), *_bit_depth(bits)]
+    faults += [*_nearly_repeated(images, looks, shown), *_too_few(images)]
+    if bits is not None:
+        faults.append(_fault("bit_depth", "train", None, say_bits_used(bits)))
     if not reading.aligned:
         faults += _moving_parts(images, reading)
-    if one_grid:
+    if reading.one_aspect:
         faults += _other_aspects(images)
     order = list(Severity)
     faults.sort(key=lambda fault: order.index(fault.severity))
-    splits = {name: _summary([s for s in images if s.split == name]) for name in dataset.splits}
+    splits = {
+        name: _summary([image for image in images if image.split == name])
+        for name, samples in dataset.splits.items()
+        if samples
+    }
     together: dict[int, list[str]] = {}
     for i, frame in shown.items():
         together.setdefault(frame, []).append(images[i].sample.name)
     copies = tuple(tuple(names) for names in together.values() if len(names) > 1)
-    return DataReport({n: s for n, s in splits.items() if s.images}, tuple(faults), bits, copies)
+    return DataReport(splits, tuple(faults), bits, copies)
 
 
 def _check_all(
@@ -239,27 +223,16 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
         image = read_image(sample.path, reading.decoding)
         if not reading.tiled:
             check_shape(image.size)
+        if reading.region is not None:
+            reading.region.inside(image.size, slice(0, 1))
     except Exception as error:  # training goes on without it, too
         return _unusable(split, sample, to_unusable(0, sample.path, error))
-    faults = (
-        *_region_faults(split, sample, image, reading),
-        *_mask_faults(split, sample, image),
-    )
+    faults = tuple(_mask_faults(split, sample, image))
     return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
 
 
 def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedImage:
     return _CheckedImage(split, sample, (_fault(refused.status, split, sample, refused.reason),))
-
-
-def _region_faults(split: str, sample: Sample, image: Image, reading: Reading) -> Iterator[Fault]:
-    if reading.region is None:
-        return
-    try:
-        reading.region.inside(image.size, slice(0, 1))
-    except DataError as error:
-        detail = f"{sample.path} doesn't fit the region to look at: {error}"
-        yield _fault("region", split, sample, detail)
 
 
 def _mask_faults(split: str, sample: Sample, image: Image) -> Iterator[Fault]:
@@ -337,27 +310,16 @@ def _nearly_repeated(
 
 def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
     train = [image for image in images if image.split == "train"]
-    pictures = {image.look.picture for image in train if image.look and image.usable}
+    pictures = {image.look.picture for image in train if image.look}
     if not pictures:
         refused = [image.faults[0].detail for image in train if image.faults]
         yield _fault("too_few_images", "train", None, str(none_usable(refused)))
     elif len(pictures) < _LEAST_IMAGES:
         yield _fault("too_few_images", "train", None, str(too_few_different(len(pictures))))
-    elif len(pictures) < _FEW_IMAGES:
-        detail = (
-            f"there are only {len(pictures)} different training images, so a single unusual image "
-            f"can set the thresholds; use {_FEW_IMAGES} at least, better 50"
-        )
-        yield _fault("few_images", "train", None, detail)
-
-
-def _bit_depth(bits: int | None) -> Iterator[Fault]:
-    if bits is not None:
-        yield _fault("bit_depth", "train", None, say_bits_used(bits))
 
 
 def _moving_parts(images: Sequence[_CheckedImage], reading: Reading) -> Iterator[Fault]:
-    train = [image.sample for image in images if image.split == "train" and image.usable]
+    train = [image.sample for image in images if image.split == "train" and image.size]
     if len(train) < LEAST_IMAGES:
         return
     pictures = grey_pictures(
@@ -387,11 +349,9 @@ def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
     defect = sum(image.sample.is_defect for image in images)
     sizes = Counter(f"{image.size[1]}×{image.size[0]}" for image in images if image.size)
     return SplitSummary(
-        images=len(images),
         good=len(images) - defect,
         defect=defect,
-        usable=sum(image.usable for image in images),
-        with_mask=sum(i.sample.is_defect and i.sample.mask_path is not None for i in images),
+        usable=sum(image.size is not None for image in images),
         sizes=dict(sizes.most_common()),
         modes=dict(Counter(image.mode for image in images if image.mode).most_common()),
     )
@@ -443,24 +403,17 @@ def _shape_advice(report: DataReport) -> Iterator[Advice]:
         return
     common = sizes.most_common(1)[0][0]
     width, height = (int(side) for side in common.split("×"))
-    is_large = min(width, height) >= _LARGE
-    strips = [size for size in sizes if _is_strip(size)]
-    if is_large or sum(sizes[size] for size in strips) >= _MANY_STRIPS * sizes.total():
-        tile = _TILE if is_large else max(_LEAST_TILE, min(width, height))
+    is_large, tile = min(width, height) >= _LARGE, max(_LEAST_TILE, min(width, height, _TILE))
+    if is_large or is_strip((height, width)):
         tiles = -(-width // tile) * -(-height // tile)
-        why = f"large ({common}), and small defects would vanish"
+        why = "large, and small defects would vanish"
         if not is_large:
-            why = f"strips ({strips[0]}), too thin to be seen as a whole"
+            why = "strips, too thin to be seen as a whole"
         reason = (
-            f"images are {why}: each is seen in tiles of {tile} pixels; an image of {common} takes "
+            f"images of {common} are {why}: each is seen in tiles of {tile} pixels, which takes "
             f"about {tiles} times as long as without"
         )
         yield Advice("image.tile", str(tile), reason)
-
-
-def _is_strip(size: str) -> bool:
-    width, height = map(int, size.split("×"))
-    return is_strip((height, width))
 
 
 def _bits_advice(report: DataReport) -> Iterator[Advice]:

@@ -1,6 +1,5 @@
 """Every fault planted in a broken data set is found, and nothing else."""
 
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -25,20 +24,17 @@ def _arguments(folder: Path, *settings: str) -> list[object]:
     return arguments
 
 
-def test_a_healthy_set_has_no_faults_and_a_small_one_is_told(
+def test_a_healthy_set_has_no_faults_and_one_image_is_too_few(
     tmp_path: Path, command: Command
 ) -> None:
     folder = write_product(tmp_path / "disc", n_train=20)
     code, out, err = command("check", _arguments(folder))
     assert (code, err) == (0, "")
     assert "20 good, 0 defective" in out
-    assert "3 good, 3 defective (3 with masks)" in out
-    assert "all 120×96; all 8-bit colour" in out
+    assert "3 good, 3 defective" in out
+    assert "all 120×96; all rgb8" in out
     assert "no faults" in out
     train = sorted((folder / "train" / "good").iterdir())
-    train.pop().unlink()
-    code, out, _ = command("check", _arguments(folder))
-    assert (code, "there are only 19 different training images" in out) == (0, True)
     for file in train[1:]:
         file.unlink()
     code, out, _ = command("check", _arguments(folder))
@@ -91,14 +87,11 @@ def test_every_planted_fault_is_found(
     folder = write_product(tmp_path / "disc", n_train=24)
     monkeypatch.setattr(data_check, "read_image", read)
     planted = _break(folder)
-    code, out, _ = command("check", [*_arguments(folder), "--json"])
-    report = json.loads(out)
-    found = {(f["kind"], f["name"]): f["detail"] for f in report["faults"]}
-    assert code == 2
+    report = check(open_dataset("mvtec", folder), Reading())
+    found = {(f.kind, f.name): f.detail for f in report.faults}
     assert found.keys() == planted.keys()
     assert [key for key, says in planted.items() if says not in found[key]] == []
-    assert report["splits"]["train"]["usable"] == report["splits"]["train"]["images"] - 12
-    assert report["splits"]["test"]["with_mask"] == 4
+    assert report.splits["train"].usable == report.splits["train"].good - 12
     aligned = _arguments(folder, "image.align=rigid")  # which spares a search for poses
     code, out, _ = command("check", aligned)
     assert code == 2
@@ -151,8 +144,8 @@ def test_where_to_look_must_fit(tmp_path: Path, command: Command) -> None:
         picture = np.random.default_rng(len(name)).integers(0, 255, (60, 60, 3), dtype=np.uint8)
         cv2.imwrite(str(folder / name), picture)
     code, out, _ = command("check", _arguments(folder, f"image.ignore={{png: {mask}}}"))
-    assert (code, out.count("region:")) == (3, 2)
-    assert "small.png doesn't fit the region to look at: its 60×60 pixels have another shape" in out
+    assert (code, out.count("unsupported:")) == (3, 2)
+    assert "small.png: its 60×60 pixels have another shape" in out
     assert "13 good, 0 defective; 12 of these 13 can be used" in out
     cv2.imwrite(str(mask), np.eye(100, dtype=np.uint8))
     code, out, _ = command("check", _arguments(folder, f"image.region={{png: {mask}}}"))

@@ -181,7 +181,7 @@ def test_no_such_folder_and_no_images_at_all(tmp_path: Path) -> None:
 def _report(
     size: str, images: int = 200, mode: str = "rgb8", bits: int | None = None
 ) -> DataReport:
-    split = SplitSummary(images, images, 0, images, 0, {size: images}, {mode: images})
+    split = SplitSummary(images, 0, images, {size: images}, {mode: images})
     return DataReport({"train": split}, (), bits)
 
 
