@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY
 
 from anomaly.cli import options_of
@@ -64,3 +65,18 @@ def test_the_service_runs_without_torch_and_without_root() -> None:
     compile(probe[2], "probe", "exec")
     volumes = json.loads(last["VOLUME"])
     assert all(any(one.startswith(volume) for one in arguments) for volume in volumes)
+
+
+def test_the_proxy_asks_the_service_by_its_name_and_port() -> None:
+    """And nobody starts the two without a token."""
+    folder = REPOSITORY / "docker"
+    services = yaml.safe_load((folder / "compose.yaml").read_text("utf-8"))["services"]
+    line, proxy = services["line"], services["proxy"]
+    assert (folder / line["build"]["context"] / line["build"]["dockerfile"]).is_file()
+    assert line["environment"]["ANOMALY_TOKEN"].startswith("${ANOMALY_TOKEN:?")
+    assert "ports" not in line
+    (config,) = (one.partition(":")[0] for one in proxy["volumes"])
+    text = (folder / config).read_text("utf-8")
+    exposed = dict(steps(folder / "serve.Dockerfile"))["EXPOSE"]
+    assert f"proxy_pass http://line:{exposed};" in text
+    assert f"listen {proxy['ports'][0].partition(':')[2]};" in text
