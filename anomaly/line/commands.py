@@ -13,7 +13,7 @@ from pathlib import Path
 from anomaly.cli.common_options import agreed, chosen_device
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.errors import AnomalyError, DataError, OutputError, visible
+from anomaly.errors import AnomalyError, DataError, OutputError, visible, why
 from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.files.outputs import locked_file
 from anomaly.files.writing import like
@@ -101,8 +101,10 @@ def _token(options: argparse.Namespace) -> str:
         try:
             token, origin = options.token_file.read_text("utf-8-sig").strip(), options.token_file
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "it isn't text"
-            raise AnomalyError(f"--token-file {options.token_file} can't be read: {why}") from None
+            reason = why(error)
+            raise AnomalyError(
+                f"--token-file {options.token_file} can't be read: {reason}"
+            ) from None
         if not token:
             raise AnomalyError(f"--token-file {origin} is empty")
     if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):

@@ -116,9 +116,7 @@ def save_pictures(record: Path, folder: Path) -> dict[str, Counter[str]]:
     with open_to_read(record) as db:
         models = [model for (model,) in db.execute(_MODELS)]
         if not models:
-            raise DataError(
-                f"{record} holds no judged part; judge parts on the page of serve or with --verdict"
-            )
+            raise DataError(f"{record} holds no judged part; judge parts on the page of serve")
         places = {model: folder / safe_name(model) for model in models}
         if there := [place for place in places.values() if place.exists()]:
             raise OutputError(f"{there[0]} exists already; give another folder for the pictures")
