@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from anomaly.errors import ConfigError, OutputError
-from anomaly.sample_data import brushed_plate, camera, write_sample_data, writing
+from anomaly.sample_data import brushed_plate, photographs, write_sample_data
 from anomaly.sample_data.brushed_plate import DEFECTS, clouds, streaks
 
 SIZE = 128
@@ -71,7 +71,7 @@ def test_a_smaller_set_is_part_of_a_larger_one(sample: Path, tmp_path: Path) -> 
 
 
 def test_severity_spreads_from_obvious_to_subtle() -> None:
-    values = [writing.Shot("test", "dent", index).severity for index in range(65)]
+    values = [photographs.severity(index) for index in range(65)]
     assert values[:9] == [1, 0, 1 / 2, 3 / 4, 1 / 4, 7 / 8, 3 / 8, 5 / 8, 1 / 8]
     # The first 2 + (2^k - 1) indices are an even grid.
     assert sorted(values) == [i / 64 for i in range(65)]
@@ -82,12 +82,12 @@ def test_mask_covers_the_change_and_nothing_else(kind: str) -> None:
     changes = []
     for seed, severity in enumerate((1.0, 0.5, 0.0)):
         # One part photographed twice with the same noise: good, and with its defect.
-        plate = brushed_plate.draw(np.random.default_rng([seed, 0]), camera.scene_side(384))
+        plate = brushed_plate.draw(np.random.default_rng([seed, 0]), photographs.scene_side(384))
         faulty = DEFECTS[kind](plate, severity, np.random.default_rng([seed, 1]))
-        shot = camera.Camera.set_up(np.random.default_rng([seed, 2]), 384)
+        shot = photographs.Camera.set_up(np.random.default_rng([seed, 2]), 384)
         lights = [shot.expose(brushed_plate.shade(part)) for part in (plate, faulty)]
         good, bad = (shot.develop(x, np.random.default_rng([seed, 3])).astype(int) for x in lights)
-        change, mask = np.abs(good - bad).max(axis=2), camera.visible_change(*lights)
+        change, mask = np.abs(good - bad).max(axis=2), photographs.visible_change(*lights)
         near = cv2.dilate(mask, np.ones((5, 5), np.uint8)) > 0
         assert change[mask > 0].max() >= 8, "the defect can be seen"
         assert change[~near].max() <= 0.35 * change.max(), "outside the mask it can't"
@@ -111,7 +111,7 @@ def test_noise_has_the_promised_size_and_strength(seed: int, side: int, octaves:
 def test_what_is_there_is_replaced_only_on_request_and_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, write = tmp_path / "plates", writing._write_png
+    folder, write = tmp_path / "plates", photographs._write_png
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
 
@@ -122,7 +122,7 @@ def test_what_is_there_is_replaced_only_on_request_and_whole(
 
     with pytest.raises(OutputError, match=r"plates exists.*overwrite=True"):
         write_sample_data(folder, **FEW)  # type: ignore[arg-type]
-    monkeypatch.setattr(writing, "_write_png", fill_up)
+    monkeypatch.setattr(photographs, "_write_png", fill_up)
     with pytest.raises(OutputError, match="No space left"):
         write_sample_data(folder, **FEW, overwrite=True)  # type: ignore[arg-type]
     assert contents(tmp_path) == {"plates/mine.txt": b"mine"}
@@ -131,7 +131,7 @@ def test_what_is_there_is_replaced_only_on_request_and_whole(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"size": 64}, "size is 64"), ({"n_good": -2}, "-2"), ({}, "is a file")]
+    ("wrong", "message"), [({"size": 64}, "size is 64"), ({}, "plates exists")]
 )
 def test_impossible_orders_are_refused(wrong: dict[str, int], message: str, tmp_path: Path) -> None:
     (tmp_path / "plates").write_text("")
