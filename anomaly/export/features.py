@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -16,10 +15,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from anomaly.backbones.extractor import network_input
-from anomaly.backbones.layer_table import show, side_multiple
+from anomaly.backbones.layer_table import side_multiple
 from anomaly.backbones.registry import (
     build,
     default_layers,
@@ -28,7 +27,7 @@ from anomaly.backbones.registry import (
     read_weights,
 )
 from anomaly.backbones.truncation import truncate_in_place
-from anomaly.errors import ConfigError, DataError, LayerError
+from anomaly.errors import ConfigError, DataError
 from anomaly.files.writing import draft
 from anomaly.hooks import capture
 from anomaly.imaging.geometry import Sizing
@@ -107,8 +106,10 @@ def from_backbone(
     """
     layers = layers or _default_layers(name)
     network = build(name)
-    _, shown = truncate_in_place(network, layers, size)
-    axes = _channel_axes(network, size, shown)
+    truncate_in_place(network, layers, size)
+    # Shown another size than the images', of which there may be as many rows as channels.
+    _, shown = truncate_in_place(build(name), layers)
+    axes = {layer: channel_axis(output.shape) for layer, output in shown.items()}
     multiple = side_multiple(build(name), layers)
     if not square and multiple is None:
         raise ConfigError(
@@ -222,25 +223,6 @@ def channel_axis(shape: Sequence[int]) -> int:
     """
     channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]
     return len(shape) - 1 if channels_last or len(shape) == 3 else 1
-
-
-def _channel_axes(network: nn.Module, side: int, outputs: dict[str, Tensor]) -> dict[str, int]:
-    """The axis of each layer's output that holds the channels.
-
-    Args:
-        network: as long as it is on the meta device, where showing it an image costs nothing.
-        side: of the square image that the outputs are of.
-        outputs: of the layers.
-    """
-    shapes = {layer: tuple(output.shape) for layer, output in outputs.items()}
-    cubes = [
-        layer for layer, shape in shapes.items() if len(shape) == 4 and len(set(shape[1:])) == 1
-    ]
-    if cubes:  # as many channels as rows: try another image size
-        with suppress(LayerError), capture(network, cubes, stop=True) as captured:
-            show(network, 2 * side, 2 * side, captured.run)
-            shapes |= {layer: tuple(output.shape) for layer, output in captured.pop().items()}
-    return {layer: channel_axis(shape) for layer, shape in shapes.items()}
 
 
 def _default_layers(name: str) -> Sequence[str]:

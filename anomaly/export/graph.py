@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ class _Network(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         # Without the early stop, which a trace can't follow: layers after the last hooked one
-        # aren't # used, so they aren't in the graph.
+        # aren't used, so they aren't in the graph.
         with capture(self.network, self._layers) as captured:
             captured.run((images - self.mean) / self.std)
             maps = self._maps_of(captured.pop(), images)
@@ -204,51 +203,23 @@ class _Whole(nn.Module):
         return scored
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A module to trace, its example input, and its description in the file.
-
-    Attributes:
-        stem: of the file's name.
-        module: takes one tensor, gives several.
-        example: an input.
-        free: the example's axes whose length may be another one.
-        described: meaning and lengths of the axes by name: first of the input, then of the outputs.
-    """
-
-    stem: str
-    module: nn.Module
-    example: Tensor
-    free: dict[int, Any]
-    described: dict[str, tuple[str, list[int | str]]]
+# Meaning and lengths of the axes by name: first of the input, then of the outputs.
+_Described = dict[str, tuple[str, list[int | str]]]
 
 
-def _plan(detector: Model, *, whole: bool, camera: Camera | None) -> _Plan:
-    if camera is not None:
-        module = PixelsToVerdict(detector, _Network(detector), camera)
-        example, free = module.example(), {0: torch.export.Dim("batch", min=1, max=_LARGEST)}
-        with torch.no_grad():
-            module(example)  # values that are computed once aren't traced
-        return _Plan("whole", module, example, free, module.described())
-    images, free = _example(detector)
-    scored: nn.Module = _Whole(detector) if whole else _Network(detector)
-    with torch.inference_mode():
-        shapes = [list(made.shape) for made in scored(images)]
+def _described(detector: Model, outputs: Sequence[Tensor], *, whole: bool) -> _Described:
+    """The description of a graph from images, by the outputs for some of them."""
     sizing = detector.loading.sizing
     sides: Sequence[int | str] = ("height", "width")
     grid: Sequence[int | str] = ("h", "w")
     step = f"; height and width are multiples of {sizing.multiple}"
     if sizing.only is not None:
-        sides, grid, step = sizing.only, shapes[0][1:3], ""
+        sides, grid, step = sizing.only, outputs[0].shape[1:3], ""
+    described: _Described = {"images": (_IMAGES + step, ["batch", 3, *sides])}
     names = ["patch_scores", "nearest"] if whole else ["embeddings"]
-    described: dict[str, tuple[str, list[int | str]]] = {
-        "images": (_IMAGES + step, ["batch", 3, *sides])
-    }
-    for name, shape in zip(
-        names, shapes, strict=False
-    ):  # without a bank there is no nearest vector
-        described[name] = (_MEANINGS[name], ["batch", *grid, *shape[3:]])
-    return _Plan("whole" if whole else "network", scored, images, free, described)
+    for name, output in zip(names, outputs, strict=False):  # without a bank none is the nearest
+        described[name] = (_MEANINGS[name], ["batch", *grid, *output.shape[3:]])
+    return described
 
 
 def write_graph(
@@ -277,11 +248,20 @@ def write_graph(
         DataError: the model doesn't take such images.
         OSError: no room.
     """
-    plan = _plan(detector, whole=whole, camera=camera)
-    name = graph_names(engine, plan.stem)[0]
-    file = folder / f"{plan.stem}.onnx"
-    _trace(plan, file)
-    inputs, outputs = _tidied(file, plan.described)
+    example, free = _example(detector)
+    if camera is None:
+        module: nn.Module = _Whole(detector) if whole else _Network(detector)
+    else:
+        module = pixels = PixelsToVerdict(detector, _Network(detector), camera)
+        example, free = pixels.example(), {0: free[0]}
+    with torch.no_grad():
+        outputs = module(example)  # also because values that are computed once aren't traced
+    described = _described(detector, outputs, whole=whole) if camera is None else pixels.described()
+    stem = "whole" if whole else "network"
+    name = graph_names(engine, stem)[0]
+    file = folder / f"{stem}.onnx"
+    _trace(module, example, free, list(described), file)
+    inputs, kept = _tidied(file, described)
     if ENGINES[engine][2] != ".onnx":
         openvino = installed(engine, "this export is for")
         model = openvino.Core().read_model(file)
@@ -291,7 +271,7 @@ def write_graph(
             raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
-    return {"file": name, "inputs": inputs, "outputs": outputs}
+    return {"file": name, "inputs": inputs, "outputs": kept}
 
 
 def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
@@ -306,16 +286,17 @@ def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
     return images, {0: batch, 2: step * rows, 3: step * columns}
 
 
-def _trace(plan: _Plan, file: Path) -> None:
-    names = [*plan.described]
+def _trace(
+    module: nn.Module, example: Tensor, free: dict[int, Any], names: list[str], file: Path
+) -> None:
     try:
         with _quiet(), torch.no_grad():
             traced = torch.export.export(
-                plan.module.eval(), (plan.example,), dynamic_shapes=(plan.free,), strict=False
+                module.eval(), (example,), dynamic_shapes=(free,), strict=False
             )
             program = torch.onnx.export(
                 resampled_by_products(traced),
-                (plan.example,),
+                (example,),
                 input_names=names[:1],
                 output_names=names[1:],
                 dynamo=True,
@@ -345,7 +326,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _tidied(
-    file: Path, described_as: dict[str, tuple[str, list[int | str]]]
+    file: Path, described_as: _Described
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Remove this machine's paths and source lines from a graph, and name its axes.
 
