@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -156,12 +156,8 @@ class Outputs:
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        limits = model.thresholds
-        return PictureWriter(
-            limit=None if limits is None else limits.pixel,
-            review=None if limits is None else limits.review_pixel,
-            unit=model.unit,
-            small=small,
+        return replace(
+            PictureWriter.of(model, small),
             output=self.folder,
             full_size=options.full_size,
             side_by_side=options.side_by_side,
@@ -279,6 +275,14 @@ class PictureWriter:
     output: Path | None = None
     full_size: bool = True
     side_by_side: bool = False
+
+    @classmethod
+    def of(cls, model: Model, small: int) -> PictureWriter:
+        """The writer of a model's pictures."""
+        limits = model.thresholds
+        if limits is None:
+            return cls(unit=model.unit, small=small)
+        return cls(limits.pixel, limits.review_pixel, model.unit, small)
 
     def write(self, image: Image, anomaly_map: SourceMap, wanted: Wanted) -> Pictures:
         """Draw one image's pictures.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.resources import files
@@ -20,13 +18,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from anomaly.errors import AnomalyError, DataError, nearest, visible
-from anomaly.inference.rows import region_rows
-from anomaly.line.engine import BusyError, Scored
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, Period, report
 from anomaly.line.server import author
 from anomaly.line.service import STOPPING, InspectionService
-from anomaly.line.slot import ModelSlot
+from anomaly.line.slot import BusyError, ModelSlot
 from anomaly.version import __version__
 
 _T = TypeVar("_T")
@@ -143,26 +139,11 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         try:
             async with asyncio.timeout(seconds):
                 part = asyncio.wrap_future(slot.submit(data, filename, include))
-                scored = await asyncio.shield(part)
+                answer = await asyncio.shield(part)
         except TimeoutError:
             reason = f"no answer within {seconds:g} s; the part will still be scored and recorded"
             raise HTTPException(504, reason) from None
-        status = 200 if scored.answer.row.status == "ok" else 422
-        return _TextResponse(_answer(scored, include), status)
-
-
-def _answer(scored: Scored, include: Collection[str]) -> dict[str, Any]:
-    row, drawn = scored.answer.row, scored.drawn
-    answer: dict[str, Any] = {**asdict(row), "id": scored.number}
-    if drawn is not None:
-        if "heatmap" in include:
-            answer["heatmap_png"] = base64.b64encode(drawn.heatmap).decode()
-        if "mask" in include:
-            answer["mask_png"] = base64.b64encode(drawn.mask).decode()
-        if drawn.regions is not None:
-            regions = region_rows(row.path, drawn.regions, scored.mm_per_pixel)
-            answer["regions"] = [asdict(region) for region in regions]
-    return answer
+        return _TextResponse(answer, 200 if answer["status"] == "ok" else 422)
 
 
 def _taking(service: InspectionService, name: str) -> ModelSlot:

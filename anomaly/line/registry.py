@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
 from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image
-from anomaly.line.engine import Engine
 from anomaly.line.record import Recorder
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.scoring.pipeline import Model
@@ -63,23 +62,26 @@ class ModelRegistry:
         device: torch.device,
         waiting_parts: int = 64,
     ) -> None:
-        record = recorder.record.file
-        self.models = {name: ModelSlot(name, folder, record) for name, folder in folders.items()}
-        self._recorder = recorder
+        self.models = {
+            name: ModelSlot(name, folder, recorder, most_waiting=waiting_parts)
+            for name, folder in folders.items()
+        }
+        self._promises = recorder.record.promises
         self._device = device
-        self._waiting_parts = waiting_parts
+        self._open = ExitStack()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
 
     def __enter__(self) -> ModelRegistry:
+        for slot in self.models.values():
+            self._open.enter_context(slot)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
-        for slot in self.models.values():
-            slot.close()
+        self._open.close()
 
     def _keep_up(self) -> None:
         for slot in self.models.values():
@@ -99,7 +101,7 @@ class ModelRegistry:
 
     def _load(self, slot: ModelSlot) -> None:
         try:
-            version, engine = self._version(slot)
+            version = self._version(slot)
         except AnomalyError as error:
             slot.trouble = visible(str(error))
         except Exception as error:  # one model's error mustn't stop the others
@@ -110,10 +112,10 @@ class ModelRegistry:
             if slot.now and slot.now.model.model_id != model_id:
                 log.info("%s now serves model %s", slot.name, model_id)
             if version.promise:
-                self._recorder.record.promises[model_id] = version.promise
-            slot.use(version, engine)
+                self._promises[model_id] = version.promise
+            slot.use(version)
             return
-        if slot.engine:
+        if slot.now:
             log.error(
                 "the new version of %s was refused; the previous version stays in use: %s",
                 slot.name,
@@ -122,19 +124,12 @@ class ModelRegistry:
         else:
             log.error("%s can't be served: %s", slot.name, slot.trouble)
 
-    def _version(self, slot: ModelSlot) -> tuple[Version, Engine]:
+    def _version(self, slot: ModelSlot) -> Version:
         """Load and check a model's folder."""
         if not slot.folder.is_dir():
             raise ModelError(f"its folder {slot.folder} is missing")
         model = load_model(slot.folder, self._device)
-        version = Version.of(model, slot.folder, check(model, slot.folder))
-        engine = Engine(
-            slot.name,
-            model,
-            self._recorder,
-            most_waiting=self._waiting_parts,
-        )
-        return version, engine.__enter__()
+        return Version.of(model, slot.folder, check(model, slot.folder))
 
 
 _TOLERANCE = 0.01  # largest change of a golden part's score, as in `selfcheck`

@@ -20,11 +20,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from anomaly.errors import DataError, visible
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import DEFAULT
-from anomaly.line.engine import BusyError, photograph
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
-from anomaly.line.slot import ModelSlot
+from anomaly.line.slot import BusyError, ModelSlot
+from anomaly.maps.encoding import photograph
 from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:
@@ -245,8 +245,7 @@ class InspectionService:
 
     def refuse_waiting(self) -> None:
         """Refuse the parts that nothing has begun with."""
-        engines = [slot.engine for slot in self.registry.models.values() if slot.engine]
-        count = sum(engine.refuse_waiting(STOPPING) for engine in engines)
+        count = sum(slot.refuse_waiting(STOPPING) for slot in self.registry.models.values())
         if count:
             log.warning("%d waiting parts were refused; clients have to send them again", count)
 

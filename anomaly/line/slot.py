@@ -1,49 +1,80 @@
-"""One model of the service, and its checked version."""
+"""One model of the service, its checked version, and the parts that it scores.
+
+A part takes four steps: a decoding process reads it; the model's thread scores it in a batch of
+one network size; the decoding process draws its pictures; the record's thread writes it. A
+request is answered once its row is in the record.
+"""
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
+import logging
+import queue
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.evaluation.splits import caught_defects
+from anomaly.imaging.loading import NetworkInput, UnusableImage
+from anomaly.imaging.pool import Decoders, Task
+from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
+from anomaly.inference.pipeline import Pipeline
+from anomaly.inference.rows import Row, region_rows, row_of
 from anomaly.line.drift import Promise, RecordedDrift
-from anomaly.line.engine import BusyError, Engine, Scored
+from anomaly.line.record import Answer, Recorder
+from anomaly.runtime.parallel import get_threads, program_threads
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
+from anomaly.scoring.prediction import Prediction
 from anomaly.storage.thresholds import thresholds_alone_differ
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+_SMALL_PIXELS = 480_000  # of the heatmaps on the page
+
+
+class BusyError(AnomalyError):
+    """Too many parts or clients are waiting; the same request can succeed later."""
+
+
+@dataclass(frozen=True, eq=False)
 class Version:
     """A version that has passed its checks.
 
     Attributes:
         model: loaded from its folder.
         checked: what was checked.
+        decoders: of its parts.
         drift: watches its scores; None without thresholds.
         promise: what the thresholds promise, as JSON for the record; empty without thresholds.
     """
 
     model: Model
     checked: str
-    drift: RecordedDrift | None
-    promise: str
+    decoders: Decoders
+    drift: RecordedDrift | None = None
+    promise: str = ""
 
     @classmethod
     def of(cls, model: Model, folder: Path, checked: str) -> Version:
         """A loaded model's version."""
+        decoders = Decoders(Task(model.loading, PictureWriter.of(model, _SMALL_PIXELS)))
         limits = model.thresholds
         if limits is None:
-            return cls(model, checked, None, "")
+            return cls(model, checked, decoders)
         ids = {model.model_id, *thresholds_alone_differ(folder)}
         promise = Promise.given(limits, ids, caught_defects(model))
         drift = RecordedDrift(promise.levels, ids)
-        return cls(model, checked, drift, json.dumps(asdict(promise)))
+        return cls(model, checked, decoders, drift, json.dumps(asdict(promise)))
 
     def short(self) -> dict[str, Any]:
         """Its entry in the list of models."""
@@ -63,35 +94,73 @@ class Version:
         }
 
 
-@dataclass
-class ModelSlot:
-    """One model of the service.
+@dataclass(eq=False)
+class _Part:
+    """A part in progress; `decoding` is None until it is handed to a decoding process."""
 
-    Attributes:
+    index: int
+    data: bytes
+    name: str
+    wanted: Collection[str]
+    version: Version
+    done: Future[dict[str, Any]] = field(default_factory=Future)
+    decoding: Future[NetworkInput | UnusableImage] | None = None
+    begun: float = field(default_factory=time.perf_counter)
+
+    def loaded(self) -> NetworkInput | UnusableImage:
+        """What decoding made of it."""
+        assert self.decoding is not None
+        if (error := self.decoding.exception()) is not None:  # not the image's fault
+            return UnusableImage(self.index, "failed", f"decoding failed: {why(error)}")
+        return self.decoding.result()
+
+
+class ModelSlot:
+    """One model of the service. Use it in a `with` statement, which finishes accepted parts.
+
+    Args:
         name: in the service.
         folder: the model folder.
-        record: of its results.
+        recorder: records the results.
+        most_waiting: most parts in progress at once.
+
+    Attributes:
         now: the version in use; None until one has passed its checks.
-        engine: scores the parts of the version in use; None without one.
         trouble: why the folder's version can't be used; empty if it can.
         seen: state of the folder's files at the last check.
         tried: their state when they were last loaded, with or without success.
     """
 
-    name: str
-    folder: Path
-    record: Path = Path()
-    now: Version | None = None
-    engine: Engine | None = None
-    trouble: str = ""
-    seen: object = None
-    tried: object = None
-    _changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    def __init__(
+        self, name: str, folder: Path, recorder: Recorder, *, most_waiting: int = 64
+    ) -> None:
+        self.name, self.folder = name, folder
+        self.now: Version | None = None
+        self.trouble = ""
+        self.seen: object = None
+        self.tried: object = None
+        self._recorder = recorder
+        self._most = most_waiting
+        self._numbers = itertools.count()
+        self._parts: dict[int, _Part] = {}  # without an answer, in order
+        self._decoded: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"score {name}", daemon=True)
+
+    def __enter__(self) -> ModelSlot:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in list(self._parts.values()):
+            part.done.exception()  # waits for an answer or an error
+        self._decoded.put(None)
+        self._thread.join()
 
     @property
     def state(self) -> str:
         """`loading`, `ready` or `failed`; also `ready` if a new version was refused."""
-        if self.engine is not None:
+        if self.now is not None:
             return "ready"
         return "failed" if self.trouble else "loading"
 
@@ -104,45 +173,148 @@ class ModelSlot:
     @property
     def waiting(self) -> int:
         """Number of accepted parts without an answer."""
-        return self.engine.waiting if self.engine else 0
+        return len(self._parts)
 
     @property
     def refused(self) -> bool:
         """Whether an older version is in use because the folder's version has failed."""
-        return bool(self.engine and self.trouble)
+        return bool(self.now and self.trouble)
 
-    def submit(self, data: bytes, name: str, wanted: Collection[str]) -> Future[Scored]:
-        """Submit one part to the version in use; see `Engine.submit`.
+    def use(self, version: Version) -> None:
+        """Score further parts with a version; the last version finishes its own."""
+        self.now, self.trouble = version, ""
+
+    def submit(
+        self, data: bytes, name: str = "", wanted: Collection[str] = ()
+    ) -> Future[dict[str, Any]]:
+        """Accept one part.
+
+        Args:
+            data: the image file's bytes.
+            name: the image's name in its row; never used as a path.
+            wanted: what to answer beside the row: `heatmap`, `mask`, `regions`.
+
+        Returns:
+            The answer: the row, `id`, its number in the record, and what is wanted.
 
         Raises:
             BusyError: too many parts are waiting, or the model can't be used.
         """
-        with self._changing:
-            if self.engine is None:
+        with self._lock:
+            if self.now is None:
                 raise BusyError(self.unusable)
-            return self.engine.submit(data, name, wanted)
+            if len(self._parts) >= self._most:
+                raise BusyError(
+                    f"{self._most} parts are waiting for {self.name}, which is the limit; try again"
+                )
+            part = _Part(next(self._numbers), data, name, wanted, self.now)
+            self._parts[part.index] = part
+        self._begin()
+        return part.done
 
-    def use(self, version: Version, engine: Engine) -> None:
-        """Switch to an engine for further parts; the last engine finishes its own."""
-        with self._changing:
-            last, self.engine = self.engine, engine
-            self.now, self.trouble = version, ""
-        if last is not None:
-            last.__exit__()
+    def _begin(self) -> None:
+        """Have parts decoded, in order; images in tiles, which stay in memory whole, a few."""
+        with self._lock:
+            for place, part in enumerate(self._parts.values()):
+                if part.version.model.config.image.tile and place >= program_threads():
+                    break
+                if part.decoding is None:
+                    part.decoding = part.version.decoders.submit(part.index, part.data)
+                    part.decoding.add_done_callback(partial(self._on_decoded, part))
 
-    def close(self) -> None:
-        """Finish accepted parts."""
-        with self._changing:
-            last, self.engine = self.engine, None
-        if last is not None:
-            last.__exit__()
+    def _on_decoded(self, part: _Part, future: Future[NetworkInput | UnusableImage]) -> None:
+        if not future.cancelled():
+            self._decoded.put(part)
+
+    def refuse_waiting(self, reason: str) -> int:
+        """Refuse the parts that no process has begun to decode; returns their number."""
+        with self._lock:
+            waiting = list(self._parts.values())
+            refused = [part for part in waiting if part.decoding is None or part.decoding.cancel()]
+            for part in refused:
+                del self._parts[part.index]
+        for part in refused:
+            part.version.decoders.forget(part.index)
+            part.done.set_exception(BusyError(reason))
+        return len(refused)
+
+    def _work(self) -> None:
+        while (first := self._decoded.get()) is not None:
+            gathered = [first]
+            with suppress(queue.Empty):  # what was decoded during the last batch
+                while part := self._decoded.get_nowait():
+                    gathered.append(part)
+            for version in dict.fromkeys(part.version for part in gathered):
+                self._score(version, [part for part in gathered if part.version is version])
+
+    def _score(self, version: Version, parts: Sequence[_Part]) -> None:
+        """Score parts, and have them drawn and recorded."""
+        unscored = {part.index: part for part in parts}
+
+        def draw(prediction: Prediction) -> tuple[bytes, Wanted]:
+            part, rejected = unscored[prediction.index], prediction.verdict == "reject"
+            return part.data, Wanted({"small", *part.wanted}, rejected=rejected)
+
+        # Every thread gets a batch, even a small one.
+        share = min(version.model.batch_size, -(-len(parts) // get_threads()))
+        pipeline = Pipeline(version.model, version.decoders, draw)
+        try:
+            for drawn in pipeline.run((part.loaded() for part in parts), share):
+                part = unscored.pop(drawn.result.index)
+                drawn.pictures.add_done_callback(partial(self._on_drawn, part, drawn.result))
+        except Exception as error:  # an error in this program mustn't end the service
+            log.exception("scoring parts with %s failed", self.name)
+            reason = f"scoring failed: {type(error).__name__}"
+            for part in unscored.values():
+                self._record(part, UnusableImage(part.index, "failed", reason), Pictures())
+
+    def _on_drawn(
+        self,
+        part: _Part,
+        result: Prediction | UnusableImage,
+        drawn: Future[Pictures | UnusableImage],
+    ) -> None:
+        if (error := drawn.exception()) is not None:
+            result = UnusableImage(part.index, "failed", f"drawing failed: {why(error)}")
+        elif isinstance(pictures := drawn.result(), Pictures):
+            self._record(part, result, pictures)
+            return
+        else:
+            reason = pictures.reason.removeprefix(f"image {part.index}: ")
+            result = replace(pictures, reason=reason)
+        self._record(part, result, Pictures())
+
+    def _record(self, part: _Part, result: Prediction | UnusableImage, pictures: Pictures) -> None:
+        row = row_of(result, part.version.model, part.name, part.begun)
+        small = pictures.small.photo if pictures.small else b""
+        answer = Answer(self.name, row, part.data, small)
+        self._recorder.put(answer, partial(self._recorded, part, row, pictures))
+
+    def _recorded(
+        self, part: _Part, row: Row, pictures: Pictures, number: int | OutputError
+    ) -> None:
+        with self._lock:
+            del self._parts[part.index]
+        self._begin()
+        if isinstance(number, OutputError):
+            part.done.set_exception(number)
+            return
+        answer: dict[str, Any] = {**asdict(row), "id": number}
+        if row.status == "ok":
+            if "heatmap" in part.wanted:
+                answer["heatmap_png"] = base64.b64encode(pictures.heatmap).decode()
+            if "mask" in part.wanted:
+                answer["mask_png"] = base64.b64encode(pictures.mask).decode()
+            if "regions" in part.wanted:
+                mm = part.version.model.config.image.mm_per_pixel
+                answer["regions"] = list(map(asdict, region_rows(row.path, pictures.regions, mm)))
+        part.done.set_result(answer)
 
     def short(self) -> dict[str, Any]:
         """Its entry in the list of models."""
-        with self._changing:
-            short: dict[str, Any] = {"name": self.name, "state": self.state}
-            short |= {"refused": self.refused, "reason": self.trouble}
-            return short | (self.now.short() if self.now else {})
+        now, trouble = self.now, self.trouble
+        short: dict[str, Any] = {"name": self.name, "state": self.state}
+        return short | {"refused": self.refused, "reason": trouble} | (now.short() if now else {})
 
     def long(self) -> dict[str, Any]:
         """All its facts."""
@@ -160,7 +332,7 @@ class ModelSlot:
         now = self.now
         if now is None or now.drift is None or now.model.thresholds is None:
             return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
-        drift = now.drift.look(self.record)
+        drift = now.drift.look(self._recorder.record.file)
         review = now.model.thresholds.calibration.review
         compared, flagged = drift.flagged(review, str(self.folder))
         levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}

@@ -11,7 +11,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.maps.heatmap import encode_png
+from anomaly.imaging.read import Decoding, read_image
+from anomaly.maps.heatmap import display, encode_png
 from anomaly.maps.regions import AnomalyMap, strips
 
 # Level 65,535 stands for 8 times the threshold; level 0 for pixels that weren't looked at.
@@ -83,6 +84,14 @@ def thumbnail(picture: NDArray[np.uint8], pixels: int) -> Thumbnail:
         whole = picture[: size[1] * step, : size[0] * step]
         picture = np.asarray(cv2.resize(whole, size, interpolation=cv2.INTER_AREA), np.uint8)
     return Thumbnail(jpeg(cv2.cvtColor(picture, cv2.COLOR_RGB2BGR)), size, (width, height))
+
+
+_PHOTOGRAPH_PIXELS = 4_000_000
+
+
+def photograph(file: bytes, decoding: Decoding) -> bytes:
+    """An image file as a JPEG for browsers, reduced by a whole factor."""
+    return thumbnail(display(read_image(file, decoding)), _PHOTOGRAPH_PIXELS).photo
 
 
 def pixels_for(count: int, together: int) -> int:

@@ -18,7 +18,7 @@ from anomaly.calibration.model_thresholds import GoodScores, Thresholds, thresho
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of
-from anomaly.line.record import Answer, Record
+from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.report import Period, parts_of
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.storage.folder import model_id
@@ -165,8 +165,6 @@ def test_the_service_sees_what_the_report_says(
     scored[4] = replace(scored[4], model_id=OTHER)
     scored[5] = replace(scored[5], image_score=None, status="unreadable")
     file, output = tmp_path / "line.sqlite", tmp_path / "report"
-    slot = ModelSlot("disc", run_folder / "model", file)
-    slot.now = Version.of(loaded, run_folder / "model", "")
     days = ["--from", "2026-01-01", "--to", "2026-01-01"]
 
     def agree(alarm: bool) -> None:
@@ -179,7 +177,10 @@ def test_the_service_sees_what_the_report_says(
         assert all(f"{loaded.model_id}: {line}" in page for line in said["lines"])
 
     with closing(Record(file)) as record:
-        record.promises[loaded.model_id] = slot.now.promise
+        slot = ModelSlot("disc", run_folder / "model", Recorder(record, lambda *_: None))
+        version = Version.of(loaded, run_folder / "model", "")
+        slot.use(version)
+        record.promises[loaded.model_id] = version.promise
         for batch in (scored[:50], scored[50:120], scored[120:]):
             record.add([Answer("disc", row, b"") for row in batch])
             slot.drifted()
@@ -195,7 +196,7 @@ def test_the_service_sees_what_the_report_says(
         calm = replace(scored[0], image_sha256="c" * 64)
         record.add([Answer("disc", calm, b"")] * HORIZON)
         assert not slot.drifted()["alarm"]  # it is over once so many are calm
-        slot.now = Version.of(loaded, run_folder / "model", "")  # as after a restart
+        slot.use(Version.of(loaded, run_folder / "model", ""))  # as after a restart
         assert not slot.drifted()["alarm"]
     assert f"of {HORIZON} parts" in slot.drifted()["lines"][0]
 

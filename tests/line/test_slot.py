@@ -1,4 +1,4 @@
-"""Parts in an engine: how many wait, what is refused, and one answer for each, written down."""
+"""Parts of a model: how many wait, what is refused, and one answer for each, written down."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import until
 from test_record import answer
 
 from anomaly.errors import OutputError
 from anomaly.imaging.pool import Decoders
-from anomaly.line.engine import BusyError, Engine
 from anomaly.line.record import Answer, Record, Recorder
+from anomaly.line.slot import BusyError, ModelSlot, Version
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.load import load_model
 
@@ -47,6 +48,21 @@ def model(run_folder: Path) -> Model:
     return load_model(run_folder, "cpu")
 
 
+def serving(model: Model, recorder: Recorder, **limits: int) -> ModelSlot:
+    """A slot that scores parts with a model, once it is entered."""
+    folder = model.folder or Path()
+    slot = ModelSlot("disc", folder, recorder, **limits)
+    slot.use(Version.of(model, folder, ""))
+    return slot
+
+
+def submitted(slot: ModelSlot, data: bytes, count: int) -> list[Future[dict[str, Any]]]:
+    """Parts that are decoded, so that the slot gathers all of them when it is entered."""
+    futures = [slot.submit(data) for _ in range(count)]
+    until(lambda: slot._decoded.qsize() == count)
+    return futures
+
+
 @pytest.fixture(scope="module")
 def files(product: Path) -> list[Path]:
     return sorted((product / "test").rglob("*.png"))
@@ -57,17 +73,17 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
 ) -> None:
     told: list[int] = []
     with Recorder(gate, lambda number, _: told.append(number)) as recorder:
-        with Engine("disc", model, recorder, most_waiting=4) as engine:
-            futures = [engine.submit(file.read_bytes(), file.name) for file in files[:4]]
+        with serving(model, recorder, most_waiting=4) as slot:
+            futures = [slot.submit(file.read_bytes(), file.name) for file in files[:4]]
             with pytest.raises(BusyError, match="4 parts are waiting"):
-                engine.submit(b"one more")
+                slot.submit(b"one more")
             assert not wait(futures, 0.3).done  # nothing is written yet
             gate.may.set()
-            assert futures[0].result(20).answer.row.path == files[0].name
-            assert engine.submit(b"one more").result(20).answer.row.status == "unsupported"
-            futures.append(engine.submit(files[4].read_bytes()))
+            assert futures[0].result(20)["path"] == files[0].name
+            assert slot.submit(b"one more").result(20)["status"] == "unsupported"
+            futures.append(slot.submit(files[4].read_bytes()))
         assert all(future.done() for future in futures)
-        assert engine.waiting == 0
+        assert slot.waiting == 0
     assert sorted(told) == [1, 2, 3, 4, 5, 6]
 
 
@@ -85,19 +101,19 @@ def test_images_in_tiles_are_decoded_few_at_a_time(
         return submit(self, index, *more)
 
     monkeypatch.setattr(Decoders, "submit", counted)
-    monkeypatch.setattr("anomaly.line.engine.program_threads", lambda: 2)
+    monkeypatch.setattr("anomaly.line.slot.program_threads", lambda: 2)
     with (
         Recorder(gate, lambda *_: None) as recorder,
-        Engine("disc", tiled, recorder) as engine,
+        serving(tiled, recorder) as slot,
     ):
-        futures = [engine.submit(file.read_bytes()) for file in files[:5]]
+        futures = [slot.submit(file.read_bytes()) for file in files[:5]]
         assert not wait(futures, 0.3).done
-        assert (begun, engine.waiting) == ([0, 1], 5)
-        assert engine.refuse_waiting("it stops") == 3
+        assert (begun, slot.waiting) == ([0, 1], 5)
+        assert slot.refuse_waiting("it stops") == 3
         assert [str(future.exception(0)) for future in futures[2:]] == ["it stops"] * 3
-        futures[2:] = [engine.submit(files[2].read_bytes())]
+        futures[2:] = [slot.submit(files[2].read_bytes())]
         gate.may.set()
-        assert [future.result(60).answer.row.status for future in futures] == ["ok"] * 3
+        assert [future.result(60)["status"] for future in futures] == ["ok"] * 3
     assert begun == [0, 1, 5]
 
 
@@ -116,14 +132,13 @@ def test_batches_are_no_larger_than_the_model_takes_at_once(
         return score(self, seen())
 
     monkeypatch.setattr(Model, "predict_batches", counted)
-    monkeypatch.setattr("anomaly.line.engine.get_threads", lambda: 1)
-    monkeypatch.setattr("anomaly.line.engine.BATCH_SECONDS", 5.0)  # all are gathered
+    monkeypatch.setattr("anomaly.line.slot.get_threads", lambda: 1)
     gate.may.set()
-    with (
-        Recorder(gate, lambda *_: None) as recorder,
-        Engine("disc", model, recorder) as engine,
-    ):
-        wait([engine.submit(files[0].read_bytes()) for _ in range(9)], 30)
+    with Recorder(gate, lambda *_: None) as recorder:
+        slot = serving(model, recorder)
+        futures = submitted(slot, files[0].read_bytes(), 9)
+        with slot:
+            wait(futures, 30)
     assert model.batch_size == 4 < model.config.batch_size
     assert (sum(sizes), max(sizes)) == (9, 4)
 
@@ -136,10 +151,10 @@ def test_what_cannot_be_written_down_is_not_answered(
     told: list[int] = []
     with (
         Recorder(gate, lambda number, _: told.append(number)) as recorder,
-        Engine("disc", model, recorder) as engine,
+        serving(model, recorder) as slot,
         pytest.raises(OutputError, match="the disk is full"),
     ):
-        engine.submit(files[0].read_bytes()).result(20)
+        slot.submit(files[0].read_bytes()).result(20)
     assert told == []
 
 
@@ -162,20 +177,19 @@ def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
 
     monkeypatch.setattr(Model, "predict_batches", one_and_no_more)
     monkeypatch.setattr(Decoders, "finish", later)
-    monkeypatch.setattr("anomaly.line.engine.BATCH_SECONDS", 5.0)  # both are gathered
     gate.may.set()
     data = files[0].read_bytes()
-    with (
-        Recorder(gate, lambda *_: None) as recorder,
-        Engine("disc", model, recorder) as engine,
-    ):
-        both = [engine.submit(data) for _ in range(2)]
-        wait(both, 20, "FIRST_COMPLETED")
-        drawn.set()
-        rows = [future.result(20).answer.row for future in both]
-        assert sorted(row.status for row in rows) == ["failed", "ok"]
-        assert [row.reason for row in rows if row.reason] == ["scoring failed: RuntimeError"]
-        assert engine.submit(data).result(20).answer.row.status == "ok"
+    with Recorder(gate, lambda *_: None) as recorder:
+        slot = serving(model, recorder)
+        both = submitted(slot, data, 2)
+        with slot:
+            wait(both, 20, "FIRST_COMPLETED")
+            drawn.set()
+            rows = [future.result(20) for future in both]
+            assert sorted(row["status"] for row in rows) == ["failed", "ok"]
+            reasons = [row["reason"] for row in rows if row["reason"]]
+            assert reasons == ["scoring failed: RuntimeError"]
+            assert slot.submit(data).result(20)["status"] == "ok"
     assert len(gate.parts()) == 3
 
 
