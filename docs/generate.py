@@ -53,7 +53,7 @@ MORE = {
     "image.ignore": "own-data.md#where-to-look",
     "image.tile": "own-data.md#where-to-look",
     "model.search": "how/patchcore.md#search",
-    "model.projection": "how/padim.md",
+    "model.dimensions": "how/padim.md",
     "calibration.reject_rate": "thresholds.md",
     "calibration.review_rate": "thresholds.md",
     "precision": "reproducibility.md#precision-belongs-to-the-model",

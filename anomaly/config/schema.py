@@ -58,8 +58,8 @@ METHODS = {
         "anomaly.methods.padim.gaussian",
         stages=3,
         one_grid=True,
-        embedded_by=("model.dimensions", "model.projection", "seed"),
-        settings=("dimensions", "projection", "regularisation"),
+        embedded_by=("model.dimensions", "seed"),
+        settings=("dimensions", "regularisation"),
     ),
 }
 
@@ -262,10 +262,8 @@ class ModelConfig(_Section):
     """PatchCore: how the nearest bank vector is found."""
 
     dimensions: PositiveInt = 100
-    """PaDiM: number of dimensions kept of the embedding."""
-    projection: Literal["random", "orthogonal"] = "orthogonal"
-    """PaDiM: dimensions are kept by a semi-orthogonal projection, or as a random subset of
-    channels."""
+    """PaDiM: number of dimensions that a semi-orthogonal projection keeps of the embedding. Memory
+    grows with its square."""
     regularisation: Annotated[float, Field(gt=0)] = 0.01
     """PaDiM: added to the diagonal of each covariance."""
 

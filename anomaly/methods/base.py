@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from anomaly.arrays import Array, module_of
-from anomaly.errors import ModelError
+from anomaly.errors import DataError, ModelError
 from anomaly.runtime.devices import CPU
 
 if TYPE_CHECKING:
@@ -122,6 +122,19 @@ def check_tensors(
 
 def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_channels(found: int, learned: int) -> None:
+    """Check that embeddings have as many channels as a scorer takes.
+
+    Raises:
+        DataError: they haven't.
+    """
+    if found != learned:
+        raise DataError(
+            f"embeddings have {found} channels where the model's have {learned}; use the backbone "
+            "and layers it was made with"
+        )
 
 
 def axis_length(tensors: Mapping[str, Array], name: str, axis: int = 0) -> int:

@@ -87,8 +87,9 @@ def test_a_bank_that_grew_covers_the_other_folds_without_a_folds_images() -> Non
 def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
     first: int, more: list[int], dimensions: int
 ) -> None:
-    patches = torch.cat([_patches(first, 0), _patches(sum(more), 1, shift=0.7)])
     fitter = GaussianFitter(dimensions).prepared(DIM, CPU)
+    patches = torch.cat([_patches(first, 0), _patches(sum(more), 1, shift=0.7)])
+    patches = patches @ fitter.projection
     known, grown = first, fitter.fit(_batches(patches[:first]))
     for count in more:
         part = _batches(patches[known : known + count], first=known)
@@ -97,7 +98,7 @@ def test_gaussians_that_learn_more_are_those_of_a_fit_on_all(
     whole = fitter.fit(_batches(patches))
     shapes = [[t.shape for t in scorer.tensors().values()] for scorer in (grown, whole)]
     assert shapes[0] == shapes[1]
-    asked = torch.cat([patches[:5], _patches(5, 77, shift=2.0)])
+    asked = torch.cat([patches[:5], _patches(5, 77, shift=2.0) @ fitter.projection])
     scores = [scorer.score(asked).scores for scorer in (grown, whole)]
     torch.testing.assert_close(*scores, rtol=2e-3, atol=1e-4)
 

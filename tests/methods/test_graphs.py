@@ -39,8 +39,9 @@ def test_of_equal_vectors_the_first_is_named_and_nan_stays_nan() -> None:
 @pytest.mark.parametrize("images", [5, 60])  # fewer than dimensions, and more
 def test_gaussians(images: int) -> None:
     good = torch.randn(images, 3, 4, 24, generator=torch.Generator().manual_seed(0))
-    scorer = GaussianFitter(20).fit([PatchBatch(good, tuple(range(images)))])
-    patches = scorer.projection(torch.randn(3, 3, 4, 24))
+    fitter = GaussianFitter(24).prepared(24, good.device)
+    scorer = fitter.fit([PatchBatch(good, tuple(range(images)))])
+    patches = torch.randn(3, 3, 4, 24)
     (scores,) = scorer.graph()(patches)
     torch.testing.assert_close(scores, scorer.score(patches).scores, rtol=1e-5, atol=1e-5)
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.arrays import Array, module_of
-from anomaly.errors import ConfigError, DataError, ModelError
+from anomaly.errors import ConfigError, ModelError
 from anomaly.methods.base import (
     Align,
     PatchScores,
     Scorer,
     axis_length,
+    check_channels,
     check_tensors,
 )
 from anomaly.methods.patchcore.search import NearestNeighbors
@@ -106,11 +107,7 @@ class MemoryBank(Scorer):
             DataError: another number of channels than the bank has.
         """
         *grid, channels = embeddings.shape
-        if channels != self.dimensions:
-            raise DataError(
-                f"embeddings have {channels} channels where the memory bank's have "
-                f"{self.dimensions}; use the backbone and layers it was made with"
-            )
+        check_channels(channels, self.dimensions)
         distances, nearest = self.neighbours(embeddings.reshape(-1, channels), 1)
         return PatchScores(distances.reshape(grid), nearest.reshape(grid))
 
