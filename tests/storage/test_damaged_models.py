@@ -258,7 +258,8 @@ def test_each_tensor_of_the_scorer(
     assert attempt(model) is None
     scorer_of(config, whole, torch.device("cpu"))
     for what, tensors in tampered(whole):
-        if what == "spacing missing":  # asked for where the settings want it: test_memory_bank
+        # Spacing is asked for where the settings want it; a projection cut is of another network.
+        if what in ("spacing missing", "projection cut"):
             continue
         with pytest.raises(ModelError):
             scorer_of(config, tensors, torch.device("cpu"))

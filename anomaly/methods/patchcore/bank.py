@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.arrays import Array, module_of
-from anomaly.errors import ConfigError, ModelError
+from anomaly.errors import ModelError
 from anomaly.methods.base import (
     Align,
     PatchScores,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Bank vectors that a graph compares patches with at once: 16 MiB for an image of 1024 patches.
 _BLOCK = 4096
+_REWEIGHTED = 3  # b of the re-weighted image score, bank vectors that it looks at
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,6 @@ class MemoryBank(Scorer):
         cache: folder for what an approximate search has to train first; it can be deleted.
         embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
             `anomaly.methods.patchcore.embedding`.
-        reweighting: b, bank vectors that the re-weighted image score looks at.
         spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
             for none.
         spacing: (M,) float32, the mean distance of each vector to its nearest neighbours in the
@@ -61,7 +61,6 @@ class MemoryBank(Scorer):
     search: str = "exact"
     cache: Path | None = None
     embedding: str = "sharp"
-    reweighting: int = 3
     spacing_neighbours: int = 0
     spacing: Array | None = None
     unit = "distance"
@@ -150,12 +149,7 @@ class MemoryBank(Scorer):
 
         Returns:
             (B,) float32, in score units.
-
-        Raises:
-            ConfigError: the sum has fewer than 2 vectors; 1 leaves a weight of 0.
         """
-        if self.reweighting < 2:
-            raise ConfigError(f"image-score neighbours must be at least 2, not {self.reweighting}")
         if scores.nearest is None:
             raise ValueError("scores name no bank vectors; take those of this bank's score()")
         xp, count = module_of(embeddings), len(embeddings)
@@ -166,7 +160,7 @@ class MemoryBank(Scorer):
             return highest
         patches = embeddings.reshape(count, -1, self.dimensions)[highest_at]
         centre = scores.nearest.reshape(count, -1)[highest_at]
-        group = self.neighbours(self.vectors[centre], self.reweighting)[1]
+        group = self.neighbours(self.vectors[centre], _REWEIGHTED)[1]
         distances = xp.linalg.norm(self.vectors[group] - patches[:, None], None, 2)
         # Duplicates may push m* out of its own group, so its distance is the numerator's alone.
         most = xp.amax(distances, 1)
