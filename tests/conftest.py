@@ -53,7 +53,8 @@ FAST = [
 
 def fast(*overrides: str) -> list[str]:
     """Quick settings of the method that overrides choose."""
-    return [*FAST[:-1], "model.dimensions=20"] if "model.kind=padim" in overrides else FAST
+    own = {"model.kind=padim": ["model.dimensions=20"], "model.kind=mean": []}
+    return next(([*FAST[:-1], *own[kind]] for kind in own if kind in overrides), FAST)
 
 
 def write_part(file: Path, seed: int, mark: tuple[int, int] | None = None) -> None:
