@@ -48,7 +48,6 @@ def reading_of(config: Config) -> Reading:
         decoding_of(image),
         region,
         image.tile is not None,
-        image.align != "none",
         config.one_aspect,
     )
 

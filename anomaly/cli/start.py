@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BY_ALIGNING = (  # docs/moving-parts.md
-    "  expected: of screws that lie any way, 92 % of the defects were caught instead of 77 %; of "
-    "castings, 100 % instead of 93 %"
-)
-
 
 def run(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
@@ -169,19 +164,14 @@ def _show(
     if page.is_file():
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
-        _say_last(options, config, report, code)
+        _say_last(report, code)
         if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
     return max(code, _offer_tuning(options, config, figures))
 
 
-def _say_last(options: argparse.Namespace, config: Path, report: DataReport, code: int) -> None:
-    """Offer to follow moving parts, and repeat what mustn't be missed."""
-    settings, _ = passed_on(options)
-    for fault in (fault for fault in report.faults if fault.setting):
-        train = ["train", "--config", str(config), *settings, "--set", fault.setting]
-        train += ["--output", str(options.output), "--overwrite"]
-        log.info(f"Worth a try: {fault.detail}:\n  anomaly {shlex.join(train)}\n{_BY_ALIGNING}")
+def _say_last(report: DataReport, code: int) -> None:
+    """Repeat what mustn't be missed."""
     if 1 < report.splits["train"].usable < SMALL_SET:
         log.warning(
             f"only {report.splits['train'].usable} good images to learn from, so thresholds aren't "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -21,7 +21,6 @@ from anomaly.datasets.copies import (
     too_few_different,
 )
 from anomaly.datasets.masks import strays
-from anomaly.datasets.poses import LEAST_IMAGES, grey_pictures, moving
 from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import ImageError
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
@@ -42,7 +41,6 @@ _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 # For the advice: images of which each patch may be the only one of its kind; images whose coreset
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
 _HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
-_COMPARED = 40  # images that tell how far parts move
 _TILE = 1024
 _LEAST_TILE = 64  # the smallest that the settings allow
 
@@ -57,7 +55,7 @@ class Severity(StrEnum):
 
 # What a kind of fault leads to, where that isn't an unusable file.
 _WRONG = {"leak", "two_labels", "too_few_images", "mask_size", "mask_inverted", "mask_on_good"}
-_NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "bit_depth", "moving_parts"}
+_NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "bit_depth"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class Fault:
         split: `train`, `validation` or `test`.
         name: of the image; empty where it is about the whole split.
         detail: for a person.
-        setting: that may help, such as image.align=rigid; empty where none does.
     """
 
     kind: str
@@ -79,7 +76,6 @@ class Fault:
     split: str
     name: str
     detail: str
-    setting: str = ""
 
 
 def _fault(kind: str, split: str, sample: Sample | None, detail: str) -> Fault:
@@ -135,14 +131,12 @@ class Reading:
         decoding: how files become pixels.
         region: what of each image counts; None for all of it.
         tiled: whether images are seen in tiles, so that a strip may have any length.
-        aligned: whether each part's pose is found.
         one_aspect: whether the model needs images of one aspect (PaDiM).
     """
 
     decoding: Decoding = DEFAULT
     region: Region | None = None
     tiled: bool = False
-    aligned: bool = False
     one_aspect: bool = False
 
 
@@ -185,8 +179,6 @@ def check(
     faults += [*_nearly_repeated(images, looks, shown), *_too_few(images)]
     if bits is not None:
         faults.append(_fault("bit_depth", "train", None, say_bits_used(bits)))
-    if not reading.aligned:
-        faults += _moving_parts(images, reading)
     if reading.one_aspect:
         faults += _other_aspects(images)
     order = list(Severity)
@@ -316,20 +308,6 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         yield _fault("too_few_images", "train", None, str(none_usable(refused)))
     elif len(pictures) < _LEAST_IMAGES:
         yield _fault("too_few_images", "train", None, str(too_few_different(len(pictures))))
-
-
-def _moving_parts(images: Sequence[_CheckedImage], reading: Reading) -> Iterator[Fault]:
-    train = [image.sample for image in images if image.split == "train" and image.size]
-    if len(train) < LEAST_IMAGES:
-        return
-    pictures = grey_pictures(
-        train,
-        reading.decoding,
-        _COMPARED,
-    )
-    setting, detail = moving([grey for _, grey in pictures])
-    if detail:
-        yield replace(_fault("moving_parts", "train", None, detail), setting=setting)
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""Good images -> where the part lies in them, and whether it is worth following."""
+"""Good images -> where the part lies in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anomaly.imaging.pose import Motion
 from anomaly.imaging.read import Decoding
 from anomaly.imaging.reference import PREFERENCE, Grey, Reference, moved, normed, read_grey
 
-LEAST_IMAGES = 8  # fewer don't show how far parts move
+_LEAST_IMAGES = 8  # fewer don't show how far parts move
 _ROUNDS = 3
 # Of the training images, 95 % match what they have in common by so much at least (screws 0.95,
 # transistors 0.89, castings 0.69; cells 0.41, fabric 0.04), and an eighth of a side away by this
@@ -27,11 +27,6 @@ _LEAST_CORRELATION, _ELSEWHERE = 0.55, 0.9
 _WORSE = 0.8  # of the training images' correlation is enough
 _MARGIN = 0.25  # of the training images' range, and at least these shares and radians
 _LEAST_SHIFT, _LEAST_TURN = 0.02, math.radians(2)
-
-# `image.align: rigid` is named where parts turn by so many degrees and turning leaves this share of
-# what doesn't match at most (screws 0.1, castings 0.4; hazelnuts 0.8, bottles 1), in the median;
-# any where parts lie farther than this share of a side from the middle one.
-_TURNED, _LEFT, _FAR = 2.0, 0.6, 0.03
 
 
 def grey_pictures(
@@ -148,43 +143,8 @@ def _bounded(
     low, high = good.min(axis=0), good.max(axis=0)
     margin = np.maximum(_MARGIN * (high - low), (_LEAST_TURN, _LEAST_SHIFT, _LEAST_SHIFT))
     low, high = low - margin, high + margin
-    if len(good) < LEAST_IMAGES:
+    if len(good) < _LEAST_IMAGES:
         low[:], high[:] = -math.inf, math.inf
     elif high[0] - low[0] > math.pi:
         low[0], high[0] = -math.inf, math.inf
     return replace(reference, least=least, lowest=Motion(*low), highest=Motion(*high))
-
-
-def moving(pictures: Sequence[Grey]) -> tuple[str, str]:
-    """Which setting of `image.align` is worth it, and how far parts move; empty where none is.
-
-    Args:
-        pictures: of good images.
-    """
-    try:
-        rigid = learn(pictures, rigid=True).checked()
-    except DataError:
-        return "", ""
-    shift = learn(pictures, rigid=False)
-    turn, away = _spread(rigid)
-    left, before = (1 - np.median(poses.correlations) for poses in (rigid, shift))
-    if turn > _TURNED and left < _LEFT * before:
-        ways = "any way" if turn > 90 else f"turned by up to {turn:.0f}°"
-        parts = f"parts lie {ways} and are"
-        setting = "image.align=rigid"
-    else:
-        _, away = _spread(shift)
-        parts, setting = "parts are", "image.align=shift"
-        if away < _FAR:
-            return "", ""
-    return setting, (
-        f"{parts} shifted by up to {100 * away:.0f} % of the image's sides; {setting} finds the "
-        "pose of each part first"
-    )
-
-
-def _spread(poses: Poses) -> tuple[float, float]:
-    """Degrees and share of a side by which all parts but 5 % differ less from the middle one."""
-    motions = np.abs(np.array(poses.motions))
-    turn, x, y = np.quantile(motions, 0.95, axis=0).tolist()
-    return float(np.rad2deg(turn)), max(x, y)

@@ -120,17 +120,6 @@ def test_a_pose_beyond_training_is_never_good(tmp_path: Path, says: Says, comman
     assert (code, "pose can't be found" in err) == (3, True)
 
 
-def test_check_says_which_setting_fits(plates: Path, product: Path, says: Says) -> None:
-    def said(root: Path, *settings: str) -> str:
-        chosen = train_arguments(root, root, *settings)
-        return says(0, "check", chosen[: chosen.index("--output")])
-
-    assert "moving_parts: parts lie any way" in (found := said(plates))
-    assert "image.align=rigid" in found
-    assert "moving_parts" not in said(plates, "image.align=rigid")
-    assert "moving_parts" not in said(product)  # discs that lie alike
-
-
 def test_the_reference_is_part_of_the_model(run: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     manifest = json.loads((damaged / "model" / "manifest.json").read_text())

@@ -92,13 +92,12 @@ def test_every_planted_fault_is_found(
     assert found.keys() == planted.keys()
     assert [key for key, says in planted.items() if says not in found[key]] == []
     assert report.splits["train"].usable == report.splits["train"].good - 12
-    aligned = _arguments(folder, "image.align=rigid")  # which spares a search for poses
-    code, out, _ = command("check", aligned)
+    code, out, _ = command("check", _arguments(folder))
     assert code == 2
     for heading in ("would be wrong: 3", "can't be used as it is: 16", "worth knowing: 1"):
         assert heading in out
     assert (out.count("unsupported:"), "… and 5 more" in out) == (6, True)
-    assert command("check", [*aligned, "--all"])[1].count("unsupported:") == 10
+    assert command("check", [*_arguments(folder), "--all"])[1].count("unsupported:") == 10
 
 
 def test_padim_wants_one_aspect(tmp_path: Path, command: Command) -> None:
@@ -122,7 +121,7 @@ def test_twelve_bits_in_files_of_sixteen(tmp_path: Path, caplog: pytest.LogCaptu
     (fault,) = check(dataset, Reading()).faults
     assert (fault.kind, fault.severity) == ("bit_depth", Severity.NOTE)
     assert "image.bit_depth=12" in fault.detail
-    assert not check(dataset, Reading(Decoding(bit_depth=12), aligned=True)).faults
+    assert not check(dataset, Reading(Decoding(bit_depth=12))).faults
     kinds = Counter(f.kind for f in check(dataset, Reading(Decoding(bit_depth=8))).faults)
     assert kinds == {"unsupported": 20, "too_few_images": 1}
     for declared in (None, 12):  # training says the same
@@ -172,5 +171,5 @@ def test_a_good_image_with_a_mask_is_wrong(tmp_path: Path) -> None:
     rows = ["path,label,mask,split", *train, "20.png,,m.png,test"]
     (tmp_path / "list.csv").write_text("\n".join(rows))
     dataset = open_dataset("csv", tmp_path / "list.csv")
-    (fault,) = check(dataset, Reading(aligned=True)).faults
+    (fault,) = check(dataset, Reading()).faults
     assert (fault.kind, fault.severity) == ("mask_on_good", Severity.WRONG)

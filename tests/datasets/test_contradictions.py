@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def _check(dataset: Dataset) -> DataReport:
-    return check(dataset, Reading(aligned=True))  # which spares a search for poses
+    return check(dataset, Reading())
 
 
 def _faults(dataset: Dataset, kind: str) -> list[Fault]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving_parts import SIZE, draw, place, poses
 
-from anomaly.datasets.poses import Poses, learn, moving
+from anomaly.datasets.poses import Poses, learn
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.array_input import ArrayFormat
 from anomaly.imaging.geometry import Sizing, View, render
@@ -150,17 +150,6 @@ def test_surfaces_have_no_pose(kind: str) -> None:
     for rigid in (True, False):
         with pytest.raises(DataError, match="the pose of the part can't be found"):
             learn(pictures, rigid=rigid).checked()
-    assert moving(pictures) == ("", "")
-
-
-def test_what_fits_moving_parts() -> None:
-    for turn, shift, words in ((180, 10, "=rigid"), (0, 20, "=shift"), (0, 1, "")):
-        given = poses(12, 5, turn, shift)
-        setting, advice = moving(
-            [grey_picture(image(draw(pose, i))) for i, pose in enumerate(given)]
-        )
-        assert (setting, words in advice) == (words and f"image.align{words}", True)
-        assert bool(words) == bool(advice)
 
 
 def test_a_reference_is_saved_and_damage_is_seen() -> None:
