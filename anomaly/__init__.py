@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from anomaly.config.load import load_config
     from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
-    from anomaly.detector import AnomalyDetector, load
+    from anomaly.detector import Detector, load
     from anomaly.errors import AnomalyError, ImageError
-    from anomaly.evaluating import evaluate
     from anomaly.fitting import fit
+    from anomaly.imaging.array_input import image
     from anomaly.scoring.prediction import Prediction
     from anomaly.training.tuning.tune import tune
 
 _HOME = {
-    "AnomalyDetector": "detector",
+    "Detector": "detector",
     "AnomalyError": "errors",
     "Config": "config.schema",
     "ImageError": "errors",
     "Prediction": "scoring.prediction",
-    "evaluate": "evaluating",
     "fit": "fitting",
+    "image": "imaging.array_input",
     "load": "detector",
     "load_config": "config.load",
     "open_dataset": "datasets",
@@ -37,13 +37,13 @@ _HOME = {
 }
 
 __all__ = [
-    "AnomalyDetector",
     "AnomalyError",
     "Config",
+    "Detector",
     "ImageError",
     "Prediction",
-    "evaluate",
     "fit",
+    "image",
     "load",
     "load_config",
     "open_dataset",

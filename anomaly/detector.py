@@ -1,4 +1,4 @@
-"""AnomalyDetector: a trained model as people use it from Python; `anomaly.fit` makes one.
+"""Detector: a trained model as people use it from Python; `anomaly.fit` and `load` give one.
 
 The top floor of the core: it joins what scores, learns, explains, stores and finds thresholds, and
 nothing of these imports it.
@@ -9,15 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import Config
-from anomaly.errors import ImageError, needs_training
+from anomaly.datasets import Dataset, Sample
+from anomaly.datasets.masks import strays
+from anomaly.errors import DataError, ImageError, needs_training
 from anomaly.evaluation.recalibrate import Asked, recalibrated
-from anomaly.imaging.array_input import AxisOrder, Channels, ImageLike, is_one
+from anomaly.evaluation.splits import images_to_test, not_learned
+from anomaly.imaging.array_input import ImageLike, is_one, source_of
+from anomaly.methods.base import Progress
+from anomaly.report.index import write_report
+from anomaly.report.report import Category, evaluated
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -41,7 +48,7 @@ def _extra_train(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class AnomalyDetector:
+class Detector:
     """A trained detector, made by `anomaly.fit` or `anomaly.load`. Threads may share it.
 
     Nothing in it changes: `calibrate` and `update` return another one.
@@ -56,7 +63,7 @@ class AnomalyDetector:
         config, manifest = self.model.config, self.model.manifest
         images = f"{len(manifest.get('training_images', ()))} good images"
         about = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
-        return f"<AnomalyDetector {self.name}: {about}>"
+        return f"<Detector {self.name}: {about}>"
 
     @property
     def name(self) -> str:
@@ -99,64 +106,34 @@ class AnomalyDetector:
         return self.model.folder
 
     @overload
-    def predict(  # type: ignore[overload-overlap]  # a str is a collection, too
-        self,
-        images: ImageLike,
-        *,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> Prediction: ...
+    def predict(self, images: ImageLike) -> Prediction: ...  # type: ignore[overload-overlap]
 
     @overload
-    def predict(
-        self,
-        images: Iterable[ImageLike],
-        *,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> list[Prediction]: ...
+    def predict(self, images: Iterable[ImageLike]) -> list[Prediction]: ...
 
-    def predict(
-        self,
-        images: ImageLike | Iterable[ImageLike],
-        *,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> Prediction | list[Prediction]:
+    def predict(self, images: ImageLike | Iterable[ImageLike]) -> Prediction | list[Prediction]:
         """Score one image, or several.
 
-        An image is a path, an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image, or
-        a torch tensor. The pixels of an array and a lossless file of the same score the same.
+        An image is a path, a grey array (H, W) of uint8 or uint16, a PIL image, or what
+        `anomaly.image` makes of other arrays and of tensors. The pixels of an array and a lossless
+        file of the same score the same.
 
         Args:
             images: one image, or a list of images.
-            channels: order of a NumPy array's three colours, which has to be stated: `rgb`, or
-                `bgr` as OpenCV gives them. Tensors are RGB by default, PIL images always.
-            full_scale: an array's value that means white; floats have to state it. By default 255
-                for uint8 and 65535, or what the model's `image.bit_depth` says, for uint16.
-            layout: an array's axes, `HW`, `HWC` or `CHW`; tensors have to state them.
 
         Returns:
             One prediction for one image; for several a list in their order.
 
         Raises:
             ImageError: an image can't be used; says which and why. `stream` goes on instead.
-            DataError: `channels`, `full_scale` or `layout` isn't a legal value.
         """
-        given = self.model.array_format(channels, full_scale, layout)
-        return self.model.predict(images, given)
+        return self.model.predict(images)
 
     def stream(
         self,
         images: Iterable[ImageLike],
         *,
         on_error: Callable[[ImageLike, ImageError], object] | None = None,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
     ) -> Iterator[Prediction]:
         """Score many images, one after the other, and go on where one can't be used.
 
@@ -165,15 +142,11 @@ class AnomalyDetector:
                 yielded.
             on_error: called with each image that can't be used, and the ImageError that says why.
                 By default that is logged as a warning.
-            channels: order of an array's colours, as for `predict`.
-            full_scale: an array's value that means white, as for `predict`.
-            layout: an array's axes, as for `predict`.
 
         Yields:
             A prediction for each image that can be used. Images of several shapes may come in
             another order; `index` is the place among `images`.
         """
-        given = self.model.array_format(channels, full_scale, layout)
         waiting: dict[int, ImageLike] = {}
 
         def noted() -> Iterator[ImageLike]:
@@ -181,7 +154,7 @@ class AnomalyDetector:
                 waiting[index] = image
                 yield image
 
-        for result in self.model.results(noted(), given):
+        for result in self.model.results(noted()):
             image = waiting.pop(result.index)
             if isinstance(result, Prediction):
                 yield result
@@ -215,10 +188,7 @@ class AnomalyDetector:
         threshold: float | None = None,
         review_threshold: float | None = None,
         force: bool = False,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> AnomalyDetector:
+    ) -> Detector:
         """A detector with other thresholds; this one and its folder stay as they are.
 
         The log says how far they move, and which images move them. The change is a line in the
@@ -236,9 +206,6 @@ class AnomalyDetector:
             force: take thresholds that let known defects pass, or a reject threshold, found by
                 rates, that is higher by more than chance explains, as it is where defects are among
                 the good images.
-            channels: order of an array's colours, as for `predict`.
-            full_scale: an array's value that means white, as for `predict`.
-            layout: an array's axes, as for `predict`.
 
         Raises:
             DataError: no image can be used, rates or thresholds contradict each other, a known
@@ -247,8 +214,7 @@ class AnomalyDetector:
             ImageError: an array can't be used as an image.
         """
         asked = Asked(reject_rate, review_rate, threshold, review_threshold)
-        given = self.model.array_format(channels, full_scale, layout)
-        return AnomalyDetector(recalibrated(self.model, good_images, given, asked, force=force))
+        return Detector(recalibrated(self.model, good_images, asked, force=force))
 
     def update(
         self,
@@ -257,10 +223,7 @@ class AnomalyDetector:
         defects: str | Path | Iterable[ImageLike] | None = None,
         include_suspects: bool = False,
         force: bool = False,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> AnomalyDetector:
+    ) -> Detector:
         """A new detector that has also learned further good images; this one is unchanged.
 
         Its thresholds are found anew, see `anomaly.training.update.learn`.
@@ -271,9 +234,6 @@ class AnomalyDetector:
             include_suspects: learn from images that stand out, too, which may be defects taken for
                 good; a warning in the log names them.
             force: take the update even where a defect that was caught would pass.
-            channels: order of an array's colours, as for `predict`.
-            full_scale: an array's value that means white, as for `predict`.
-            layout: an array's axes, as for `predict`.
 
         Raises:
             DataError: a known defect that is caught now would pass, or no image can be learned
@@ -281,14 +241,13 @@ class AnomalyDetector:
             ModelError: an exported model, or a method that can't learn more.
             ImageError: an array can't be used as an image.
         """
-        with _extra_train("AnomalyDetector.update"):
+        with _extra_train("Detector.update"):
             from anomaly.evaluation.update import updated
 
-        return AnomalyDetector(
+        return Detector(
             updated(
                 self.model,
                 good_images,
-                self.model.array_format(channels, full_scale, layout),
                 defects=defects,
                 include_suspects=include_suspects,
                 force=force,
@@ -300,9 +259,6 @@ class AnomalyDetector:
         image: ImageLike,
         *,
         good: str | Path | None = None,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
     ) -> Explanation:
         """Why an image has its score, in pictures: see `anomaly.explain.evidence.Explanation`.
 
@@ -310,25 +266,82 @@ class AnomalyDetector:
             image: as for `predict`.
             good: the training images' folder, to show what was compared with; by default where a
                 run remembers that they were.
-            channels: order of an array's colours, as for `predict`.
-            full_scale: an array's value that means white, as for `predict`.
-            layout: an array's axes, as for `predict`.
 
         Raises:
             ImageError: it can't be used; says why.
         """
-        with _extra_train("AnomalyDetector.explain"):
+        with _extra_train("Detector.explain"):
             from anomaly.explain.evidence import explained
 
-        given = self.model.array_format(channels, full_scale, layout)
-        return explained(self.model, given.source(image), *([] if good is None else [good]))
+        source = source_of(image, self.model.loading.decoding)
+        return explained(self.model, source, *([] if good is None else [good]))
+
+    def evaluate(
+        self,
+        data: Dataset | Iterable[Sample] | None = None,
+        *,
+        progress: Progress = lambda done, total: None,
+    ) -> EvaluationResult:
+        """Score test images and compare with what they show.
+
+        Nothing is tuned here: the detector and its thresholds stay as they are.
+
+        Args:
+            data: what to test with: a data set's test split (`anomaly.open_dataset`), samples of
+                your own, or None for the data set that the detector was trained on, where its run
+                remembers that. Images that it has learned from are left out.
+            progress: called with (done, total).
+
+        Returns:
+            Figures (`metrics`), every image's score (`scored`), what the thresholds did
+            (`verdicts`), and `report(folder)`.
+
+        Raises:
+            DataError: there are no images, or a mask doesn't fit its image.
+        """
+        model, place = self.model, ""
+        if data is None and model.folder is None:
+            raise DataError("there is nothing to test with; give a data set, or samples")
+        if data is None:
+            data, place = images_to_test(model, cast(Path, model.folder))
+        elif isinstance(data, Dataset):
+            if unused := strays(data.unused_masks):
+                log.warning("%s", unused)
+            place = str(data.folder)
+            data = data.test
+        samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
+        if not all(isinstance(sample, Sample) for sample in samples):
+            raise DataError(
+                "test images need labels that say which are defective: give "
+                "anomaly.open_dataset(format, folder), or samples"
+            )
+        samples = not_learned(model, model.config.name, samples)
+        # Samples of a program's own have no split.
+        category = evaluated(model, samples, place, own_split=bool(place), progress=progress)
+        return EvaluationResult(**{f.name: getattr(category, f.name) for f in fields(category)})
+
+
+@dataclass(frozen=True, repr=False)
+class EvaluationResult(Category):
+    """Figures, every image's score, and a report: what `Detector.evaluate` returns."""
+
+    def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write `index.html`, and the report of this model in a folder beside it.
+
+        Returns:
+            The report's HTML file.
+
+        Raises:
+            OutputError: there is one already, or it can't be written.
+        """
+        return write_report(self, Path(folder), overwrite=overwrite)
 
 
 def load(
     folder: str | Path,
     device: str | torch.device = "auto",
     precision: str | None = None,
-) -> AnomalyDetector:
+) -> Detector:
     """Read a model folder, checking every file against the manifest.
 
     Args:
@@ -343,4 +356,4 @@ def load(
         ModelError: no model there, made by something else, or a file is missing, changed or
             doesn't belong.
     """
-    return AnomalyDetector(load_model(folder, device, precision))
+    return Detector(load_model(folder, device, precision))

@@ -15,10 +15,10 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.detector import AnomalyDetector
+from anomaly.detector import Detector
 from anomaly.errors import ConfigError, DataError
-from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one
-from anomaly.imaging.read import described
+from anomaly.imaging.array_input import ImageLike, is_one, source_of
+from anomaly.imaging.read import Decoding, described
 from anomaly.runtime.devices import device_of
 from anomaly.scoring.build import decoding_of
 from anomaly.training.fit import StageProgress, train
@@ -36,10 +36,7 @@ def fit(
     device: str | torch.device = "auto",
     calibrate: bool = True,
     progress: StageProgress = lambda stage, done, total: None,
-    channels: Channels | None = None,
-    full_scale: float | None = None,
-    layout: AxisOrder | None = None,
-) -> AnomalyDetector:
+) -> Detector:
     """Learn what good looks like.
 
     The thresholds come from scores of the same images by models that haven't learned from them;
@@ -47,7 +44,7 @@ def fit(
 
     Args:
         images: good images only. A folder (all images in it and its subfolders), a list of paths,
-            arrays, PIL images or tensors as for `AnomalyDetector.predict`, or a data set that
+            arrays, PIL images or tensors as for `Detector.predict`, or a data set that
             `anomaly.open_dataset` has listed, whose training split is taken; none of its images
             may be among the defects as well.
         config: settings, as in a config file: a `Config`, a dict of them
@@ -55,9 +52,6 @@ def fit(
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
         calibrate: whether to find thresholds. Without them predictions have no verdict.
         progress: called with (stage, done, total).
-        channels: order of NumPy arrays' three colours, as for `AnomalyDetector.predict`.
-        full_scale: arrays' value that means white; floats have to state it.
-        layout: arrays' axes, `HW`, `HWC` or `CHW`; tensors have to state them.
 
     Returns:
         The detector. A file that can't be used is left out, with a warning in the log.
@@ -69,9 +63,7 @@ def fit(
             can't be used as configured.
     """
     settings = _settings(config)
-    samples = _samples(
-        images, ArrayFormat(channels, full_scale, layout, decoding_of(settings.image))
-    )
+    samples = _samples(images, decoding_of(settings.image))
     test = images.test if isinstance(images, Dataset) else ()
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         training = train(
@@ -85,7 +77,7 @@ def fit(
         )
     for reason in training.refused.values():
         log.warning("skipped: %s", reason)
-    return AnomalyDetector(training.detector)
+    return Detector(training.detector)
 
 
 def _settings(config: Config | Mapping[str, Any] | None) -> Config:
@@ -99,7 +91,7 @@ def _settings(config: Config | Mapping[str, Any] | None) -> Config:
     )
 
 
-def _samples(images: TrainingImages, given: ArrayFormat) -> list[Sample]:
+def _samples(images: TrainingImages, decoding: Decoding) -> list[Sample]:
     if isinstance(images, Dataset):
         return list(images.train)
     if isinstance(images, str | os.PathLike):
@@ -114,7 +106,7 @@ def _samples(images: TrainingImages, given: ArrayFormat) -> list[Sample]:
         elif isinstance(image, str | os.PathLike):
             files.append(Path(image))
         else:
-            name, source = described(index), given.source(image, index)
+            name, source = described(index), source_of(image, decoding, index)
             assert not isinstance(source, Path)
             samples.append(Sample(Path(name), name, image=source))
     if not files and not samples:

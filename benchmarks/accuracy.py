@@ -35,7 +35,7 @@ def figures(folder: Path, settings: Sequence[str], seed: int, device: str) -> Fi
     config = parse_config({"seed": seed}, "benchmark", settings)
     data = anomaly.open_dataset("mvtec", folder.parent, folder.name)
     detector = anomaly.fit(data, config, device=device)
-    result = anomaly.evaluate(detector, data)
+    result = detector.evaluate(data)
     assert result.verdicts is not None
     counts = result.verdicts
     known = {name: result.metrics.get(name) for name in FIGURES[:5]}

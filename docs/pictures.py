@@ -63,11 +63,11 @@ def moving(demo: Path) -> np.ndarray:
         "backbone": {"name": "timm/tf_efficientnet_lite2"},
         "model": {"coreset_ratio": 0.02},
     }
-    detector = anomaly.fit(train, settings, channels="bgr")
+    detector = anomaly.fit([anomaly.image(each, channels="bgr") for each in train], settings)
     columns = []
     for name in MOVED:
         picture = moved(plates / "test" / name)
-        prediction = detector.predict(picture, channels="bgr")
+        prediction = detector.predict(anomaly.image(picture, channels="bgr"))
         pose, whole = prediction.view.pose, map(slice, (0, 0), picture.shape[:2])
         heatmap = prediction.heatmap()[..., ::-1]
         rows = [_small(each) for each in (picture, pose.part(picture, *whole), heatmap)]

@@ -17,7 +17,7 @@ import anomaly
 from anomaly.sample_data import write_sample_data
 
 
-def inspect(detector: anomaly.AnomalyDetector, source: int | str, kept: Path) -> Counter[str]:
+def inspect(detector: anomaly.Detector, source: int | str, kept: Path) -> Counter[str]:
     """Judge every frame until the source ends or Ctrl-C is pressed; counts by verdict."""
     camera = cv2.VideoCapture(source)
     if not camera.isOpened():
@@ -31,7 +31,7 @@ def inspect(detector: anomaly.AnomalyDetector, source: int | str, kept: Path) ->
             there, frame = camera.read()
             if not there:
                 break
-            prediction = detector.predict(frame, channels="bgr")  # OpenCV gives blue first
+            prediction = detector.predict(anomaly.image(frame, channels="bgr"))  # as OpenCV has it
             number = counts.total()
             counts[prediction.verdict] += 1
             if prediction.verdict != "good":
@@ -47,7 +47,7 @@ def inspect(detector: anomaly.AnomalyDetector, source: int | str, kept: Path) ->
     return counts
 
 
-def trial(folder: Path) -> tuple[anomaly.AnomalyDetector, str]:
+def trial(folder: Path) -> tuple[anomaly.Detector, str]:
     """A model of generated plates, and a video of good ones and scratched ones."""
     plates = folder / "plates"
     write_sample_data(plates, n_train=12, n_good=4, n_defect=5)

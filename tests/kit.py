@@ -10,10 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+
+from anomaly.imaging.array_input import image
+
+rgb, bgr = (partial(image, channels=order) for order in ("rgb", "bgr"))
 
 
 def table(folder: Path, name: str = "results.csv") -> list[dict[str, str]]:

@@ -91,5 +91,7 @@ def test_explanations_come_from_the_gpu(run_folder: Path, product: Path) -> None
 def test_images_of_a_gpu_are_taken(run_folder: Path) -> None:
     detector = anomaly.load(run_folder, device=DEVICE)
     image = torch.randint(0, 255, (3, 96, 120), dtype=torch.uint8)
-    on_the_gpu, on_the_cpu = detector.predict([image.to(DEVICE), image], layout="CHW")
+    on_the_gpu, on_the_cpu = detector.predict(
+        [anomaly.image(each, layout="CHW") for each in (image.to(DEVICE), image)]
+    )
     assert on_the_gpu.score == pytest.approx(on_the_cpu.score)

@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["pro
 
 
 NAMES = (
-    "AnomalyDetector AnomalyError Config ImageError Prediction evaluate fit load load_config "
+    "AnomalyError Config Detector ImageError Prediction fit image load load_config "
     "open_dataset tune"
 )
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import cv2
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PYTHONPATH, REPOSITORY, write_part, write_product
+from kit import bgr, rgb
 from PIL import Image as Pil
 
 import anomaly
@@ -43,8 +43,8 @@ def part(seed: int, mark: bool = False) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def detector() -> anomaly.AnomalyDetector:
-    return anomaly.fit([part(seed) for seed in range(12)], TINY, channels="rgb", device="cpu")
+def detector() -> anomaly.Detector:
+    return anomaly.fit([rgb(part(seed)) for seed in range(12)], TINY, device="cpu")
 
 
 def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_the_ten_lines_of_the_readme_run(
 
 
 def test_an_array_scores_as_the_lossless_file_of_its_pixels(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
+    detector: anomaly.Detector, tmp_path: Path
 ) -> None:
     colour = part(40, mark=True)
     colour += np.random.default_rng(1).integers(0, 5, colour.shape).astype(np.uint8)
@@ -96,33 +96,34 @@ def test_an_array_scores_as_the_lossless_file_of_its_pixels(
                          (deep[..., 1], "16.png")):  # fmt: skip
         file = tmp_path / name
         cv2.imwrite(str(file), pixels[..., ::-1] if pixels.ndim == 3 else pixels)
-        one, other = detector.predict(file), detector.predict(pixels, channels="rgb")
+        one, other = detector.predict(file), detector.predict(rgb(pixels))
         assert one.score == other.score, name
         np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
         np.testing.assert_array_equal(one.heatmap(), other.heatmap())
         assert one.image is None  # a prediction of a file keeps no pixels
         assert other.image is not None
-    listed = detector.predict([file, pixels, str(file)], channels="rgb")
+    listed = detector.predict([file, rgb(pixels), str(file)])
     assert len({p.score for p in listed}) == 1
     assert [p.path for p in listed] == [file, None, file]
     assert [p.index for p in listed] == [0, 1, 2]
     assert [one.path for one in detector.stream(str(file))] == [file]
 
 
-def test_every_way_to_give_an_image(detector: anomaly.AnomalyDetector) -> None:
+def test_every_way_to_give_an_image(detector: anomaly.Detector) -> None:
     pixels = part(41, mark=True)
-    expected = detector.predict(pixels, channels="rgb").score
+    expected = detector.predict(rgb(pixels)).score
     planes = torch.from_numpy(pixels).permute(2, 0, 1)
     unit = pixels.astype(np.float32) / np.float32(255)
-    scores = [
-        detector.predict(pixels[..., ::-1], channels="bgr").score,
-        detector.predict(pixels.astype(np.float64), full_scale=255, channels="rgb").score,
-        detector.predict(pixels.astype(np.uint16) * 16, full_scale=16 * 255, channels="rgb").score,
-        detector.predict(Pil.fromarray(pixels)).score,
-        detector.predict(planes, layout="CHW").score,
-        detector.predict(planes.permute(1, 2, 0), layout="HWC").score,
-        detector.predict(unit, full_scale=1.0, channels="rgb").score,
+    given = [
+        anomaly.image(pixels[..., ::-1], channels="bgr"),
+        rgb(pixels.astype(np.float64), full_scale=255),
+        rgb(pixels.astype(np.uint16) * 16, full_scale=16 * 255),
+        Pil.fromarray(pixels),
+        anomaly.image(planes, layout="CHW"),
+        anomaly.image(planes.permute(1, 2, 0), layout="HWC"),
+        rgb(unit, full_scale=1.0),
     ]
+    scores = [detector.predict(image).score for image in given]
     assert scores == pytest.approx([expected] * len(scores), rel=1e-6)
     assert scores[:6] == [expected] * 6
     grey = pixels[..., 0]
@@ -130,17 +131,15 @@ def test_every_way_to_give_an_image(detector: anomaly.AnomalyDetector) -> None:
         detector.predict(grey).score,
         detector.predict(grey[..., None]).score,
         detector.predict(Pil.fromarray(grey)).score,
-        detector.predict(torch.from_numpy(grey), layout="HW").score,
+        detector.predict(anomaly.image(torch.from_numpy(grey), layout="HW")).score,
     ]
     assert len(set(same)) == 1
-    assert [p.score for p in detector.predict(np.stack([pixels, pixels]), channels="rgb")] == [
-        p.score for p in detector.predict([pixels, pixels], channels="rgb")
+    assert [p.score for p in detector.predict(np.stack([grey, grey])[..., None])] == [
+        p.score for p in detector.predict([grey, grey])
     ]
 
 
-def test_pil_images_are_what_their_files_are(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
-) -> None:
+def test_pil_images_are_what_their_files_are(detector: anomaly.Detector, tmp_path: Path) -> None:
     pixels = part(42, mark=True)
     exif = Pil.Exif()
     exif[0x0112] = 6  # turned by a quarter
@@ -180,19 +179,17 @@ def test_pil_images_are_what_their_files_are(
     ],
 )
 def test_what_cannot_be_used_says_why(
-    detector: anomaly.AnomalyDetector, image: object, options: dict[str, object], says: str
+    detector: anomaly.Detector, image: object, options: dict[str, object], says: str
 ) -> None:
     with pytest.raises(anomaly.ImageError, match=says):
-        detector.predict(image, **options)  # type: ignore[call-overload]
+        detector.predict(anomaly.image(image, **options) if options else image)  # type: ignore
 
 
-def test_options_that_mean_nothing_are_errors(
-    detector: anomaly.AnomalyDetector, run_folder: Path
-) -> None:
+def test_options_that_mean_nothing_are_errors(run_folder: Path) -> None:
     with pytest.raises(DataError, match="channels is 'gbr'"):
-        detector.predict(part(0), channels="gbr")  # type: ignore[call-overload]
+        anomaly.image(part(0), channels="gbr")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="full_scale is 0"):
-        detector.predict(part(0), full_scale=0)
+        anomaly.image(part(0), full_scale=0)
     with pytest.raises(ModelError, match="precision 'fp16': give 'fp32' or 'bf16'"):
         anomaly.load(run_folder, "cpu", precision="fp16")
     with pytest.raises(anomaly.AnomalyError, match="'auto', 'cpu' or 'cuda'"):
@@ -200,19 +197,19 @@ def test_options_that_mean_nothing_are_errors(
 
 
 def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
-    detector: anomaly.AnomalyDetector, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    detector: anomaly.Detector, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture at all, whatever its name says")
-    images = [part(1), broken, np.zeros((5, 5, 5, 5)), part(2)]
+    images = [rgb(part(1)), broken, np.zeros((5, 5, 5, 5)), rgb(part(2))]
     with pytest.raises(anomaly.ImageError, match=r"broken\.png"):
-        detector.predict(images, channels="rgb")
+        detector.predict(images)
     told: list[tuple[object, anomaly.ImageError]] = []
-    listed = detector.stream(images, on_error=lambda *what: told.append(what), channels="rgb")
+    listed = detector.stream(images, on_error=lambda *what: told.append(what))
     found = list(listed)
     assert sorted(one.index for one in found) == [0, 3]
     # What shares a batch may move a last digit.
-    expected = [p.score for p in detector.predict([part(1), part(2)], channels="rgb")]
+    expected = [p.score for p in detector.predict([rgb(part(1)), rgb(part(2))])]
     assert [one.score for one in found] == pytest.approx(expected, rel=1e-6)
     (first, why), (second, shape) = told
     assert first is broken
@@ -224,22 +221,20 @@ def test_a_list_names_the_image_that_is_wrong_and_a_stream_goes_on(
     assert detector.predict([]) == []
 
 
-def test_eight_threads_give_what_one_gives(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
-) -> None:
+def test_eight_threads_give_what_one_gives(detector: anomaly.Detector, tmp_path: Path) -> None:
     pictures = [part(seed, mark=seed % 2 == 0) for seed in range(60, 68)]
     files = [tmp_path / f"{i}.png" for i in range(len(pictures))]
     for file, picture in zip(files, pictures, strict=True):
         cv2.imwrite(str(file), picture[..., ::-1])
     images = [
-        file if i % 3 == 0 else picture
+        file if i % 3 == 0 else rgb(picture)
         for i, (file, picture) in enumerate(zip(files, pictures, strict=True))
     ]
-    alone = [detector.predict(image, channels="rgb") for image in images]
-    lists = [p.score for p in detector.predict(images, channels="rgb")]
+    alone = [detector.predict(image) for image in images]
+    lists = [p.score for p in detector.predict(images)]
     with ThreadPoolExecutor(8) as pool:
-        several = pool.submit(detector.predict, images, channels="rgb")
-        together = list(pool.map(partial(detector.predict, channels="rgb"), images))
+        several = pool.submit(detector.predict, images)
+        together = list(pool.map(detector.predict, images))
     assert [p.score for p in together] == [p.score for p in alone]
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_array_equal(one.anomaly_map, other.anomaly_map)
@@ -247,7 +242,7 @@ def test_eight_threads_give_what_one_gives(
 
 
 def test_a_prediction_says_and_shows_what_there_is(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
+    detector: anomaly.Detector, tmp_path: Path
 ) -> None:
     file = tmp_path / "part.png"
     cv2.imwrite(str(file), part(43, mark=True)[..., ::-1])
@@ -276,27 +271,23 @@ def test_a_prediction_says_and_shows_what_there_is(
 
 
 def test_the_pixels_of_a_camera_that_uses_its_buffer_again(
-    detector: anomaly.AnomalyDetector,
+    detector: anomaly.Detector,
 ) -> None:
     buffer = part(44, mark=True)
     found, before = (
-        detector.predict(buffer, channels="rgb"),
-        detector.predict(buffer.copy(), channels="rgb").heatmap(),
+        detector.predict(rgb(buffer)),
+        detector.predict(rgb(buffer.copy())).heatmap(),
     )
     buffer[:] = 0
     np.testing.assert_array_equal(found.heatmap(), before)
 
 
-def test_saved_and_loaded_it_is_the_same_model(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
-) -> None:
+def test_saved_and_loaded_it_is_the_same_model(detector: anomaly.Detector, tmp_path: Path) -> None:
     model_id = detector.save(str(tmp_path / "model"))
     loaded = anomaly.load(str(tmp_path / "model"), device="cpu")
     assert loaded.model_id == model_id
-    assert (
-        loaded.predict(part(45), channels="rgb").score
-        == detector.predict(part(45), channels="rgb").score
-    )
+    image = rgb(part(45))
+    assert loaded.predict(image).score == detector.predict(image).score
     assert loaded.save(tmp_path / "again") == model_id
     assert "12 good images" in repr(loaded)
     with pytest.raises(OutputError, match="exists already"):
@@ -318,17 +309,14 @@ def test_what_is_learned_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "text.png" in caplog.text
     paths = sorted((tmp_path / "good" / "day").iterdir())
     of_paths = anomaly.fit(paths, TINY, **options)  # type: ignore[arg-type]
-    arrays = [cv2.imread(str(path)) for path in paths]
-    of_arrays = anomaly.fit(arrays, TINY, channels="bgr", **options)  # type: ignore[arg-type]
-    image = part(46)
-    assert (
-        of_paths.predict(image, channels="rgb").score
-        == of_arrays.predict(image, channels="rgb").score
-    )
+    arrays = [bgr(cv2.imread(str(path))) for path in paths]
+    of_arrays = anomaly.fit(arrays, TINY, **options)  # type: ignore[arg-type]
+    image = rgb(part(46))
+    assert of_paths.predict(image).score == of_arrays.predict(image).score
     # With a broken file among them, images share other batches, which may move a last digit.
-    score = of_folder.predict(image, channels="rgb").score
-    assert score == pytest.approx(of_paths.predict(image, channels="rgb").score, rel=1e-6)
-    assert of_paths.predict(image, channels="rgb").verdict == ""
+    score = of_folder.predict(image).score
+    assert score == pytest.approx(of_paths.predict(image).score, rel=1e-6)
+    assert of_paths.predict(image).verdict == ""
 
 
 @pytest.mark.parametrize(
@@ -350,14 +338,13 @@ def test_what_cannot_be_learned_from(
         anomaly.fit(images, config, device="cpu")  # type: ignore[arg-type]
 
 
-def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetector) -> None:
-    good = [part(seed) for seed in range(80, 90)]
+def test_calibration_by_arrays_and_its_refusals(detector: anomaly.Detector) -> None:
+    good = [rgb(part(seed)) for seed in range(80, 90)]
     unlooked = Path("missing.png")
     other = detector.calibrate(
-        [*good, good[0], part(0)],
+        [*good, good[0], rgb(part(0))],
         reject_rate=0.2,
         review_rate=0.2,
-        channels="rgb",
         force=True,
     )
     assert other.thresholds.images == 10  # a copy, and one that it has learned from, are left out
@@ -376,10 +363,11 @@ def test_calibration_by_arrays_and_its_refusals(detector: anomaly.AnomalyDetecto
 
 
 def test_a_first_calibration_names_what_raises_the_threshold(
-    detector: anomaly.AnomalyDetector, caplog: pytest.LogCaptureFixture
+    detector: anomaly.Detector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bare = anomaly.AnomalyDetector(replace(detector.model, thresholds=None))
-    bare.calibrate([*(part(seed) for seed in range(80, 90)), part(90, mark=True)], channels="rgb")
+    bare = anomaly.Detector(replace(detector.model, thresholds=None))
+    good = [rgb(part(seed)) for seed in range(80, 90)]
+    bare.calibrate([*good, rgb(part(90, mark=True))])
     (warning,) = [text for text in caplog.messages if text.startswith("image 10 scores")]
     assert "without it the reject threshold would be" in warning
 
@@ -388,17 +376,17 @@ def test_no_image_of_the_test_split_touches_a_threshold(run_folder: Path, produc
     trained = anomaly.load(run_folder, device="cpu")
     with pytest.raises(DataError, match="test split"):
         trained.calibrate(product / "test" / "good", reject_rate=0.2, review_rate=0.2)
-    evaluation = anomaly.evaluate(trained)
+    evaluation = trained.evaluate()
     assert evaluation.metrics["image_auroc"] == 1.0
     assert "3 good, 3 defective" in repr(evaluation)
     for unlabelled in ("a_folder", Path("a_folder"), ["a.png"]):
         with pytest.raises(DataError, match="which are defective"):
-            anomaly.evaluate(trained, unlabelled)  # type: ignore[arg-type]
+            trained.evaluate(unlabelled)  # type: ignore[arg-type]
     assert trained.explain(product / "test" / "spot" / "000.png").notes == []
 
 
 def test_a_program_that_predicts_files_ends_by_itself(
-    detector: anomaly.AnomalyDetector, tmp_path: Path
+    detector: anomaly.Detector, tmp_path: Path
 ) -> None:
     detector.save(tmp_path / "model")
     write_part(tmp_path / "part.png", seed=1)

@@ -34,8 +34,8 @@ from anomaly.evaluation.price import (
     price,
 )
 from anomaly.evaluation.splits import content_hash, recorded
-from anomaly.imaging.array_input import ArrayFormat, ImageLike, is_one
-from anomaly.imaging.read import described
+from anomaly.imaging.array_input import ImageLike, is_one, source_of
+from anomaly.imaging.read import Decoding, described
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.scored import Scored, score
 from anomaly.storage.folder import HISTORY
@@ -297,14 +297,13 @@ def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
 def recalibrated(
     detector: Model,
     good: str | Path | Iterable[ImageLike] | None,
-    array_format: ArrayFormat,
     asked: Asked,
     *,
     force: bool,
 ) -> Model:
-    """A detector with other thresholds; see `AnomalyDetector.calibrate`."""
+    """A detector with other thresholds; see `Detector.calibrate`."""
     asked.check(good=good is not None, production=False)
-    images = [] if good is None else samples_of(good, array_format)
+    images = [] if good is None else samples_of(good, detector.loading.decoding)
     made = recalibrate(detector, asked, good=images)
     for line in made.lines():
         log.info(line)
@@ -395,13 +394,13 @@ def known_scores(
 
 
 def samples_of(
-    images: str | Path | Iterable[ImageLike], array_format: ArrayFormat, what: str = "good images"
+    images: str | Path | Iterable[ImageLike], decoding: Decoding, what: str = "good images"
 ) -> list[Sample]:
     """Images as a program names them: a folder, or a collection; pixels are named by their place.
 
     Args:
         images: what it names; a single image is one of them.
-        array_format: how arrays are to be taken.
+        decoding: most pixels, and significant bits of integers.
         what: the images are, for messages; by that it is seen whether folders are called defects.
 
     Raises:
@@ -418,7 +417,7 @@ def samples_of(
     check_inputs(named, files, defects=what == "defects")
     if not given:
         raise DataError(f"no {what} were given")
-    sources = [array_format.source(image, index) for index, image in enumerate(given)]
+    sources = [source_of(image, decoding, index) for index, image in enumerate(given)]
     return [
         Sample(source, source.name)
         if isinstance(source, Path)

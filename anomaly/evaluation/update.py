@@ -22,7 +22,7 @@ from anomaly.evaluation.price import (
     price,
 )
 from anomaly.evaluation.recalibrate import samples_of
-from anomaly.imaging.array_input import ArrayFormat, ImageLike
+from anomaly.imaging.array_input import ImageLike
 from anomaly.imaging.listing import list_images
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.scored import score
@@ -167,17 +167,17 @@ def _verdicts(verdicts: Iterable[str]) -> str:
 def updated(
     detector: Model,
     good: str | Path | Iterable[ImageLike],
-    array_format: ArrayFormat,
     *,
     defects: str | Path | Iterable[ImageLike] | None,
     include_suspects: bool,
     force: bool,
 ) -> Model:
-    """An updated detector; see `AnomalyDetector.update`."""
+    """An updated detector; see `Detector.update`."""
+    decoding = detector.loading.decoding
     made = update(
         detector,
-        samples_of(good, array_format),
-        defects=[] if defects is None else samples_of(defects, array_format, "defects"),
+        samples_of(good, decoding),
+        defects=[] if defects is None else samples_of(defects, decoding, "defects"),
         include_suspects=include_suspects,
     )
     for reason in made.learned.refused.values():

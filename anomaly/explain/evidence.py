@@ -110,7 +110,7 @@ class Explanation:
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
-    """Why an image has its score; see `AnomalyDetector.explain`.
+    """Why an image has its score; see `Detector.explain`.
 
     Args:
         detector: trained.

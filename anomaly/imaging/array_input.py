@@ -22,7 +22,6 @@ from anomaly.errors import DataError, ImageError
 from anomaly.imaging.formats.base import Pixels, grey_to_rgb, over_black, unsupported
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import (
-    DEFAULT,
     Decoding,
     Image,
     check_range,
@@ -50,8 +49,10 @@ class TorchTensor(Protocol):
         """The tensor alone."""
 
 
-ImageLike: TypeAlias = str | os.PathLike[str] | NDArray[Any] | PilImage | TorchTensor | Image
-"""A path, an array, a PIL image, a torch tensor, or an `Image`."""
+ImageLike: TypeAlias = (
+    "str | os.PathLike[str] | NDArray[Any] | PilImage | TorchTensor | Image | ArrayImage"
+)
+"""A path, an array, a PIL image, a torch tensor, or what `image` or a decoder made of one."""
 
 Channels: TypeAlias = Literal["rgb", "bgr"]
 AxisOrder: TypeAlias = Literal["HW", "HWC", "CHW"]
@@ -65,24 +66,24 @@ _PIL_MODES: dict[str, np.dtype[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class ArrayFormat:
-    """What the numbers of arrays mean; the same for all images of a call.
+@dataclass(frozen=True, eq=False)
+class ArrayImage:
+    """Pixels of a program with what their numbers mean; `image` makes one.
 
     Attributes:
+        pixels: an array, a PIL image or a tensor.
         channels: order of the three colours: `rgb`, or `bgr` as OpenCV's cameras give them. NumPy
             arrays have to state it; tensors are RGB by default, PIL images and files always.
-        full_scale: the value that means white. None takes 255 for uint8 and 65535, or what
-            `decoding` says, for uint16; floats have to state it.
+        full_scale: the value that means white. None takes 255 for uint8 and 65535, or what the
+            model's `image.bit_depth` says, for uint16; floats have to state it.
         layout: the axes: `HW`, `HWC` or `CHW`. None takes (H, W) and (H, W, 3) for arrays; tensors
             have to state it.
-        decoding: most pixels, and significant bits of integers, as for files; `full_scale` wins.
     """
 
+    pixels: Any
     channels: Channels | None = None
     full_scale: float | None = None
     layout: AxisOrder | None = None
-    decoding: Decoding = DEFAULT
 
     def __post_init__(self) -> None:
         legal = {"channels": (None, "rgb", "bgr"), "layout": (None, "HW", "HWC", "CHW")}
@@ -93,40 +94,24 @@ class ArrayFormat:
         if self.full_scale is not None and not 0 < self.full_scale < float("inf"):
             raise DataError(f"full_scale is {self.full_scale!r}; it must be a number above 0")
 
-    def source(self, image: ImageLike, index: int | None = None) -> Path | Image:
-        """The file that is meant, or the pixels as an `Image` of their own.
+    def decoded(self, decoding: Decoding) -> Image:
+        """A copy of the pixels: a camera may use its buffer again.
 
-        The pixels are copied: a camera may use its buffer again.
-
-        Args:
-            image: what is given.
-            index: its place among others, for messages; None where it is the only one.
+        Their size and kind are checked before they are touched.
 
         Raises:
-            ImageError: it can't be used as an image; says which and why.
+            ImageError: they can't be used as an image; says why.
         """
-        if isinstance(image, str | os.PathLike):
-            return Path(image)
-        try:
-            return self._image(image)
-        except Exception as error:
-            if is_out_of_memory(error):
-                error = unsupported("there isn't enough memory for a copy of it")
-            if index is not None and isinstance(error, ImageError):
-                error = ImageError(f"{described(index)}: {error}", error.status)
-            raise error from None
-
-    def _image(self, image: Any) -> Image:
-        """Checked by the size and kind that it says it has, before its pixels are touched."""
+        image = self.pixels
         if isinstance(image, Image):
-            self._check_size(*image.size)
+            _check_size(image.size, decoding)
             return image
         if _is(image, "PIL.Image", "Image"):
-            self._check_size(image.height, image.width)
+            _check_size((image.height, image.width), decoding)
             if image.mode not in _PIL_MODES:
                 convert = "convert it: image.convert('RGB')"
                 raise unsupported(f"a PIL image of mode {image.mode}; {convert}")
-            full_scale = self._full_scale(_PIL_MODES[image.mode])
+            full_scale = self._full_scale(_PIL_MODES[image.mode], decoding)
             values, orientation = _from_pil(image)
             pixels = turned_upright(_rgb(values, "rgb"), orientation)
         else:
@@ -136,9 +121,9 @@ class ArrayFormat:
                     f"{type(image).__name__} can't be used as an image; give a path, a NumPy array "
                     "(H, W) or (H, W, 3), a PIL image or a torch tensor"
                 )
-            self._check_shape(tuple(image.shape), is_tensor)
+            _check_size(self._size(tuple(image.shape), is_tensor), decoding)
             values = _of_known_type(_from_torch(image) if is_tensor else image)
-            full_scale = self._full_scale(values.dtype)
+            full_scale = self._full_scale(values.dtype, decoding)
             if self.layout == "CHW":
                 values = values.transpose(1, 2, 0)
             pixels = _rgb(values, self.channels or ("rgb" if is_tensor else None))
@@ -148,8 +133,8 @@ class ArrayFormat:
         mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"
         return Image(pixels, full_scale, mode, "array", digest.hexdigest())
 
-    def _check_shape(self, shape: tuple[int, ...], is_tensor: bool) -> None:
-        """Refuse an array that isn't one image's, or of more pixels than may be."""
+    def _size(self, shape: tuple[int, ...], is_tensor: bool) -> tuple[int, int]:
+        """(H, W) of an array's shape, unless it isn't one image's."""
         layout, said = self.layout, " × ".join(map(str, shape)) or "no axes"
         if is_tensor and layout is None:
             raise unsupported(
@@ -167,14 +152,9 @@ class ArrayFormat:
             elif len(shape) == 3 and shape[2] == 4:
                 hint = "; leave out its alpha: image[..., :3]"
             raise unsupported(f"its shape {said} isn't an image of {named}{hint}")
-        self._check_size(shape[0], shape[1])
+        return shape[0], shape[1]
 
-    def _check_size(self, height: int, width: int) -> None:
-        if not (height and width):
-            raise unsupported(f"it has no pixels ({width} × {height})")
-        self.decoding.check_size((height, width))
-
-    def _full_scale(self, dtype: np.dtype[Any]) -> float:
+    def _full_scale(self, dtype: np.dtype[Any], decoding: Decoding) -> float:
         if dtype.kind == "f":
             if self.full_scale is None:
                 raise unsupported(
@@ -182,19 +162,72 @@ class ArrayFormat:
                     "for values from 0 to 1, 255 for 0 to 255"
                 )
             return float(self.full_scale)
-        full_scale = self.decoding.full_scale(float(np.iinfo(dtype).max))
+        full_scale = decoding.full_scale(float(np.iinfo(dtype).max))
         return full_scale if self.full_scale is None else float(self.full_scale)
 
 
+def image(
+    pixels: NDArray[Any] | PilImage | TorchTensor,
+    *,
+    channels: Channels | None = None,
+    full_scale: float | None = None,
+    layout: AxisOrder | None = None,
+) -> ArrayImage:
+    """An image of pixels in memory, with what their numbers mean.
+
+    Args:
+        pixels: an array (H, W) or (H, W, 3) of uint8, uint16 or floats, a PIL image or a tensor.
+        channels: order of a NumPy array's three colours, which has to be stated: `rgb`, or `bgr`
+            as OpenCV gives them. Tensors are RGB by default, PIL images always.
+        full_scale: the value that means white; floats have to state it. By default 255 for uint8
+            and 65535, or what the model's `image.bit_depth` says, for uint16.
+        layout: the axes, `HW`, `HWC` or `CHW`; tensors have to state them.
+
+    Raises:
+        DataError: `channels`, `full_scale` or `layout` isn't a legal value.
+    """
+    return ArrayImage(pixels, channels, full_scale, layout)
+
+
+def source_of(given: ImageLike, decoding: Decoding, index: int | None = None) -> Path | Image:
+    """The file that is meant, or the pixels as an `Image` of their own.
+
+    Args:
+        given: a path, or pixels in memory.
+        decoding: most pixels, and significant bits of integers, as for files.
+        index: its place among others, for messages; None where it is the only one.
+
+    Raises:
+        ImageError: it can't be used as an image; says which and why.
+    """
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    try:
+        stated = given if isinstance(given, ArrayImage) else ArrayImage(given)
+        return stated.decoded(decoding)
+    except Exception as error:
+        if is_out_of_memory(error):
+            error = unsupported("there isn't enough memory for a copy of it")
+        if index is not None and isinstance(error, ImageError):
+            error = ImageError(f"{described(index)}: {error}", error.status)
+        raise error from None
+
+
 def sources(
-    images: Iterable[ImageLike], array_format: ArrayFormat
+    images: Iterable[ImageLike], decoding: Decoding
 ) -> Iterator[tuple[int, Path | Image | UnusableImage]]:
     """The place of each image, and its file, its pixels, or why it can't be used."""
-    for index, image in enumerate(images):
+    for index, given in enumerate(images):
         try:
-            yield index, array_format.source(image, index)
+            yield index, source_of(given, decoding, index)
         except ImageError as error:
             yield index, UnusableImage(index, error.status, str(error))
+
+
+def _check_size(size: tuple[int, int], decoding: Decoding) -> None:
+    if 0 in size:
+        raise unsupported(f"it has no pixels ({size[1]} × {size[0]})")
+    decoding.check_size(size)
 
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:
@@ -203,7 +236,7 @@ def is_one(images: Any) -> TypeGuard[ImageLike]:
         return len(getattr(images, "shape", ())) < 4  # (N, H, W, 3) is N images
     # A file's bytes, an open file or another library's array are no collection of images either;
     # they will be refused.
-    single = str, os.PathLike, Image, bytes, bytearray, memoryview, io.IOBase
+    single = str, os.PathLike, Image, ArrayImage, bytes, bytearray, memoryview, io.IOBase
     if isinstance(images, single) or hasattr(images, "__array__"):
         return True
     return _is(images, "PIL.Image", "Image") or not isinstance(images, Iterable)

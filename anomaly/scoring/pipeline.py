@@ -16,7 +16,7 @@ from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration import Thresholds
 from anomaly.config.schema import METHODS, Config
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.array_input import ArrayFormat, AxisOrder, Channels, ImageLike, is_one, sources
+from anomaly.imaging.array_input import ImageLike, is_one, sources
 from anomaly.imaging.geometry import AnyView, Tiling
 from anomaly.imaging.loading import (
     NetworkInput,
@@ -187,45 +187,30 @@ class Model:
         """Default number of images computed together."""
         return self.embedder.max_batch_size(self.config.batch_size)
 
-    def array_format(
-        self,
-        channels: Channels | None = None,
-        full_scale: float | None = None,
-        layout: AxisOrder | None = None,
-    ) -> ArrayFormat:
-        """The format of arrays; the config fills in what isn't given."""
-        return ArrayFormat(channels, full_scale, layout, self.loading.decoding)
-
-    def predict(
-        self, images: ImageLike | Iterable[ImageLike], given: ArrayFormat | None = None
-    ) -> Prediction | list[Prediction]:
-        """Score one image, or several; see `anomaly.AnomalyDetector.predict`.
+    def predict(self, images: ImageLike | Iterable[ImageLike]) -> Prediction | list[Prediction]:
+        """Score one image, or several; see `anomaly.Detector.predict`.
 
         Raises:
             ImageError: an image can't be used; says which and why.
         """
         if is_one(images):
-            (prediction,) = map(_usable, self.results([images], given))
+            (prediction,) = map(_usable, self.results([images]))
             return prediction
-        results = self.results(cast(Iterable[ImageLike], images), given)
+        results = self.results(cast(Iterable[ImageLike], images))
         return sorted(map(_usable, results), key=lambda prediction: prediction.index)
 
-    def results(
-        self, images: Iterable[ImageLike], given: ArrayFormat | None = None
-    ) -> Iterator[Prediction | UnusableImage]:
+    def results(self, images: Iterable[ImageLike]) -> Iterator[Prediction | UnusableImage]:
         """Results of images; unusable images have one too.
 
         Args:
             images: files, arrays, PIL images or tensors; read only a few batches ahead of what
                 is yielded.
-            given: what arrays among them are; by default of the dtype's full scale.
 
         Yields:
             One result for each image, `UnusableImage` for those that can't be used; in another
             order than the images', as `index` tells.
         """
-        given = given or self.array_format()
-        items = Decoders(Task(self.loading)).load_all(sources(images, given))
+        items = Decoders(Task(self.loading)).load_all(sources(images, self.loading.decoding))
         loaded = self.fitting(items)
         return self.predict_batches(by_shape(loaded, self.batch_size))
 

@@ -19,7 +19,7 @@ from conftest import (
     write_part,
     write_product,
 )
-from kit import contents, table
+from kit import bgr, contents, table
 
 import anomaly
 from anomaly.training.feature_cache import CachedFeatures
@@ -329,8 +329,7 @@ def test_what_raises_the_threshold_is_named_among_further_images_too(
 
 def test_from_a_program_one_image_is_one_and_none_is_told(run: Path, good: Path) -> None:
     detector = anomaly.load(run, device="cpu")
-    picture = cv2.cvtColor(cv2.imread(str(good / "000.png")), cv2.COLOR_BGR2RGB)
-    one = detector.calibrate(picture, channels="rgb")
+    one = detector.calibrate(bgr(cv2.imread(str(good / "000.png"))))
     assert one.thresholds is not None
     assert one.thresholds.images == 1
     for nothing in (detector.calibrate, detector.update):

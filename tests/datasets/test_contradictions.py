@@ -121,7 +121,7 @@ def test_a_defect_that_the_model_has_learned_as_good(run_folder: Path, product: 
     learned = product / "train" / "good" / "003.png"
     test = [*open_dataset("mvtec", product).test, Sample(learned, "x.png", "dent")]
     with pytest.raises(DataError, match=r"the model has learned it as good \(train/good/003.png\)"):
-        anomaly.evaluate(anomaly.load(run_folder, device="cpu"), test)
+        anomaly.load(run_folder, device="cpu").evaluate(test)
 
 
 def test_images_that_are_all_equal(tmp_path: Path) -> None:
@@ -269,6 +269,6 @@ def test_masks_without_images_are_told(
         assert (unused.severity, missing.severity) == (Severity.UNUSABLE, Severity.UNUSABLE)
         assert str(stray) in unused.detail
         assert "001.png has no mask" in missing.detail
-    anomaly.evaluate(anomaly.load(run_folder, device="cpu"), dataset)
+    anomaly.load(run_folder, device="cpu").evaluate(dataset)
     assert unused.detail in caplog.text
     assert "1 of 3 defects have no mask" in caplog.text

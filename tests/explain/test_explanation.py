@@ -174,7 +174,7 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
     assert 14 < box.top < 48
     assert 24 < box.left < 58
     assert "score_gradient" in explained(model, file).pictures
-    anomaly.AnomalyDetector(model).save(tmp_path / "model")
+    anomaly.Detector(model).save(tmp_path / "model")
     with pytest.raises(ConfigError, match="cuts its images into tiles"):
         from_model(tmp_path / "model", CPU)
 

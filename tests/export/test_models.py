@@ -30,7 +30,7 @@ from anomaly.backbones.engine import Graph
 from anomaly.backbones.registry import BACKBONES, Backbone, build, load_state, read_weights
 from anomaly.backbones.truncation import truncate
 from anomaly.cli.common_options import chosen_device
-from anomaly.detector import AnomalyDetector
+from anomaly.detector import Detector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
 from anomaly.export.graph import write_graph
@@ -220,7 +220,7 @@ def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
 ) -> None:
     model = load_model(run_folder, "cpu")
     paths = sorted((product / "test" / "good").iterdir())
-    strict = AnomalyDetector(model).calibrate(threshold=1e-3).model
+    strict = Detector(model).calibrate(threshold=1e-3).model
     with pytest.raises(
         ModelError, match=r"000\.png has score .*\(good\) with torch .*\(reject\) with torch"
     ):
@@ -343,7 +343,7 @@ def test_a_verdict_that_changes_with_the_number_format_is_no_export(
     """The run as if it had been trained in bf16, with a threshold between a part's two scores."""
     low, high = (load_model(run_folder, "cpu", one) for one in ("bf16", "fp32"))
     images = sorted((product / "test").rglob("*.png"))
-    pairs = zip(*(AnomalyDetector(one).predict(images) for one in (low, high)), strict=True)
+    pairs = zip(*(Detector(one).predict(images) for one in (low, high)), strict=True)
     first, second = max(pairs, key=lambda pair: pair[1].score - pair[0].score)
     assert second.score > first.score
     limit = (first.score + second.score) / 2
@@ -358,7 +358,7 @@ def test_a_verdict_that_changes_with_the_number_format_is_no_export(
     chosen = ["--model", tmp_path / "run", "--to", "onnx", "--threads", 2, "--output", output]
     chosen += ["--golden", golden, "--overwrite"]
     for threshold, code in ((limit, 2), (10 * limit, 0)):
-        model = AnomalyDetector(high).calibrate(threshold=threshold, force=True).model
+        model = Detector(high).calibrate(threshold=threshold, force=True).model
         config = model.config.model_copy(update={"precision": "bf16"})
         save(replace(model, config=config), tmp_path / "run" / "model", overwrite=True)
         found, out, err = command("export", chosen)

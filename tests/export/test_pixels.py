@@ -16,6 +16,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import REPOSITORY, run_command, train_arguments
+from kit import bgr
 
 import anomaly
 from anomaly.backbones.engine import Graph
@@ -55,8 +56,7 @@ def picture(product: Path, tmp_path: Path) -> Path:
 
 def check_said(said: str, run: Path, picture: Path) -> None:
     verdict, score, reason, highest = said.split()
-    image = cv2.cvtColor(np.asarray(cv2.imread(str(picture))), cv2.COLOR_BGR2RGB)
-    expected = anomaly.load(run, "cpu", "fp32").predict(image, channels="rgb")
+    expected = anomaly.load(run, "cpu", "fp32").predict(bgr(cv2.imread(str(picture))))
     assert (verdict, reason) == (expected.verdict, "0")
     assert float(score) == pytest.approx(expected.score, rel=1e-4)
     assert float(highest) == pytest.approx(np.nanmax(expected.anomaly_map), rel=1e-4)

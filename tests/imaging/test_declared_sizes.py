@@ -18,7 +18,7 @@ from picture_files import png
 from PIL import Image as Pil
 
 from anomaly.errors import ImageError
-from anomaly.imaging.array_input import ArrayFormat, AxisOrder, is_one, sources
+from anomaly.imaging.array_input import ArrayImage, AxisOrder, is_one, source_of, sources
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape, load
 from anomaly.imaging.read import DEFAULT, Image
@@ -47,16 +47,16 @@ def test_huge_arrays_are_refused_by_their_shape() -> None:
         (Image(_strided(np.uint8, _SIDE, _SIDE, 3), 255.0, "rgb8", "array", ""), None),
     ]
     for image, layout in images:
-        _refused(image, ArrayFormat(full_scale=1.0, layout=layout), "pixels")
+        _refused(ArrayImage(image, full_scale=1.0, layout=layout), "pixels")
 
 
 def test_pil_images_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pil, "MAX_IMAGE_PIXELS", None)
     opened = Pil.open(io.BytesIO(png(_SIDE, _SIDE, 8, 2, [zlib.compress(bytes(1000))])))
-    _refused(opened, ArrayFormat(), "900.0 million pixels, more than")
+    _refused(opened, "900.0 million pixels, more than")
     for mode in ("CMYK", "YCbCr", "LAB", "HSV", "F"):
         refused = "floats, so the value" if mode == "F" else f"mode {mode}; convert it"
-        _refused(Pil.new(mode, (2000, 1000)), ArrayFormat(), refused)
+        _refused(Pil.new(mode, (2000, 1000)), refused)
 
 
 def test_pil_readers_that_fail_in_ways_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_pil_readers_that_fail_in_ways_of_their_own(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Pil.Image, "tobytes", fail)
     with pytest.raises(ImageError, match=r"PIL can't read it .unpack requires"):
-        ArrayFormat().source(Pil.new("L", (8, 8)))
+        source_of(Pil.new("L", (8, 8)), DEFAULT)
 
 
 def test_memory_that_opencv_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +76,14 @@ def test_memory_that_opencv_does_not_get(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(cv2, "cvtColor", fail)
     with pytest.raises(ImageError, match="isn't enough memory"):
-        ArrayFormat().source(np.zeros((8, 8), np.uint8))
+        source_of(np.zeros((8, 8), np.uint8), DEFAULT)
 
 
-def _refused(image: Any, given: ArrayFormat, why: str) -> None:
+def _refused(image: Any, why: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ImageError, match=why) as raised:
-            given.source(image)
+            source_of(image, DEFAULT)
         assert raised.value.status == "unsupported"
         assert tracemalloc.get_traced_memory()[1] < _MOST_BYTES
     finally:
@@ -100,7 +100,7 @@ def test_what_is_no_image_is_refused_unconverted() -> None:
         b"bytes",
         [[1, 2], [3, 4]],
     ):
-        _refused(image, ArrayFormat(), "image|floats, so the value of white")
+        _refused(image, "image|floats, so the value of white")
 
 
 def test_odd_tensors_are_refused() -> None:
@@ -110,12 +110,12 @@ def test_odd_tensors_are_refused() -> None:
         torch.zeros(8, 8, dtype=torch.complex64).conj(),
     ):
         with pytest.raises(ImageError):
-            ArrayFormat(full_scale=1.0, layout="HW").source(tensor)
+            source_of(ArrayImage(tensor, full_scale=1.0, layout="HW"), DEFAULT)
 
 
 def test_float8_tensors_are_taken() -> None:
     tensor = torch.full((8, 8), 0.5).to(torch.float8_e4m3fn)
-    taken = ArrayFormat(full_scale=1.0, layout="HW").source(tensor)
+    taken = source_of(ArrayImage(tensor, full_scale=1.0, layout="HW"), DEFAULT)
     assert isinstance(taken, Image)
     assert (taken.pixels == 0.5).all()
 
@@ -130,7 +130,7 @@ def test_other_libraries_arrays_are_one_image() -> None:
 
     assert is_one(Foreign())
     assert is_one(memoryview(b"abc"))
-    ((_, refused),) = sources([Foreign()], ArrayFormat())  # type: ignore[list-item]
+    ((_, refused),) = sources([Foreign()], DEFAULT)  # type: ignore[list-item]
     assert isinstance(refused, UnusableImage)
     assert "Foreign can't be used as an image" in refused.reason
 
@@ -138,7 +138,7 @@ def test_other_libraries_arrays_are_one_image() -> None:
 def test_a_picture_without_pixels() -> None:
     for empty in (np.zeros((0, 4, 3), np.uint8), Pil.new("RGB", (0, 4))):
         with pytest.raises(ImageError, match="it has no pixels"):
-            ArrayFormat().source(empty)
+            source_of(empty, DEFAULT)
 
 
 def test_batches_of_large_arrays_are_small() -> None:

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import bgr
 from moving_parts import SIZE, draw, place, poses
 
 from anomaly.datasets.poses import Poses, learn
 from anomaly.errors import DataError, ModelError
-from anomaly.imaging.array_input import ArrayFormat
+from anomaly.imaging.array_input import source_of
 from anomaly.imaging.geometry import Sizing, View, render
 from anomaly.imaging.pose import Motion, Pose
-from anomaly.imaging.read import Image
+from anomaly.imaging.read import DEFAULT, Image
 from anomaly.imaging.reference import Reference, grey_picture
 from anomaly.imaging.region import counted
 
@@ -24,7 +25,7 @@ _CORNERS = [(-50.0, -30.0), (50.0, -10.0), (-50.0, 30.0), (50.0, 30.0)]
 
 
 def image(picture: np.ndarray) -> Image:
-    source = ArrayFormat("bgr").source(picture)
+    source = source_of(bgr(picture), DEFAULT)
     assert isinstance(source, Image)
     return source
 

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import run_command, train_arguments
-from kit import table
+from kit import bgr, table
 from moving_parts import draw, write
 from running import serving
 
@@ -59,7 +59,7 @@ def _of_arrays(run: Path, pictures: Path) -> Answers:
     for file in sorted(pictures.iterdir()):
         array = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
         assert array is not None
-        one = detector.predict(array, channels="bgr")
+        one = detector.predict(bgr(array))
         found[file.name] = one.score, one.verdict, one.reason, len(one.regions)
     return found
 

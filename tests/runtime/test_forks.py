@@ -21,7 +21,9 @@ import torch
 import anomaly
 
 rng = np.random.default_rng(0)
-parts = [rng.integers(0, 255, (96, 120, 3), np.uint8) for _ in range(5)]
+parts = [
+    anomaly.image(rng.integers(0, 255, (96, 120, 3), np.uint8), channels="rgb") for _ in range(5)
+]
 
 def in_child(task, end):
     child = os.fork()
@@ -31,12 +33,12 @@ def in_child(task, end):
     assert os.waitpid(child, 0)[1] == 0
 
 def scores():
-    found = [*detector.predict(parts, channels="rgb"), *detector.predict([sys.argv[3]])]
+    found = [*detector.predict(parts), *detector.predict([sys.argv[3]])]
     return [one.score for one in found]
 
 def exported_score():
     try:
-        return exported.predict(parts[0], channels="rgb").score > 0
+        return exported.predict(parts[0]).score > 0
     except anomaly.AnomalyError as error:
         return error
 

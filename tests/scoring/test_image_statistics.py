@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import write_part
-from kit import tiny
+from kit import rgb, tiny
 
 import anomaly
 from anomaly.scoring.image_statistics import (
@@ -72,8 +72,8 @@ def test_of_a_handful_of_images_only_blank_ones_are_known_to_be_odd() -> None:
     rng = np.random.default_rng(0)
     dark, blank = rng.integers(0, 3, (96, 120, 3), np.uint8), np.zeros((96, 120, 3), np.uint8)
     good = [rng.integers(90, 110, (96, 120, 3), np.uint8) for _ in range(4)]
-    detector = anomaly.fit(good, tiny(), device="cpu", channels="rgb")
-    first, second = detector.predict([dark, blank], channels="rgb")
+    detector = anomaly.fit([*map(rgb, good)], tiny(), device="cpu")
+    first, second = detector.predict([rgb(dark), rgb(blank)])
     assert first.reason == ""
     assert (second.verdict != "good", "a blank image" in second.reason) == (True, True)
 

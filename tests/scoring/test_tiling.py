@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kit import tiny
+from kit import bgr, tiny
 
 import anomaly
 from anomaly.imaging.geometry import Sizing, Tiling
@@ -80,11 +80,11 @@ def _texture(size: int, seed: int, spot: tuple[int, int] | None = None) -> np.nd
 def _train(size: int, *, calibrate: bool = False, **image: Any) -> Model:
     settings = tiny(image=image, model={"coreset_ratio": 0.05})
     good = [_texture(size, seed) for seed in range(4)]
-    return anomaly.fit(good, settings, device="cpu", channels="bgr", calibrate=calibrate).model
+    return anomaly.fit([*map(bgr, good)], settings, device="cpu", calibrate=calibrate).model
 
 
 def _predicted(model: Model, pictures: list[np.ndarray]) -> list[Prediction]:
-    found = [model.predict(picture, model.array_format("bgr")) for picture in pictures]
+    found = [model.predict(bgr(picture)) for picture in pictures]
     return cast(list[Prediction], found)
 
 
@@ -142,7 +142,7 @@ def _resident(pid: int) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_sixty_megapixels_fit_into_two_gigabytes(tmp_path: Path) -> None:
     """The whole of `infer`, decoding process and pictures included."""
-    model = anomaly.AnomalyDetector(_train(1024, calibrate=True, area=256, tile=512))
+    model = anomaly.Detector(_train(1024, calibrate=True, area=256, tile=512))
     model.save(tmp_path / "run")
     large = np.tile(_texture(1000, 7), (8, 7, 1))  # 56 million pixels
     cv2.imwrite(str(tmp_path / "large.png"), large, [cv2.IMWRITE_PNG_COMPRESSION, 1])

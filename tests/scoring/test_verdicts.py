@@ -10,7 +10,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from kit import tiny
+from kit import bgr, tiny
 from moving_parts import SIZE, draw
 
 import anomaly
@@ -66,7 +66,7 @@ def model() -> Model:
             "warning",
             lambda *a: told.append(a[0] % a[1:]),
         )
-        learned = anomaly.fit(parts, settings, device="cpu", channels="bgr").model
+        learned = anomaly.fit([*map(bgr, parts)], settings, device="cpu").model
     (said,) = (text for text in told if "image.region" in text)
     assert said.startswith("in 1 of 13 training images a part of image.region lies outside")
     assert "(image 12)" in said
@@ -103,4 +103,4 @@ def test_a_region_all_outside_has_no_verdict(model: Model) -> None:
     region = anomaly.Config.model_validate({"image": {"region": edge}}).image
     other = replace(model, region=region_of(region, Path()))
     with pytest.raises(anomaly.ImageError, match="all of the region to look at lies outside"):
-        other.predict(PICTURES["high"], other.array_format("bgr"))
+        other.predict(bgr(PICTURES["high"]))

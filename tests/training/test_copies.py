@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import with_note, write_part
-from kit import tiny
+from kit import rgb, tiny
 
 import anomaly
 
@@ -40,7 +40,5 @@ def test_turned_and_mirrored_pictures_are_no_copies(caplog: pytest.LogCaptureFix
     part = cv2.blur(noise, (5, 5))
     parts = [part, part[::-1], part[:, ::-1], part[::-1, ::-1]]
     with caplog.at_level(logging.WARNING, "anomaly"):
-        anomaly.fit(
-            [np.ascontiguousarray(one) for one in parts], tiny(), device="cpu", channels="rgb"
-        )
+        anomaly.fit([rgb(one) for one in parts], tiny(), device="cpu")
     assert "are copies" not in caplog.text

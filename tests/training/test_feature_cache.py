@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kit import tiny
+from kit import rgb, tiny
 
 import anomaly
 from anomaly.errors import OutputError
@@ -15,10 +15,10 @@ BYTES = 4 * (24 * 64 + 32 * 16 + 64 * 56)
 
 
 def _train(count: int, copies: str) -> None:
-    images = [*np.random.default_rng(0).integers(0, 255, (count, 64, 64, 3), np.uint8)]
+    images = list(map(rgb, np.random.default_rng(0).integers(0, 255, (count, 64, 64, 3), np.uint8)))
     settings = tiny(image={"area": 64}, batch_size=2, model={"turned_copies": copies})
     settings["backbone"]["layers"] = ["layer2", "layer3"]
-    anomaly.fit(images, settings, device="cpu", calibrate=False, channels="rgb")
+    anomaly.fit(images, settings, device="cpu", calibrate=False)
 
 
 @pytest.mark.parametrize(("copies", "each"), [("none", 1), ("quarter_turns", 4)])
@@ -35,10 +35,10 @@ def test_too_small_a_disk_is_refused_before_it_is_full(
 @pytest.mark.parametrize("copies", ["none", "quarter_turns"])
 def test_images_of_two_sizes_are_learned_whole_and_held_out_whole(copies: str) -> None:
     rng = np.random.default_rng(0)
-    images = [rng.integers(0, 255, (64, 64 + 96 * (i % 2), 3), np.uint8) for i in range(7)]
+    images = [rgb(rng.integers(0, 255, (64, 64 + 96 * (i % 2), 3), np.uint8)) for i in range(7)]
     settings = tiny(image={"area": 64}, model={"turned_copies": copies, "coreset_ratio": 1.0})
-    detector = anomaly.fit(images, settings, device="cpu", channels="rgb")
+    detector = anomaly.fit(images, settings, device="cpu")
     assert detector.thresholds is not None
     held_out = detector.thresholds.good.image
-    found = [one.score for one in detector.predict(images, channels="rgb")]
+    found = [one.score for one in detector.predict(images)]
     assert max(found) < 0.05 * min(held_out)

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from kit import tiny
+from kit import rgb, tiny
 
 import anomaly
 from anomaly.datasets.samples import listed
@@ -39,8 +39,8 @@ def _settings(copies: str, **model: object) -> dict[str, Any]:
 
 
 @cache
-def _trained(copies: str) -> anomaly.AnomalyDetector:
-    return anomaly.fit(_parts(6), _settings(copies), device="cpu", channels="rgb")
+def _trained(copies: str) -> anomaly.Detector:
+    return anomaly.fit([*map(rgb, _parts(6))], _settings(copies), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_turned_part_is_as_good(copies: str, known: Sequence[int]) -> None:
     detector = _trained(copies)
     part = _parts(1)[0]
     parts = [np.ascontiguousarray(turned(part, turn)) for turn in range(8)]
-    scores = [found.score for found in detector.predict(parts, channels="rgb")]
+    scores = [found.score for found in detector.predict([*map(rgb, parts)])]
     assert all(scores[turn] <= scores[0] * 1.2 + 1e-2 for turn in known)
     if copies == "none":
         assert max(scores) > 2 * scores[0] + 1e-2
@@ -65,9 +65,7 @@ def test_copies_belong_to_their_image() -> None:
     """Each image is scored once, by a bank without its copies."""
     # How far bank vectors lie apart, which copies change, is left out of the scores here.
     plain, more = (
-        anomaly.fit(
-            _parts(6), _settings(copies, spacing_neighbours=0), device="cpu", channels="rgb"
-        )
+        anomaly.fit([*map(rgb, _parts(6))], _settings(copies, spacing_neighbours=0), device="cpu")
         for copies in ("none", "quarter_turns")
     )
     assert plain.thresholds is not None
@@ -87,11 +85,11 @@ def test_copies_of_images_that_are_learned_later() -> None:
     for part in marked:
         part[40:52, 60:76] += np.uint8(90)
     first = _trained("quarter_turns")
-    detector = first.update(marked, channels="rgb")
+    detector = first.update([*map(rgb, marked)])
     parts = [np.ascontiguousarray(turned(marked[0], turn)) for turn in range(4)]
-    scores = [found.score for found in detector.predict(parts, channels="rgb")]
+    scores = [found.score for found in detector.predict([*map(rgb, parts)])]
     assert max(scores[1:]) <= scores[0] * 1.2 + 1e-2
-    assert first.predict(marked[0], channels="rgb").score > 2 * scores[0] + 1e-2
+    assert first.predict(rgb(marked[0])).score > 2 * scores[0] + 1e-2
     origins = detector.model.scorer.tensors()["origins"].tolist()
     assert {(image, turn_of(row)[0]) for image, row, _ in origins} >= {(6, t) for t in range(4)}
 
@@ -100,7 +98,7 @@ def test_a_region_is_turned_with_its_image() -> None:
     """What is ignored isn't learned from the copies either."""
     half = {"polygons": [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}
     config = _settings("quarter_turns") | {"image": {"area": 64, "ignore": half}}
-    detector = anomaly.fit(_parts(6), config, device="cpu", channels="rgb")
+    detector = anomaly.fit([*map(rgb, _parts(6))], config, device="cpu")
     kept, whole = (
         len(each.model.scorer.tensors()["vectors"])
         for each in (detector, _trained("quarter_turns"))
@@ -110,7 +108,7 @@ def test_a_region_is_turned_with_its_image() -> None:
 
 def test_a_method_of_places_takes_no_copies() -> None:
     with pytest.raises(ConfigError, match=r"turned_copies needs .* padim learns each position"):
-        anomaly.fit(_parts(6), _settings("quarter_turns", kind="padim"), device="cpu")
+        anomaly.fit([*map(rgb, _parts(6))], _settings("quarter_turns", kind="padim"), device="cpu")
 
 
 def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
