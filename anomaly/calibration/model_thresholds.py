@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,24 +41,6 @@ _FOR_THE_REST = (
 )
 
 
-class LeftOut(NamedTuple):
-    """A good image left out by hand.
-
-    Attributes:
-        place: among all images, those left out included.
-        name: of the image.
-        image: its image score.
-        peak: the highest value of its anomaly map.
-        sha256: of its file; empty where it isn't known here.
-    """
-
-    place: int
-    name: str
-    image: float
-    peak: float
-    sha256: str = ""
-
-
 # Name, image score, peak and sha256 of an image.
 Row: TypeAlias = tuple[str, float, float, str]
 
@@ -74,7 +56,7 @@ class GoodScores:
         source: how many they are and how they were had, for people.
         groups: from how many groups (lots, or parts seen more than once) the images come; None
             where none are known.
-        left_out: images that somebody has taken out.
+        left_out: names of images that somebody has taken out.
         hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
             all after training, whose images' hashes the model's manifest has by name.
         stood_out: how many images training has left out because they stood out from all others.
@@ -85,7 +67,7 @@ class GoodScores:
     peak: tuple[float, ...] = field(repr=False)
     source: str
     groups: int | None = None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[str, ...] = ()
     hashes: tuple[str, ...] = field(default=(), repr=False)
     stood_out: int = 0
 
@@ -106,7 +88,7 @@ class GoodScores:
         )
 
     def without(self, names: Sequence[str]) -> GoodScores:
-        """A copy without some images, which are kept as left out; all others count.
+        """A copy without some images, whose names it keeps.
 
         Args:
             names: of images, or the ends of their paths where only one image has that end.
@@ -114,19 +96,16 @@ class GoodScores:
         Raises:
             DataError: no image, or more than one, has such a name, or none would be left.
         """
-        rows = self.rows()
-        for image in self.left_out:
-            rows.insert(image.place, image[1:])
-        places = {_place(name, [row[0] for row in rows]) for name in names}
-        if len(places) == len(rows):
+        places = {_place(name, self.names) for name in names}
+        if len(places) == len(self.names):
             raise DataError("all good images would be left out; a threshold needs some of them")
-        kept = [row for i, row in enumerate(rows) if i not in places]
-        out = tuple(LeftOut(i, *rows[i]) for i in sorted(places))
+        kept = [row for i, row in enumerate(self.rows()) if i not in places]
+        out = tuple(name for i, name in enumerate(self.names) if i in places)
         source = re.sub(rf"^{len(self.names)}\b", str(len(kept)), self.source)
-        return replace(self.with_rows(kept), left_out=out, source=source)
+        return replace(self.with_rows(kept), left_out=(*self.left_out, *out), source=source)
 
     def joined(self, other: GoodScores) -> GoodScores:
-        """These scores and others together; images left out stay so unless the others hold them.
+        """These scores and others together.
 
         An image that both have counts once, with the other's score. Where groups are known of
         either, all images of the one of which none are count as one.
@@ -134,13 +113,10 @@ class GoodScores:
         known = self.groups is not None or other.groups is not None
         shared = {*other.hashes} - {""}
         rows = [row for row in self.rows() if row[3] not in shared]
-        out = tuple(image for image in self.left_out if image.sha256 not in shared)
-        count = len(rows) + len(out)
-        moved = tuple(image._replace(place=count + image.place) for image in other.left_out)
         return replace(
             self.with_rows(rows + other.rows()),
             groups=(self.groups or 1) + (other.groups or 1) if known else None,
-            left_out=out + moved,
+            left_out=(*self.left_out, *other.left_out),
             stood_out=self.stood_out + other.stood_out,
         )
 
@@ -154,7 +130,7 @@ class GoodScores:
                 f"{self.stood_out}. {_FOR_THE_REST}"
             )
         if self.left_out:
-            names = ", ".join(image.name for image in self.left_out)
+            names = ", ".join(self.left_out)
             cautions.append(f"left out by hand: {len(self.left_out)} ({names}). {_FOR_THE_REST}")
         return cautions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from anomaly.calibration.model_thresholds import (
@@ -19,9 +19,8 @@ from anomaly.calibration.thresholds import (
     Calibration,
     Threshold,
     threshold_at,
-    threshold_for_expected_rate,
 )
-from anomaly.errors import DataError, some
+from anomaly.errors import DataError
 
 LEAST_IMAGES = 20  # fewer say nothing of a rate
 DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
@@ -29,7 +28,6 @@ DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
 # some 3 % of lines meet one: bounds of the promise are seldom so far off.
 _CHANCE = 0.01
 _MANY = 2000  # images from which on the chance is bounded, in no time
-_LISTED = 10  # images named
 
 Comparison = Literal["as promised", "more", "fewer"]
 
@@ -95,44 +93,13 @@ def flagged_line(
     return f"{line}: find thresholds for images like these with {command}"
 
 
-@dataclass(frozen=True, eq=False)
-class ProductionChoice:
-    """Thresholds from production images that nobody has sorted.
-
-    Attributes:
-        thresholds: with bounds that hold wherever the defects score.
-        defects: how many of the images may be defective.
-        review_range: the review threshold if so many score highest, and if none is defective.
-        deciding: name and score of the images above its lower end: how many are defective decides.
-        left_out: the highest of them, taken for defects: half as many as there may be.
-    """
-
-    thresholds: Thresholds
-    defects: int
-    review_range: tuple[float, float]
-    deciding: tuple[tuple[str, float], ...]
-    left_out: tuple[tuple[str, float], ...]
-
-    def lines(self) -> list[str]:
-        """Lines for people: the uncertainty of the thresholds, and the images that decide."""
-        low, high = self.review_range
-        highest = "image is" if self.defects == 1 else f"{self.defects} images are"
-        return [
-            f"treated as defects, half of the {self.defects} that may be: {_named(self.left_out)}",
-            f"the review threshold would be {low:.5g} if the highest {highest} defective, and "
-            f"{high:.5g} if none is. For an exact value, look at the {len(self.deciding)} images "
-            f"above {low:.5g}, remove the defects and give --at-most-defective 0%: "
-            f"{_named(self.deciding)}",
-        ]
-
-
 def thresholds_from_production(
     known: GoodScores,
     production: GoodScores,
     at_most_defective: float,
     review_rate: float,
     reject_rate: float,
-) -> ProductionChoice:
+) -> tuple[Thresholds, dict[str, str]]:
     """Thresholds from production images if some of them may be defective.
 
     Of n images at most d are defective, wherever they score. So the score that a share r of the
@@ -148,6 +115,10 @@ def thresholds_from_production(
         at_most_defective: the share of these images that may be defective.
         review_rate: as for `thresholds_from`.
         reject_rate: as for `thresholds_from`.
+
+    Returns:
+        Thresholds with bounds that hold wherever the defects score; and the sha256, by name, of
+        the images left out as defects, the highest first.
 
     Raises:
         DataError: the share allows for no defect among so few images.
@@ -174,17 +145,8 @@ def thresholds_from_production(
         replace(threshold, false_rejects=_rate(threshold, production.image, defects))
         for threshold in (review, reject)
     )
-    low, high = (
-        threshold_for_expected_rate([row[1] for row in good_rows], review_rate).value
-        for good_rows in (rows[: images - defects], rows)
-    )
-    return ProductionChoice(
-        with_pixels(Calibration(*both), "calibrated", good),
-        defects,
-        (low, high),
-        tuple(row[:2] for row in reversed(rows) if row[1] > low),
-        tuple(row[:2] for row in reversed(rows[cut:])),
-    )
+    taken = {name: sha256 for name, _, _, sha256 in reversed(rows[cut:])}
+    return with_pixels(Calibration(*both), "calibrated", good), taken
 
 
 def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
@@ -198,7 +160,3 @@ def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
     most = rate_anywhere(min(above, sure), sure, threshold.false_rejects.expected)
     least = rate_anywhere(max(above - defects, 0), len(scores), 0.0)
     return replace(most, low=least.low)
-
-
-def _named(images: Sequence[tuple[str, float]]) -> str:
-    return some([f"{name}: {score:.5g}" for name, score in images], most=_LISTED)

@@ -90,8 +90,7 @@ def _save(options: argparse.Namespace, made: Recalibration) -> None:
     )
     command = f"anomaly calibrate --model {shlex.quote(str(options.model))}"
     if raised := [name for name, _, _ in new.raised_by()]:
-        out = [image.name for image in new.good.left_out]  # or they would count again
         log.info("look at the images that raise it; if they aren't good:")
-        log.info("  %s --without %s", command, shlex.join([*out, *raised]))
+        log.info("  %s --without %s", command, shlex.join(raised))
     if before.thresholds is not None:
         log.info("To undo: %s --undo", command)

@@ -193,8 +193,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         action="extend",
         nargs="+",
         metavar="IMAGE",
-        help="good images to leave out, by the names that train prints; all others count, those "
-        "left out before included",
+        help="good images to leave out, by the names that train prints; --undo counts them again",
     )
     add(
         "--data-root",

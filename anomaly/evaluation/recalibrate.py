@@ -18,7 +18,7 @@ from anomaly.calibration import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.calibration.production import ProductionChoice, thresholds_from_production
+from anomaly.calibration.production import thresholds_from_production
 from anomaly.calibration.rates import percent
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_DEFECTIVE = 0.2  # share of production images
+_LISTED = 10  # images taken as defects
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
 _MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 
@@ -146,7 +147,6 @@ class Recalibration:
         refused: reasons for which given images can't be used.
         record: a line for the model's history.
         doubts: reasons for a person to agree to it first.
-        choice: how defects among production images were taken into account; None without any.
     """
 
     before: Model
@@ -155,7 +155,6 @@ class Recalibration:
     refused: Sequence[str]
     record: Mapping[str, Any]
     doubts: Sequence[str]
-    choice: ProductionChoice | None
 
     @property
     def thresholds(self) -> Thresholds:
@@ -174,7 +173,12 @@ class Recalibration:
                 "(95 % confidence)"
             )
         lines += [] if old is None else ThresholdChange(old, self.thresholds).lines()
-        lines += [] if self.choice is None else self.choice.lines()
+        if taken := self.record["images"].get("taken as defects"):
+            named = some([*taken], most=_LISTED)
+            lines.append(
+                f"taken as defects, half of as many as there may be: {named}. For an exact value, "
+                "look at the highest scores, remove the defects and give --at-most-defective 0%"
+            )
         return [*lines, *self.cost.lines()]
 
 
@@ -219,13 +223,12 @@ def recalibrate(
             raise DataError(f"none of {len(kept)} images can be used: {'; '.join(refused[:3])}")
         for reason in first_of(refused, f" of the {what}"):
             log.warning("skipped: %s", reason)
-    choice: ProductionChoice | None = None
+    taken: dict[str, str] = {}
     if asked.undo:
         limits = earlier_thresholds(model.history, Path(model.folder or "") / HISTORY)
     elif asked.at_most_defective:
         ours, theirs = known_scores(model, known[DEFECTS]), good_scores(scored)
-        choice = thresholds_from_production(ours, theirs, asked.at_most_defective, *rates)
-        limits = choice.thresholds
+        limits, taken = thresholds_from_production(ours, theirs, asked.at_most_defective, *rates)
     else:
         without = asked.without or ()
         scores = (
@@ -240,17 +243,15 @@ def recalibrate(
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})
     images = {kind: {str(one.sample.path): one.sha256 for one in scored}} if scored else {}
-    if choice is not None:
-        out = {name for name, _ in choice.left_out}
-        images["taken as defects"] = {n: sha for n, _, _, sha in theirs.rows() if n in out}
+    if taken:
+        images["taken as defects"] = taken
     if defects:
         images["defects"] = {defect.name: content_hash(defect) for defect in defects}
     found = cost.defects_found(limits, defects)
     record = change(asked.values(), model.thresholds, limits, images, found)
     doubts = [cost.refusal, *_doubts(model, limits, undone=bool(asked.undo))]
-    return Recalibration(
-        model, after, cost, refused, record, [doubt for doubt in doubts if doubt], choice
-    )
+    doubts = [doubt for doubt in doubts if doubt]
+    return Recalibration(model, after, cost, refused, record, doubts)
 
 
 def _found(scores: GoodScores, asked: Asked, rates: tuple[float, float]) -> Thresholds:
@@ -264,7 +265,7 @@ def _found(scores: GoodScores, asked: Asked, rates: tuple[float, float]) -> Thre
 def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
     """Doubts about new thresholds that a person has to agree to; what is merely odd is logged."""
     before, learned = model.thresholds, model.manifest["training_images"]
-    if any(out.name in learned for out in new.good.left_out):
+    if any(name in learned for name in new.good.left_out):
         log.info(
             "the model has still learned from the images left out; if they aren't good, remove "
             "them from the training images and train again"
@@ -366,7 +367,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def known_scores(
     detector: Model, known: Iterable[Sample], without: Sequence[str] = ()
 ) -> GoodScores:
-    """The scores of good images that a detector came with; what was left out counts again.
+    """The scores of good images that a detector came with.
 
     Args:
         detector: has thresholds, or none.
@@ -383,14 +384,10 @@ def known_scores(
         )
     before = detector.thresholds.good
     bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
-    rows = [*before.rows(), *((out.name, 0.0, 0.0, out.sha256) for out in before.left_out)]
-    found = [name for name, _, _, sha256 in rows if sha256 in bad]
-    now = before.without([*without, *found])
+    found = [name for name, _, _, sha256 in before.rows() if sha256 in bad]
     if found:
         log.warning("left out, known as defects: %s", some(found))
-    if back := {out.name for out in before.left_out} - {out.name for out in now.left_out}:
-        log.warning("left out before, counted now: %s", ", ".join(sorted(back)))
-    return now
+    return before.without([*without, *found])
 
 
 def samples_of(

@@ -76,7 +76,7 @@ def threshold_images(model: Model) -> frozenset[str]:
     limits = model.thresholds
     if limits is None:
         return frozenset()
-    hashes = {*limits.good.hashes, *(image.sha256 for image in limits.good.left_out)} - {""}
+    hashes = {*limits.good.hashes} - {""}
     if not hashes:
         hashes |= {*model.manifest["training_images"].values()}
     if limits.label != "calibrated":

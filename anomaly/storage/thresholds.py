@@ -225,7 +225,7 @@ def change(
         "scores_before": _scores(before),
         "after": None if after is None else after.to_json(),
         "images": {kind: dict(hashes) for kind, hashes in images.items()},
-        "left_out": {out.name: out.image for out in left_out},
+        "left_out": list(left_out),
         "defects_found": found,
     }
 

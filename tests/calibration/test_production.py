@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom, gamma, norm, rv_continuous
 
-from anomaly.calibration import GoodScores, thresholds_from
+from anomaly.calibration import GoodScores, Thresholds, thresholds_from
 from anomaly.calibration.production import (
     DEFECT_SHARE,
-    ProductionChoice,
     compare_flagged,
     flagged_line,
     thresholds_from_production,
@@ -71,11 +70,11 @@ PLACES = {"above": (30, 1), "below": (1, 0.1), "among": (13, 2), "in the tail": 
 
 def _choice(
     law: rv_continuous, images: int, defects: int, place: str, rng: np.random.Generator
-) -> ProductionChoice:
+) -> Thresholds:
     good = 10 + law.rvs(size=images - defects, random_state=rng)
     mean, width = PLACES[place]
     scores = rng.permutation(np.append(good, rng.normal(mean, width, defects)))
-    return thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
+    return thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,30 +90,23 @@ def test_bounds_hold_wherever_defects_score(law: rv_continuous, defects: int, pl
     rng = np.random.default_rng([defects, len(place)])
     inside = {"review": 0, "reject": 0}
     for _ in range(60):
-        both = _choice(law, 100, defects, place, rng).thresholds.calibration
+        both = _choice(law, 100, defects, place, rng).calibration
         for name, threshold in (("review", both.review), ("reject", both.reject)):
             rate, share = threshold.false_rejects, law.sf(threshold.value - 10)
             inside[name] += rate.low <= share <= min(rate.high, rate.at_most + 1e-12)
     assert min(inside.values()) >= 57
 
 
-def test_what_decides_is_named_and_the_reject_threshold_keeps_its_distance() -> None:
+def test_half_are_taken_as_defects_and_the_reject_threshold_keeps_its_distance() -> None:
     scores = np.append(np.linspace(20, 30, 98), [50, 60])
-    choice = thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
-    assert choice.defects == 5
-    assert [name for name, _ in choice.left_out] == ["99", "98"]
-    low, high = choice.review_range
-    assert low < choice.thresholds.review < high
-    # It lies just above the fourth of 95 images, 5 % in the mean, or the fifth of 100.
-    assert [name for name, _ in choice.deciding] == [str(i) for i in range(99, 91, -1)]
-    assert scores[91] < low < scores[92]
-    assert scores[95] < high < scores[96]
+    thresholds, taken = thresholds_from_production(KNOWN, _scores(scores), 0.05, 0.05, 0.01)
+    assert [*taken] == ["99", "98"]
+    # Between the fourth of 95 images, 5 % in the mean, and the fifth of 100.
+    assert scores[91] < thresholds.review < scores[96]
     known = thresholds_from(KNOWN, 0.05, 0.01)
-    ratio = choice.thresholds.image / choice.thresholds.review
+    ratio = thresholds.image / thresholds.review
     assert ratio == pytest.approx(known.image / known.review, rel=0.01)
-    assert choice.thresholds.images == 98
-    assert choice.lines()[1].startswith("the review threshold would be 29.")
-    assert "give --at-most-defective 0%: 99: 60, 98: 50, 97: 30" in choice.lines()[1]
+    assert thresholds.images == 98
 
 
 def test_a_share_of_less_than_one_image_is_refused() -> None:

@@ -69,7 +69,7 @@ def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path)
     assert len(tuned.chosen_by) == 24
     figures = json.loads(written.with_suffix(".json").read_text())
     assert figures["better"]
-    assert figures["cross_fitted"]["caught"]["count"] > figures["tried"][0]["caught"]
+    assert figures["caught"]["count"] > figures["tried"][0]["caught"]
     assert f"anomaly train --config {written}" in out
 
     code, _, err = command("tune", asked)

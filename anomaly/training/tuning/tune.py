@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,20 +256,23 @@ class Tuning:
 
     Attributes:
         base: the settings that were there.
-        tried: all settings that were tried, these first.
+        tried: all settings that were tried, these first, with scores of the images that all score.
         skipped: why others weren't tried, by their names.
-        scores: of each that was tried, of the images that all of them score.
         judgement: which of them, and what is to be expected of them.
     """
 
     base: Config
     tried: tuple[Trial, ...]
     skipped: Mapping[str, str]
-    scores: tuple[Scores, ...]
     judgement: Judgement
 
     def __repr__(self) -> str:
         return f"<Tuning of {self.base.name}: {self.reason}>"
+
+    @property
+    def chosen(self) -> Trial:
+        """The trial of the chosen settings."""
+        return self.tried[self.judgement.index]
 
     @property
     def config(self) -> Config:
@@ -279,13 +282,13 @@ class Tuning:
         named: dict[str, Any] = {"name": f"{self.base.name}_tuned"}
         if known:
             named["chosen_by"] = known
-        config = changed(self.base, self.tried[self.judgement.index].changes)
-        return config.model_copy(update=named)
+        return changed(self.base, self.chosen.changes).model_copy(update=named)
 
     @property
     def reason(self) -> str:
         """The reason for the choice, in a sentence or two."""
-        defects, parts = len(self.scores[0].defects), self.judgement.parts
+        first, parts = self.tried[0], self.judgement.parts
+        defects, caught = len(first.scores.defects), self.caught(first)
         if not defects:
             return self._without_defects()
         if parts < LEAST_DEFECTS:
@@ -293,56 +296,50 @@ class Tuning:
                 f"your settings stay: known defects on {counted(parts, 'part')} are too few to "
                 f"compare settings; give at least {LEAST_DEFECTS} defective parts, better 20"
             )
-        first = self.caught(0)
         if self.judgement.better:
-            chosen, chance = self.judgement.index, max(self.judgement.chance, 1e-3)
+            cases = round(1000 * max(self.judgement.chance, 1e-3))
             return (
-                f"use {self.tried[chosen].name}: it catches {self.caught(chosen)} of {defects} "
-                f"known defects, your settings catch {first}. If all {len(self.tried)} settings "
-                "tried were alike, one would gain as much in at most "
-                f"{round(1000 * chance)} of 1,000 cases. Of settings that catch about as many, the "
-                "cheapest in use is chosen"
+                f"use {self.chosen.name}: it catches {self.caught(self.chosen)} of {defects} known "
+                f"defects, your settings catch {caught}. If all {len(self.tried)} settings tried "
+                f"were alike, one would gain as much in at most {cases} of 1,000 cases. Of "
+                "settings that catch about as many, the cheapest in use is chosen"
             )
-        best = max(range(len(self.tried)), key=self.caught)
-        if self.caught(best) <= first:
+        best = max(self.tried, key=self.caught)
+        if self.caught(best) <= caught:
             return "your settings stay: no other settings catch more"
         return (
-            f"your settings stay: the best other settings, {self.tried[best].name}, catch "
-            f"{self.caught(best)} of {defects} known defects and yours catch {first}; "
-            "that may be chance, and more known defects would tell"
+            f"your settings stay: the best other settings, {best.name}, catch {self.caught(best)} "
+            f"of {defects} known defects and yours catch {caught}; that may be chance, and more "
+            "known defects would tell"
         )
 
     def lines(self) -> list[str]:
         """The table, the choice and what to expect of it, for people."""
         rate = percent(self.base.calibration.review_rate)
-        lines = text_table([_HEAD, *map(self._row, range(len(self.tried)))])
-        defects = len(self.scores[0].defects)
-        if defects:
-            lines += [
-                f"defects caught: if {rate} of all good images are flagged",
-                "good flagged: good test images above the threshold that training finds",
-            ]
-        lines.append(
+        lines = text_table([_HEAD, *map(self._row, self.tried)])
+        lines += [
+            f"defects caught: if {rate} of all good images are flagged; good flagged: good test "
+            "images above the threshold that training finds",
             "spread: how many times the median the highest 5 % of good images score; ms: time for "
-            "an image; MB: size of the model"
-        )
-        lines += [f"not tried: {name}: {why}" for name, why in self.skipped.items()]
-        lines += ["", self.reason]
-        if defects:
+            "an image; MB: size of the model",
+            *(f"not tried: {name}: {why}" for name, why in self.skipped.items()),
+            "",
+            self.reason,
+        ]
+        if len(self.tried[0].scores.defects):
             caught, flagged = self.judgement.caught, self.judgement.flagged
-            chosen = "settings and threshold" if self.judgement.better else "the threshold"
             lines.append(
                 f"expect of new parts: {caught.count} of {caught.images} defects caught "
                 f"({caught.interval}), {flagged.count} of {flagged.images} good images flagged "
                 f"({flagged.interval}; 95 % confidence). To measure this, a fifth of the parts at "
-                f"a time was left out, and the others chose {chosen}"
+                "a time was left out, and the others chose"
             )
         return lines
 
-    def caught(self, index: int) -> int:
+    def caught(self, trial: Trial) -> int:
         """Known defects that settings catch at the promised rate of good parts for review."""
-        scores = self.scores[index]
-        return int((scores.defects > scores.limit(self.base.calibration.review_rate)).sum())
+        limit = trial.scores.limit(self.base.calibration.review_rate)
+        return int((trial.scores.defects > limit).sum())
 
     def write(self, file: Path) -> None:
         """Write the chosen settings as YAML, and all figures as JSON beside it.
@@ -359,48 +356,44 @@ class Tuning:
     def to_json(self) -> dict[str, Any]:
         """All figures as plain values."""
         return {
-            "chosen": self.tried[self.judgement.index].name,
+            "chosen": self.chosen.name,
             "reason": self.reason,
-            "better": self.judgement.better,
-            "chance": self.judgement.chance,
-            "cross_fitted": {
-                "caught": vars(self.judgement.caught),
-                "flagged": vars(self.judgement.flagged),
-            },
+            **asdict(self.judgement),
             "tried": [
                 {
                     "changes": trial.name,
-                    "caught": self.caught(i),
-                    "held_out": self.scores[i].held_out.tolist(),
-                    "defects": _plain(self.scores[i].defects),
-                    "good": _plain(self.scores[i].good),
+                    "caught": self.caught(trial),
+                    "held_out": trial.scores.held_out.tolist(),
+                    "defects": _plain(trial.scores.defects),
+                    "good": _plain(trial.scores.good),
                     "seconds": dict(trial.seconds),
                 }
-                for i, trial in enumerate(self.tried)
+                for trial in self.tried
             ],
             "not_tried": dict(self.skipped),
             "images": dict(self.tried[0].hashes),
         }
 
-    def _row(self, index: int) -> tuple[str, ...]:
-        trial, scores = self.tried[index], self.scores[index]
-        flagged = int((scores.good > trial.thresholds.review).sum())
+    def _row(self, trial: Trial) -> tuple[str, ...]:
+        defects, good = trial.scores.defects, trial.scores.good
+        flagged = int((good > trial.thresholds.review).sum())
         return (
-            self.tried[index].name,
-            f"{self.caught(index)} of {len(scores.defects)}" if len(scores.defects) else "",
-            f"{flagged} of {len(scores.good)}" if len(scores.good) else "",
-            f"{spread(scores):.2f}",
+            trial.name,
+            f"{self.caught(trial)} of {len(defects)}" if len(defects) else "",
+            f"{flagged} of {len(good)}" if len(good) else "",
+            f"{trial.scores.spread:.2f}",
             f"{1000 * trial.image_seconds:.0f}",
             f"{trial.model_bytes / 1e6:.1f}",
         )
 
     def _without_defects(self) -> str:
-        height, width = self.tried[0].patch_pixels
-        narrowest = min(range(len(self.tried)), key=lambda i: spread(self.scores[i]))
-        before, after = spread(self.scores[0]), spread(self.scores[narrowest])
+        first = self.tried[0]
+        height, width = first.patch_pixels
+        narrowest = min(self.tried, key=lambda trial: trial.scores.spread)
+        before, after = first.scores.spread, narrowest.scores.spread
         poses = (
-            f" Good images differ less with {self.tried[narrowest].name} (spread {after:.2f} "
-            f"instead of {before:.2f}): too few training images show how parts can lie."
+            f" Good images differ less with {narrowest.name} (spread {after:.2f} instead of "
+            f"{before:.2f}): too few training images show how parts can lie."
             if after < 0.9 * before
             else ""
         )
@@ -419,11 +412,6 @@ def _minutes(seconds: float) -> str:
 def _plain(scores: Floats) -> list[float | None]:
     """Scores for JSON, which has no infinity: None for an image with a reason for review."""
     return [score if math.isfinite(score) else None for score in scores.tolist()]
-
-
-def spread(scores: Scores) -> float:
-    """Ratio of the 95 % quantile to the median of good images' scores; 1 if all are alike."""
-    return float(np.quantile(scores.held_out, 0.95) / max(np.median(scores.held_out), 1e-30))
 
 
 def tune(
@@ -471,16 +459,14 @@ def tune(
         search = Search(config, images, budget, device_of(device), Path(scratch), say, progress)
         search.run()
     common = search.usable()
-    scores = tuple(trial.scores.only(common) for trial in search.tried)
-    if images.defects and not len(scores[0].defects):
+    tried = [replace(trial, scores=trial.scores.only(common)) for trial in search.tried]
+    if images.defects and not len(tried[0].scores.defects):
         raise DataError("none of the known defects can be used; `anomaly check` says why")
     groups = [sample.group for sample, used in zip(images.every, common, strict=True) if used]
-    costs = [_cost(config, trial) for trial in search.tried]
-    judgement = judge(scores, costs, config.calibration.review_rate, config.seed, groups)
-    return Tuning(config, tuple(search.tried), search.skipped, scores, judgement)
-
-
-def _cost(base: Config, trial: Trial) -> float:
-    """Relative cost of settings in use, plus a trifle for each changed value."""
-    values = sum(len(change.values) for change in trial.changes)
-    return expense(trial.config, base) + 0.001 * values
+    # Of equals the one with the fewest changed values.
+    costs = [
+        expense(t.config, config) + 1e-3 * sum(len(c.values) for c in t.changes) for t in tried
+    ]
+    scores, rate = [trial.scores for trial in tried], config.calibration.review_rate
+    judgement = judge(scores, costs, rate, config.seed, groups)
+    return Tuning(config, tuple(tried), search.skipped, judgement)
