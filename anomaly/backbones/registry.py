@@ -52,8 +52,6 @@ class Backbone:
     Attributes:
         network: makes it with random weights, which come from torch's global generator. It takes
             normalised images (B, 3, H, W).
-        stages: the layers of a network at strides 4, 8 and 16, which are hooked where a config
-            names none; empty where none are known.
         normalisation: what its weights were trained with.
         official: reads what `backbone.weights: imagenet` means: tensors by name, and the sha256 of
             their file.
@@ -64,7 +62,6 @@ class Backbone:
     """
 
     network: Callable[[], nn.Module]
-    stages: Callable[[nn.Module], Sequence[str]] = lambda network: ()
     normalisation: Callable[[], Normalisation] = lambda: Normalisation(
         networks.IMAGENET_MEAN, networks.IMAGENET_STD
     )
@@ -76,7 +73,7 @@ class Backbone:
 
 
 # Networks of your own. A line is enough:
-#     BACKBONES["mine"] = Backbone(MyNetwork, lambda network: ("layer1", "layer2", "layer3"))
+#     BACKBONES["mine"] = Backbone(MyNetwork)
 # For commands, a package names its `Backbone` as an entry point of the group `anomaly.backbones`.
 BACKBONES: dict[str, Backbone] = {}
 
@@ -118,7 +115,6 @@ def _of_torchvision(name: str) -> Backbone:
 
     return Backbone(
         network=partial(networks.torchvision_network, name),
-        stages=partial(networks.torchvision_stages, name),
         normalisation=lambda: Normalisation(*networks.torchvision_mean_and_std(name)),
         official=partial(networks.torchvision_state, name),
         classes=classes,
@@ -132,7 +128,6 @@ def _of_timm(name: str) -> Backbone:
 
     return Backbone(
         network=partial(networks.timm_network, name),
-        stages=networks.timm_stages,
         normalisation=normalisation,
         official=partial(networks.timm_state, name),
         renamed=networks.timm_keys,
@@ -172,30 +167,6 @@ _FILL = (
     *(nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_),
     *(Tensor.erfinv_, Tensor.mul_, Tensor.add_, Tensor.clamp_),  # truncated normal distributions
 )
-
-
-def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
-    """The layers to hook when the config names none: those at strides 4, 8 and 16.
-
-    Of a transformer whose blocks have one stride they are the blocks after half, three quarters
-    and all of it.
-
-    Args:
-        name: of the network.
-        network: of a family that has defaults.
-        count: how many of the three, the coarsest first.
-
-    Raises:
-        ConfigError: the family has no defaults; the message says how to choose some.
-    """
-    stages = tuple(backbone_of(name).stages(network))
-    if not stages:
-        raise ConfigError(
-            f"{name} has no default layers, since none are known to lie at strides 4, 8 and 16; "
-            f"choose two or three of `anomaly layers --backbone {name}` and name them: "
-            "--set 'backbone.layers=[first, second]'"
-        )
-    return stages[-count:]
 
 
 def normalisation(name: str) -> Normalisation:
@@ -266,20 +237,13 @@ def load_state(
         for k, v in wanted.items()
         if k in state and state[k].shape != v.shape
     ]
-    present = needed[: len(needed) - len(missing)]
-    if missing and present and missing == needed[len(present) :] and not (foreign or shapes):
-        raise WeightsError(
-            f"{where} holds a part of {type(full).__name__}, up to {present[-1]}, and "
-            f"{len(missing)} tensors behind that are missing, e.g. {missing[0]}. Choose layers "
-            "that it has (backbone.layers), or give a whole file"
-        )
     if missing or foreign or shapes:
         problems = [f"without {some(missing)}"] if missing else []
         problems += [f"with unknown {some(foreign)}"] if foreign else []
         problems += shapes[:3]
         raise WeightsError(
-            f"{where} belongs to another network than {type(full).__name__}: "
-            f"{'; '.join(problems)}. Check backbone.name against the file"
+            f"{where} belongs to another network than {type(full).__name__}, or holds a part of "
+            f"it: {'; '.join(problems)}. Check backbone.name and backbone.layers against the file"
         )
     for key in wanted:
         if key in state and not _is_usable(key, state[key]):

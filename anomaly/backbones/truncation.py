@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor, Layout, layout_of
-from anomaly.backbones.layer_table import own_side, takes
+from anomaly.backbones.layer_table import probes, takes
 from anomaly.backbones.optimise import Reads, foldable
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, match
-
-# Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
-PROBES = (256, 224)
 
 
 class PassThrough(nn.Module):
@@ -131,11 +128,6 @@ def truncate_in_place(
 
 class _SideError(LayerError):
     """A network doesn't take images of this side."""
-
-
-def probes(network: nn.Module) -> tuple[int, ...]:
-    """Sides of square images to try on a network: `PROBES`, or the side its makers state."""
-    return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
 
 
 def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:

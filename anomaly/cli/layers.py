@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from anomaly.config.schema import METHODS
@@ -51,15 +52,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
     """Which methods hook a layer when the config names none."""
-    from anomaly.backbones.registry import default_layers
+    from anomaly.backbones.layer_table import default_layers
 
     hooked: dict[str, str] = {}
-    try:
+    with suppress(ConfigError):  # a network without defaults
+        layers = default_layers(name, network, 3)
         for kind, method in METHODS.items():
-            for layer in default_layers(name, network, method.stages):
+            for layer in layers[-method.stages :]:
                 hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
-    except ConfigError:  # a family without defaults
-        pass
     return hooked
 
 

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.backbones.extractor import network_input
-from anomaly.backbones.layer_table import side_multiple
+from anomaly.backbones.layer_table import default_layers, side_multiple
 from anomaly.backbones.registry import (
     build,
-    default_layers,
     load_state,
     normalisation,
     read_weights,

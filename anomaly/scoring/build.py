@@ -35,7 +35,8 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
-    from anomaly.backbones.registry import build, default_layers, load_state, read_weights
+    from anomaly.backbones.layer_table import default_layers
+    from anomaly.backbones.registry import build, load_state, read_weights
     from anomaly.backbones.truncation import truncate
 
     name = config.backbone.name
@@ -56,8 +57,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     """
     import torch
 
-    from anomaly.backbones.layer_table import takes
-    from anomaly.backbones.truncation import probes
+    from anomaly.backbones.layer_table import probes, takes
 
     image, patch, network = config.image, extractor.patch, extractor.network
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")

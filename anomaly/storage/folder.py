@@ -260,7 +260,7 @@ def find_models(folder: Path) -> dict[str, Path]:
     Raises:
         ModelError: there is none, or one lacks its manifest.
     """
-    return _models_inside(folder) or {folder.absolute().name: find_model(folder)}
+    return {run.absolute().name: find_model(run) for run in find_runs(folder)}
 
 
 def find_runs(folder: Path) -> list[Path]:

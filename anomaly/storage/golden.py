@@ -117,20 +117,17 @@ def missed_parts(golden: Path | None) -> list[Path]:
     return list_images(folder) if folder and folder.is_dir() else []
 
 
-def not_caught(answers: Answers) -> list[str]:
-    """The missed defects that are called good, with their scores."""
-    return [
-        f"{name} ({answer['image_score']:.4g})"
-        for name, answer in answers.items()
-        if is_missed(name) and answer["verdict"] == "good"
-    ]
-
-
 def say_caught(answers: Answers) -> str:
-    """How many of the missed defects are caught now, and which aren't; empty without any."""
-    missed, passing = sum(map(is_missed, answers)), not_caught(answers)
+    """The number of missed defects that are caught now, and the others; empty without any."""
+    missed = {name: answer for name, answer in answers.items() if is_missed(name)}
+    passing = [
+        f"{name} ({answer['image_score']:.4g})"
+        for name, answer in missed.items()
+        if answer["verdict"] == "good"
+    ]
     which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
-    return f"known defects caught: {missed - len(passing)} of {missed}{which}" if missed else ""
+    caught = len(missed) - len(passing)
+    return f"known defects caught: {caught} of {len(missed)}{which}" if missed else ""
 
 
 def keep_missed(folder: Path, name: str, file: bytes) -> Path:
@@ -158,7 +155,10 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
     sha256 = hashlib.sha256(file).hexdigest()
     for learned, hashed in read_manifest(folder)["training_images"].items():
         if hashed == sha256:
-            raise learned_as_good(name, learned)
+            raise DataError(
+                f"{name} is the training image {learned}: the model has learned that it is good; "
+                "take it out of the training images, and train again"
+            )
     with locked(folder.parent):
         for part in missed_parts(golden):
             if sha256_of(part) == sha256:
@@ -167,14 +167,6 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
         place = golden / MISSED / f"{stem}.{suffix_of(file)}"
         _add(place, file, model_id(folder))
         return place
-
-
-def learned_as_good(image: object, name: str) -> DataError:
-    """That a model has learned from a defect."""
-    return DataError(
-        f"{image} is the training image {name}: the model has learned that it is good; take it out "
-        "of the training images, and train again"
-    )
 
 
 def carry_missed(source: Path, target: Path, model: str) -> None:
@@ -194,22 +186,18 @@ def carry_missed(source: Path, target: Path, model: str) -> None:
 
 
 def _add(place: Path, file: bytes, model: str) -> None:
-    _begin(place.parents[1], model)
-    write(place, file)
-
-
-def _begin(golden: Path, model: str) -> None:
-    """See that a folder has a record of golden parts, if an empty one."""
+    """Write a missed defect, in a folder that has a record of golden parts, if an empty one."""
+    golden = place.parents[1]
     if not (golden / GOLDEN).is_file():
-        images = (
-            [str(p.relative_to(golden)) for p in list_images(golden)] if golden.is_dir() else []
-        )
-        if others := [name for name in images if not is_missed(name)]:
+        images = list_images(golden) if golden.is_dir() else []
+        names = [str(image.relative_to(golden)) for image in images]
+        if others := [name for name in names if not is_missed(name)]:
             raise DataError(
                 f"{golden} holds images whose scores aren't recorded ({some(others)}); "
                 "record them first with anomaly selfcheck --record"
             )
         write_record(golden, model, {})
+    write(place, file)
 
 
 def write_record(folder: Path, model_id: str, current: Answers) -> None:

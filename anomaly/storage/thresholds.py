@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -44,12 +44,8 @@ def _scores(thresholds: Thresholds | None) -> dict[str, Any] | None:
     """The scores behind thresholds, as plain values."""
     if thresholds is None:
         return None
-    good = asdict(thresholds.good)
-    if not thresholds.good.hashes:  # as files have it that knew no hashes
-        del good["hashes"]
-    if not thresholds.good.stood_out:
-        del good["stood_out"]
-    return good
+    values = asdict(thresholds.good).items()
+    return {key: value for key, value in values if value or key not in ("hashes", "stood_out")}
 
 
 def read_thresholds(folder: Path) -> Thresholds | None:
@@ -75,15 +71,12 @@ def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
         ModelError: the thresholds are damaged.
     """
     undone = 0
-    for line in reversed(history.splitlines()):
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
-            entry = from_json(line)
-            values, scores, asked = entry["before"], entry.get("scores_before"), entry["asked"]
-            if "updated" in asked or values is None:
-                break
-            undone += 1 if "undo" in asked else -1
-            if undone < 0:
-                return _thresholds(values, scores, [file, file])
+    for entry in _changes(history):
+        if entry.get("before") is None:
+            break
+        undone += 1 if "undo" in entry["asked"] else -1
+        if undone < 0:
+            return _thresholds(entry["before"], entry.get("scores_before"), [file, file])
     raise DataError(f"{file} names no earlier thresholds, so there is nothing to undo")
 
 
@@ -93,18 +86,16 @@ def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
     good = checked(scores, GoodScores, files[1])
     if unknown := sorted(scores.keys() - {field.name for field in fields(GoodScores)}):
         raise ModelError(f"{files[1]}: {unknown[0]} isn't known to this version; {AGAIN}")
-    columns = good.image, good.peak, good.hashes or good.names
-    sizes = {len(good.names), *map(len, columns)}
-    if len(sizes) > 1 or 0 in sizes or (good.groups is not None and good.groups < 1):
-        raise ModelError(f"{files[1]}: its names and scores don't belong together; {AGAIN}")
     try:
-        if not (_possible(written.review) and _possible(written.reject)):
-            raise ValueError("a rate lies outside 0 to 1")
         calibration = Calibration(written.review, written.reject)
-    except ValueError:
+        rates = _possible(written.review) and _possible(written.reject)
+        fits = rates and bool(good.rows()) and (good.groups is None or good.groups > 0)
+    except ValueError:  # columns of several lengths, or review above reject
+        fits = False
+    if not fits:
         raise ModelError(
-            f"{files[0]}: its thresholds and rates don't belong together; {AGAIN}"
-        ) from None
+            f"the values in {files[0]} and {files[1].name} don't belong together; {AGAIN}"
+        )
     return Thresholds(calibration, written.pixel, written.label, good)
 
 
@@ -190,14 +181,19 @@ def thresholds_alone_differ(folder: Path) -> frozenset[str]:
     Raises:
         ModelError: the history can't be read.
     """
-    ids: set[str] = set()
-    for line in reversed(read_history(folder).splitlines()):
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # somebody's own line
+    entries = _changes(read_history(folder))
+    return frozenset({str(entry.get("model_before", "")) for entry in entries} - {""})
+
+
+def _changes(history: bytes) -> Iterator[dict[str, Any]]:
+    """The entries of a history back to the last update; somebody's own lines are passed over."""
+    for line in reversed(history.splitlines()):
+        with suppress(ValueError):
             entry = from_json(line)
-            if "updated" in entry["asked"]:
-                break
-            ids.add(str(entry["model_before"]))
-    return frozenset(ids - {""})
+            if isinstance(entry, dict) and isinstance(asked := entry.get("asked"), dict):
+                if "updated" in asked:
+                    return
+                yield entry
 
 
 def change(

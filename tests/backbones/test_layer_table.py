@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.layer_table import Layer, last_map, layer_table, side_multiple, stages
-from anomaly.backbones.registry import build, default_layers
+from anomaly.backbones.layer_table import (
+    Layer,
+    default_layers,
+    last_map,
+    layer_table,
+    side_multiple,
+    stages,
+)
+from anomaly.backbones.registry import build
 from anomaly.errors import LayerError
 from anomaly.hooks import live_hooks
 

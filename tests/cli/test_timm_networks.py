@@ -116,7 +116,7 @@ def test_what_a_network_does_not_take_is_told_with_what_it_takes(
         ("test_maxvit", ["image.area=64", "image.tile=64"], f"{takes} 64×64, which image.area",
          "set image.area=160, for it takes"),
         ("vit_small_patch14_dinov2.lvd142m", ["image.resize=256"], "choose 252 or 266"),
-        ("coat_tiny", [], "timm/coat_tiny has no default layers, since none are known"),
+        ("coat_tiny", [], "CoaT takes images of 224×224 only, so its tokens can't be placed"),
     ):  # fmt: skip
         settings = [f"backbone.name=timm/{name}", *sizes]
         code, _, err = command("train", train_arguments(product, tmp_path / "run", *settings))
