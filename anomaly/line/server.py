@@ -93,7 +93,6 @@ def serve(
         server_header=False,
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=_LAST_SECONDS,
         h11_max_incomplete_event_size=_HEAD_BYTES,
     )
     asyncio.run(_Server(config, service, stopped).serve([listener]))
@@ -130,7 +129,12 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.05)
             if time.monotonic() > end:
                 self._service.refuse_waiting()
+        asyncio.get_running_loop().call_later(_LAST_SECONDS, self._leave_slow_clients)
         await super().shutdown(sockets)
+
+    def _leave_slow_clients(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class Guard:

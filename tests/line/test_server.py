@@ -318,9 +318,12 @@ def test_bodies_behind_each_other_are_all_read(guarded: Served) -> None:
 
 
 def test_it_ends_when_all_parts_are_answered(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Parts that nothing has begun with are refused."""
+    """Parts that nothing has begun with are refused, and slow clients are left."""
     shutil.copytree(run_folder, tmp_path / "line" / "disc")
     monkeypatch.setattr(server, "_LAST_SECONDS", 0.5)
     begun: list[Future[Any]] = []
@@ -333,9 +336,12 @@ def test_it_ends_when_all_parts_are_answered(
         with serving(tmp_path / "line") as served:
             monkeypatch.setattr(Decoders, "submit", never)
             waits = pool.submit(served.ask, "POST", SCORE, b"image")
+            slow = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+            pool.submit(told, served.port, slow.encode())
             until(lambda: begun)
         status, headers, body = waits.result()
     assert (status, headers["retry-after"], b"is stopping" in body) == (503, "5", True)
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
 def plain(value: Any) -> bool:
