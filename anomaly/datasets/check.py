@@ -24,7 +24,7 @@ from anomaly.datasets.masks import strays
 from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import ImageError
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
-from anomaly.imaging.loading import UnusableImage, to_unusable
+from anomaly.imaging.loading import to_unusable
 from anomaly.imaging.looks import Look, look_of
 from anomaly.imaging.pool import read_all
 from anomaly.imaging.read import (
@@ -65,23 +65,18 @@ class Fault:
     Attributes:
         kind: a key of `_WRONG` or `_NOTES`, `unreadable`, `unsupported`, `failed`, `mask_missing`,
             `mask_empty`, `mask_unusable`, `mask_unused` or `aspect`.
-        severity: what it leads to.
-        split: `train`, `validation` or `test`.
-        name: of the image; empty where it is about the whole split.
-        detail: for a person.
+        detail: for a person, with the image's name.
     """
 
     kind: str
-    severity: Severity
-    split: str
-    name: str
     detail: str
 
-
-def _fault(kind: str, split: str, sample: Sample | None, detail: str) -> Fault:
-    severity = Severity.WRONG if kind in _WRONG else Severity.UNUSABLE
-    severity = Severity.NOTE if kind in _NOTES else severity
-    return Fault(kind, severity, split, "" if sample is None else sample.name, detail)
+    @property
+    def severity(self) -> Severity:
+        """What it leads to."""
+        if self.kind in _WRONG:
+            return Severity.WRONG
+        return Severity.NOTE if self.kind in _NOTES else Severity.UNUSABLE
 
 
 @dataclass(frozen=True)
@@ -172,13 +167,13 @@ def check(
     bits = bits_used(image.look.brightest for image in images if image.look is not None)
     bits = None if reading.decoding.bit_depth is not None else bits
     faults = [fault for image in images for fault in image.faults]
-    faults += [_fault("mask_unused", "test", None, strays([m])) for m in dataset.unused_masks]
+    faults += [Fault("mask_unused", strays([m])) for m in dataset.unused_masks]
     looks = _good_looks(images)
     shown = frames(looks)
     faults += [*_missing_masks(images), *_repeated(images)]
     faults += [*_nearly_repeated(images, looks, shown), *_too_few(images)]
     if bits is not None:
-        faults.append(_fault("bit_depth", "train", None, say_bits_used(bits)))
+        faults.append(Fault("bit_depth", say_bits_used(bits)))
     if reading.one_aspect:
         faults += _other_aspects(images)
     order = list(Severity)
@@ -204,8 +199,8 @@ def _check_all(
             yield result
         else:  # its process was stopped
             mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
-            reason = f"{sample.path}{mask}: {result}"
-            yield _unusable(split, sample, UnusableImage(0, result.status, reason))
+            fault = Fault(result.status, f"{sample.path}{mask}: {result}")
+            yield _CheckedImage(split, sample, (fault,))
 
 
 def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
@@ -218,29 +213,27 @@ def _check_image(reading: Reading, given: tuple[str, Sample]) -> _CheckedImage:
         if reading.region is not None:
             reading.region.inside(image.size, slice(0, 1))
     except Exception as error:  # training goes on without it, too
-        return _unusable(split, sample, to_unusable(0, sample.path, error))
-    faults = tuple(_mask_faults(split, sample, image))
-    return _CheckedImage(split, sample, faults, image.size, image.mode, look_of(image))
+        refused = to_unusable(0, sample.path, error)
+        return _CheckedImage(split, sample, (Fault(refused.status, refused.reason),))
+    return _CheckedImage(
+        split, sample, tuple(_mask_faults(sample, image)), image.size, image.mode, look_of(image)
+    )
 
 
-def _unusable(split: str, sample: Sample, refused: UnusableImage) -> _CheckedImage:
-    return _CheckedImage(split, sample, (_fault(refused.status, split, sample, refused.reason),))
-
-
-def _mask_faults(split: str, sample: Sample, image: Image) -> Iterator[Fault]:
+def _mask_faults(sample: Sample, image: Image) -> Iterator[Fault]:
     if sample.mask_path is None:
         return
     try:
         marked = bool(ground_truth(sample, image.size).any())
     except (MaskError, ImageError) as error:
         kind = error.kind if isinstance(error, MaskError) else "mask_unusable"
-        yield _fault(kind, split, sample, str(error))
+        yield Fault(kind, str(error))
         return
     if sample.is_defect and not marked:
         detail = f"{sample.mask_path} marks no defect, but {sample.path} is labelled as a defect"
-        yield _fault("mask_empty", split, sample, detail)
+        yield Fault("mask_empty", detail)
     if doubt := maybe_turned(sample, image):
-        yield _fault("mask_maybe_turned", split, sample, doubt)
+        yield Fault("mask_maybe_turned", doubt)
 
 
 def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
@@ -252,11 +245,11 @@ def _missing_masks(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
             f"none of the {len(defects)} defects has a mask, so there will be image figures only; "
             "pixel figures need masks"
         )
-        yield _fault("no_masks", "test", None, detail)
+        yield Fault("no_masks", detail)
         return
     for image in without:
         detail = f"{image.sample.path} has no mask, so it counts for image figures only"
-        yield _fault("mask_missing", image.split, image.sample, detail)
+        yield Fault("mask_missing", detail)
 
 
 def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
@@ -265,12 +258,12 @@ def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
         if image.look is None or (other := first.setdefault(image.look.picture, image)) is image:
             continue
         if contrary := contradiction(other.sample, image.sample):
-            yield _fault("two_labels", image.split, image.sample, str(contrary))
+            yield Fault("two_labels", str(contrary))
             continue
         detail = f"{image.sample.path} is the same picture as {other.sample.path}"
         if leaks := other.split != image.split:
             detail += f" in {other.split}: remove it from one of them"
-        yield _fault("leak" if leaks else "duplicate", image.split, image.sample, detail)
+        yield Fault("leak" if leaks else "duplicate", detail)
 
 
 def _good_looks(images: Sequence[_CheckedImage]) -> dict[int, Look]:
@@ -285,7 +278,7 @@ def _nearly_repeated(
     samples = {i: images[i].sample for i in looks}
     learned = {i: look for i, look in looks.items() if images[i].split == "train"}
     if detail := near_copies(samples, learned):
-        yield _fault("near_copies", "train", None, detail)
+        yield Fault("near_copies", detail)
     pictures = {look.picture for look in learned.values()}
     in_training = {shown[i]: i for i in learned}
     others = {i: look for i, look in looks.items() if i not in learned}
@@ -297,7 +290,7 @@ def _nearly_repeated(
             f"different only in noise or compression ({one} of {other}), so figures will be too "
             "good; keep all images of one part in one split"
         )
-        yield _fault("near_copies", "test", None, detail)
+        yield Fault("near_copies", detail)
 
 
 def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
@@ -305,9 +298,9 @@ def _too_few(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
     pictures = {image.look.picture for image in train if image.look}
     if not pictures:
         refused = [image.faults[0].detail for image in train if image.faults]
-        yield _fault("too_few_images", "train", None, str(none_usable(refused)))
+        yield Fault("too_few_images", str(none_usable(refused)))
     elif len(pictures) < _LEAST_IMAGES:
-        yield _fault("too_few_images", "train", None, str(too_few_different(len(pictures))))
+        yield Fault("too_few_images", str(too_few_different(len(pictures))))
 
 
 def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
@@ -320,7 +313,7 @@ def _other_aspects(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
                 f"{image.sample.path} has another shape than the training images by {error:.0%}; "
                 "PaDiM needs one: crop it, or use model.kind=patchcore"
             )
-            yield _fault("aspect", image.split, image.sample, detail)
+            yield Fault("aspect", detail)
 
 
 def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import itertools
 import logging
@@ -131,14 +130,24 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
     if not _is_table(header, list_file):
         return [Path(named(line)) for line in lines], {}
-    if "image_sha256" in header:
-        return [Path(named(path)) for path in _of_results(data, name)], {}
-    if set(header) <= {*COLUMNS, ""} - {"group"}:  # a path a line, or the list of a data set
-        of_data_set = len(header) > 1 and list_file != "-"
-        folder = Path(list_file).parent if of_data_set else Path()
-        return [folder / named(path, folder) for path in _paths(data, name, folder)], {}
-    groups = _grouped(data, name)
-    return [Path(path) for path in groups], groups
+    # Rows that aren't grouped are paths, or those of a data set's list or of a results.csv.
+    plain = "image_sha256" in header or set(header) <= {*COLUMNS, ""} - {"group"}
+    of_data_set = len(header) > 1 and "image_sha256" not in header and list_file != "-"
+    folder = Path(list_file).parent if plain and of_data_set else Path()
+    paths: list[Path] = []
+    groups: dict[str, str] = {}
+    needed = ("path",) if plain else _COLUMNS
+    for line, row in read_rows(data, name, _COLUMNS, needed, lambda r: exists(r["path"], folder)):
+        path, group = folder / named(row["path"], folder), "" if plain else row["group"]
+        if not plain and not (row["path"] and group):
+            raise DataError(f"{name}, line {line}: path and group mustn't be empty")
+        if group and groups.setdefault(str(path), group) != group:
+            raise DataError(
+                f"{name}, line {line}: {path} is in group {group!r} here and in "
+                f"{groups[str(path)]!r} above; an image shows one part"
+            )
+        paths += [path] if row["path"] else []
+    return paths, groups
 
 
 def _lines(text: str) -> list[str]:
@@ -147,45 +156,12 @@ def _lines(text: str) -> list[str]:
     return lines[1:] if lines and SEPARATOR.match(lines[0]) else lines
 
 
-def _of_results(data: bytes, name: str) -> list[str]:
-    """The paths in a `results.csv`.
-
-    Ours are in UTF-8, but for names of files that aren't: a byte order mark in front keeps those.
-    What a spreadsheet has saved ends its lines otherwise.
-    """
-    head = data[: data.find(b"\n")]
-    ours = head.startswith(b"path,image_sha256,") and not head.endswith(b"\r")
-    return _paths(codecs.BOM_UTF8 + data if ours else data, name)
-
-
-def _paths(data: bytes, name: str, folder: Path = Path()) -> list[str]:
-    rows = read_rows(data, name, _COLUMNS, ("path",), lambda row: exists(row["path"], folder))
-    return [row["path"] for _, row in rows if row["path"]]
-
-
 def _is_table(header: Sequence[str], list_file: str) -> bool:
     """Whether a list is a CSV file with a header, not a path on each line."""
     if set(header) & set(_COLUMNS):
         return True
     is_path = len(header) == 1 and is_image(Path(header[0]))
     return Path(list_file).suffix.lower() in (".csv", ".tsv") and bool(header) and not is_path
-
-
-def _grouped(data: bytes, name: str) -> dict[str, str]:
-    """The part of each image, by its path."""
-    groups: dict[str, str] = {}
-    for line, row in read_rows(data, name, _COLUMNS, _COLUMNS, lambda row: exists(row["path"])):
-        path, group = str(Path(named(row["path"]))), row["group"]
-        if not row["path"] or not group:
-            raise DataError(f"{name}, line {line}: path and group mustn't be empty")
-        if groups.setdefault(path, group) != group:
-            raise DataError(
-                f"{name}, line {line}: {path} is in group {group!r} here and in {groups[path]!r} "
-                "above; an image shows one part"
-            )
-    if not groups:
-        raise DataError(f"{name} names no image")
-    return groups
 
 
 def picture_names(

@@ -87,7 +87,7 @@ def test_one_picture_as_good_and_as_a_defect_in_the_test_split(
         folder = write_product(tmp_path / suffix, n_train=2)
         _in_other_bytes(folder / "test/good/001.png", folder / f"test/spot/other{suffix}")
         fault = _refused_by_evaluate(run_folder, folder, "two_labels")
-        assert fault.name == f"test/spot/other{suffix}"
+        assert f"test/spot/other{suffix} is labelled as a defect" in fault.detail
         assert "is the same picture as" in fault.detail
 
 
@@ -107,14 +107,15 @@ def test_masks_that_contradict_their_images(run_folder: Path, tmp_path: Path) ->
         if "turned" in says:
             _turn(folder / "test/spot/001.png", 6)
         fault = _refused_by_evaluate(run_folder, folder, kind)
-        assert (fault.name, says in fault.detail) == ("test/spot/001.png", True), says
+        assert "test/spot/001.png" in fault.detail
+        assert says in fault.detail
 
 
 def test_a_defect_among_the_training_images(tmp_path: Path) -> None:
     folder = write_product(tmp_path / "disc", n_train=4)
     _in_other_bytes(folder / "test/spot/001.png", folder / "train/good/z.bmp")
     fault = _refused_by_fit(open_dataset("mvtec", folder), "two_labels")
-    assert fault.name == "test/spot/001.png"
+    assert "test/spot/001.png is labelled as a defect" in fault.detail
 
 
 def test_a_defect_that_the_model_has_learned_as_good(run_folder: Path, product: Path) -> None:
@@ -215,7 +216,8 @@ def test_a_mask_that_may_be_turned_is_told(
     _turn(folder / "test/spot/002.png", 6)  # the size says that its mask is upright
     dataset = open_dataset("mvtec", folder)
     (fault,) = _faults(dataset, "mask_maybe_turned")
-    assert (fault.severity, fault.name) == (Severity.NOTE, "test/spot/001.png")
+    assert fault.severity is Severity.NOTE
+    assert "test/spot/001.png is turned" in fault.detail
     score_test_split(load_model(run_folder, torch.device("cpu")), dataset.test)
     assert caplog.text.count(fault.detail) == 1
     _turn(_mask_of(folder), 3)
