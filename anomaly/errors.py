@@ -154,7 +154,7 @@ def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list
 
 
 # What the extra `train` installs beside what exported models take.
-_TRAINING = ("torch", "torchvision", "faiss", "sklearn", "scipy")
+_TRAINING = ("torch", "torchvision", "faiss")
 
 
 def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:

@@ -208,8 +208,7 @@ everything.
 
 {figures}
 
-Pixel figures have no intervals, because pixels of one image aren't independent. Their error bounds
-cover binning only, not the choice of test images.
+Pixel figures have no intervals, because pixels of one image aren't independent.
 
 ## Thresholds
 

@@ -21,7 +21,6 @@ NAMES = {
     "pixel_f1_max_threshold",
     "aupro_30",
     "aupro_05",
-    "aupimo",
     "lost_defect_share",
 }
 
@@ -37,7 +36,7 @@ class ExactScores:
     def add(self, scores, weights):
         spread = np.zeros((self._rows, len(scores)))
         for row, weight in weights.items():
-            spread[row] = weight
+            spread[row] = 1.0 if weight is None else weight
         self._scores.append(scores.copy())
         self._weights.append(spread)
 

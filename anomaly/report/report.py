@@ -63,7 +63,6 @@ FIGURES = (
     ("Pixel AP", "pixel_ap"),
     ("AUPRO 0.3", "aupro_30"),
     ("AUPRO 0.05", "aupro_05"),
-    ("AUPIMO", "aupimo"),
 )
 
 

@@ -30,13 +30,13 @@ _COLUMNS: Columns = (
 def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
 
-    Each category, and each type of defect, says why a figure is undefined under `undefined`. There
-    is also how far a binned figure can be off under `error_bounds`; under `intervals` what the
-    image figures can be for parts still to come, with at least 95 % confidence; each type of
-    defect against all good images under `by_type`; and under `verdicts` what the model's own
-    thresholds did, in counts and in rates with 95 % intervals; `n_threshold_images` of the images
-    are those that the thresholds were chosen with, `n_settings_images` the settings. The mean
-    leaves undefined figures out; it is null where models were evaluated on the same images.
+    Each category, and each type of defect, says why a figure is undefined under `undefined`; under
+    `intervals` what the image figures can be for parts still to come, with at least 95 %
+    confidence; each type of defect against all good images under `by_type`; and under `verdicts`
+    what the model's own thresholds did, in counts and in rates with 95 % intervals;
+    `n_threshold_images` of the images are those that the thresholds were chosen with,
+    `n_settings_images` the settings. The mean leaves undefined figures out; it is null where models
+    were evaluated on the same images.
     """
     categories = {e.name: _figures(e) | _verdicts(e) for e in evaluations}
     overall = None if on_shared_images(evaluations) else mean(evaluations)
@@ -186,7 +186,6 @@ def _figures(evaluation: Evaluation) -> dict[str, Any]:
         "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
         "n_settings_images": evaluation.n_settings_images,
         "undefined": metrics.reasons,
-        "error_bounds": metrics.error_bounds,
         "intervals": evaluation.intervals,
         "by_type": {
             name: {**metrics.values, "undefined": metrics.reasons}

@@ -1,9 +1,7 @@
 """Areas, averages and maxima of curves, from the good and defective weight at each score.
 
 Every function takes `good` and `defect` of shape (..., K), highest score first, and reduces the
-last axis; leading axes (random draws) are carried along. The `*_error` functions say how
-far the figure can be from the exact one when a group holds scores that differ: inside a group the
-exact curve may take any rising path from the group's first corner to its last.
+last axis; leading axes (random draws) are carried along.
 """
 
 from __future__ import annotations
@@ -21,25 +19,20 @@ class Metrics:
     Attributes:
         values: the figures; None where the data leave one undefined.
         reasons: for each None in `values`, why.
-        error_bounds: how far a binned figure can lie from the exact one, at most. A figure
-            that isn't named here is exact.
     """
 
     values: dict[str, float | None]
     reasons: dict[str, str] = field(default_factory=dict)
-    error_bounds: dict[str, float] = field(default_factory=dict)
 
     def __or__(self, other: Metrics) -> Metrics:
         """Both sets of figures; those of `other` win where a name is in both."""
         kept = {name: why for name, why in self.reasons.items() if name not in other.values}
-        sharp = {name: e for name, e in self.error_bounds.items() if name not in other.values}
-        return Metrics(self.values | other.values, kept | other.reasons, sharp | other.error_bounds)
+        return Metrics(self.values | other.values, kept | other.reasons)
 
     def only(self, name: str) -> Metrics:
         """One of the figures."""
         reasons = {name: self.reasons[name]} if name in self.reasons else {}
-        bounds = {name: self.error_bounds[name]} if name in self.error_bounds else {}
-        return Metrics({name: self.values[name]}, reasons, bounds)
+        return Metrics({name: self.values[name]}, reasons)
 
     @classmethod
     def undefined(cls, names: tuple[str, ...], reason: str) -> Metrics:
@@ -81,11 +74,6 @@ class Tally:
         ]
         edges = distinct[::-1].astype(np.float64)
         return cls(edges, edges, np.array(summed, dtype=np.float64)[:, ::-1])
-
-    @property
-    def exact(self) -> bool:
-        """Whether each group is one score."""
-        return bool(np.array_equal(self.lowest, self.highest))
 
     def thresholds(self) -> Floats:
         """(K + 1,) thresholds: scores above the k-th flag exactly the first k groups.
@@ -136,25 +124,13 @@ def cumulative_share(weights: Floats) -> Floats:
     return np.asarray(total / total[..., -1:], dtype=np.float64)
 
 
-def area(x: Floats, y: Floats, start: float = 0.0, stop: float = 1.0) -> Floats:
-    """Area under the polyline (x, y), x rising, from `start` to `stop`, interpolated there."""
-    width, middle = _clipped_segments(x, start, stop)
+def area(x: Floats, y: Floats, stop: float = 1.0) -> Floats:
+    """Area under the polyline (x, y), x rising from 0, up to `stop`, interpolated there."""
+    inside = x.clip(max=stop)
+    width, middle = np.diff(inside), (inside[..., 1:] + inside[..., :-1]) / 2
     run, rise = np.diff(x), np.diff(y)
     slope = np.divide(rise, run, out=np.zeros_like(rise), where=run > 0)
     return np.asarray((width * (y[..., :-1] + slope * (middle - x[..., :-1]))).sum(axis=-1))
-
-
-def area_error(x: Floats, y: Floats, start: float = 0.0, stop: float = 1.0) -> float:
-    """How far any rising curve through the same points can be from `area`: its two staircases."""
-    width, _ = _clipped_segments(x, start, stop)
-    here = float(area(x, y, start, stop))
-    return max(here - float((width * y[:-1]).sum()), float((width * y[1:]).sum()) - here)
-
-
-def _clipped_segments(x: Floats, start: float, stop: float) -> tuple[Floats, Floats]:
-    """Width and middle of what lies of each segment between `start` and `stop`."""
-    inside = np.clip(x, start, stop)
-    return np.diff(inside), (inside[..., 1:] + inside[..., :-1]) / 2
 
 
 def auroc(good: Floats, defect: Floats) -> Floats:
@@ -174,35 +150,10 @@ def average_precision(good: Floats, defect: Floats) -> Floats:
     return np.asarray((gained * precision(good, defect)[..., 1:]).sum(axis=-1))
 
 
-def average_precision_error(good: Floats, defect: Floats) -> float:
-    """How far `average_precision` can be from that of the same scores ungrouped.
-
-    The best order in a group puts its defects first, the worst its good ones. Under the worst
-    the precision is concave in the defects passed, so its mean is at least that of both ends.
-    """
-    mixed = defect > 0
-    true, false = cumulative(defect), cumulative(good)
-    before, after = true[:-1][mixed], true[1:][mixed]
-    false_before, false_after = false[:-1][mixed], false[1:][mixed]
-    first = np.minimum(before + 1, after)
-    best = after / (after + false_before)
-    worst = (first / (first + false_after) + after / (after + false_after)) / 2
-    here = after / (after + false_after)
-    share = defect[mixed] / true[-1]
-    return max(float((share * (best - here)).sum()), float((share * (here - worst)).sum()))
-
-
 def f1_scores(good: Floats, defect: Floats) -> Floats:
     """(..., K + 1) F1 when the first 0 … K groups are flagged."""
     true, false = cumulative(defect), cumulative(good)
     return np.asarray(2 * true / (true + false + true[..., -1:]))
-
-
-def f1_max_error(good: Floats, defect: Floats) -> float:
-    """How much higher F1 can be at a threshold inside a group than at the best border."""
-    true, false = cumulative(defect), cumulative(good)
-    inside = 2 * true[1:] / (true[1:] + false[:-1] + true[-1])
-    return float(max(inside.max() - f1_scores(good, defect).max(), 0.0))
 
 
 def roc(good: Floats, defect: Floats, thresholds: Floats) -> Curve:

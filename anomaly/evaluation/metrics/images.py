@@ -29,8 +29,7 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
 
     Returns:
         `image_auroc`, `image_ap`, `image_f1_max` in [0, 1] and `image_f1_max_threshold`. All are
-        undefined without good images: precision would be 1 whatever the scores (and scikit-learn
-        says so).
+        undefined without good images: precision would be 1 whatever the scores.
 
     Raises:
         ValueError: shapes differ, or a score isn't finite.
@@ -306,13 +305,7 @@ def confusion(
         verdicts: n of `good`, `review`, `reject`.
         labels: n, True for defective images.
         defect_types: n names, as the data set gives them.
-
-    Raises:
-        ValueError: lengths differ, or a verdict is none of the three.
     """
-    unknown = sorted(set(verdicts) - {"good", "review", "reject"})
-    if unknown:
-        raise ValueError(f"a verdict is 'good', 'review' or 'reject', not {unknown[0]!r}")
     rows = list(zip(map(bool, labels), defect_types, verdicts, strict=True))
 
     def counted(chosen: Iterable[str]) -> VerdictCounts:
