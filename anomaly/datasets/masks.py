@@ -10,8 +10,8 @@ from pathlib import Path
 
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
+from anomaly.imaging.formats import JPEG
 from anomaly.imaging.listing import is_folder, is_image, list_images
-from anomaly.imaging.read import FORMATS
 
 
 class Masks:
@@ -94,7 +94,7 @@ def without_masks(images: Sequence[Path]) -> list[Path]:
 
 
 def _lossless(file: Path) -> bool:
-    return is_image(file) and file.suffix.lower() not in FORMATS["jpeg"].SUFFIXES
+    return is_image(file) and file.suffix.lower() not in JPEG.suffixes
 
 
 def plain(path: Path) -> Path:

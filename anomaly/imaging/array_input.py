@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.formats.base import Pixels, grey_to_rgb, over_black, unsupported
+from anomaly.imaging.formats import Pixels, grey_to_rgb, over_black, unsupported
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import (
     Decoding,

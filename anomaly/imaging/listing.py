@@ -11,13 +11,13 @@ from pathlib import Path
 
 from anomaly.errors import DataError, some, why
 from anomaly.files.outputs import is_model, left_by_system, own_outputs
-from anomaly.imaging.read import FORMATS
+from anomaly.imaging.formats import FORMATS
 
 log = logging.getLogger(__name__)
 
 # Pictures that can't be read are listed too, so that they get a row that says why.
 _OTHERS = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
-IMAGE_SUFFIXES = frozenset(_OTHERS).union(*(known.SUFFIXES for known in FORMATS.values()))
+IMAGE_SUFFIXES = frozenset(_OTHERS).union(*(known.suffixes for known in FORMATS))
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -42,7 +42,7 @@ def other_files(folder: Path) -> str:
     if not kinds:
         return ""
     found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
-    *names, last = (known.NAME for known in FORMATS.values())
+    *names, last = (known.name for known in FORMATS)
     readable = f"{', '.join(names)} and {last}"
     return f" (but {found}, in a format that can't be read; convert them to one of {readable})"
 

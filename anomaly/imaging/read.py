@@ -18,23 +18,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import signal
 import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import ImageError, why
-from anomaly.imaging.formats import bmp, jpeg, png, tiff, webp
-from anomaly.imaging.formats.base import ImageHeader, Pixels, damaged, unsupported
+from anomaly.imaging.formats import FORMATS, Format, ImageHeader, Pixels, damaged, unsupported
 
 if sys.platform != "win32":
     import resource
@@ -90,31 +86,6 @@ class Decoding:
 DEFAULT = Decoding()
 
 
-class Format(Protocol):
-    """What each format's module has. Both functions raise ImageError, without the file's name.
-
-    Attributes:
-        NAME: what messages call it.
-        SUFFIXES: how such files' names end.
-        SIGNATURE: matches the first bytes of such a file.
-    """
-
-    NAME: str
-    SUFFIXES: tuple[str, ...]
-    SIGNATURE: re.Pattern[bytes]
-
-    def read_header(self, data: bytes) -> ImageHeader:
-        """Read what the file says about its picture, without decoding it."""
-        ...
-
-    def decode(self, data: bytes) -> Pixels:
-        """Decode RGB pixels (H, W, 3) as stored, orientation not applied."""
-        ...
-
-
-FORMATS: MappingProxyType[str, Format] = MappingProxyType(
-    {"png": png, "jpeg": jpeg, "bmp": bmp, "tiff": tiff, "webp": webp}
-)
 HEAD_BYTES = 64
 
 _OTHERS = (
@@ -141,14 +112,14 @@ def identify(head: bytes) -> Format:
     Raises:
         ImageError: `unsupported` for other known kinds of file, else `unreadable`.
     """
-    for known in FORMATS.values():
-        if known.SIGNATURE.match(head):
+    for known in FORMATS:
+        if known.signature.match(head):
             return known
     if not head:
         raise damaged("it is empty")
     if not any(head):
         raise damaged("it starts with zeros only, as files do whose writing was interrupted")
-    *names, last = (known.NAME for known in FORMATS.values())
+    *names, last = (known.name for known in FORMATS)
     most = ", ".join(names)
     if kind := _other_kind(head):
         remedy = "; convert it to one of these" if kind.endswith("picture") else ""
@@ -162,8 +133,7 @@ def suffix_of(file: bytes) -> str:
     Raises:
         ImageError: as `identify`.
     """
-    kind = identify(file[:HEAD_BYTES])
-    return next(name for name, known in FORMATS.items() if known is kind)
+    return identify(file[:HEAD_BYTES]).name.lower()
 
 
 def _other_kind(head: bytes) -> str | None:
@@ -223,10 +193,10 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
     """
     try:
         kind, data = _read_file(source, decoding.max_pixels)
-        header = kind.read_header(data)
+        header = kind.read(data)
         decoding.check_size(header.size)
         _allow_time(header.size)
-        pixels = turned_upright(kind.decode(data), header.orientation)
+        pixels = turned_upright(header.decode(), header.orientation)
         full_scale = decoding.full_scale(header.full_scale)
         check_range(pixels, full_scale)
     except ImageError as error:
@@ -237,7 +207,8 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
         raise ImageError(_named(source, out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
     upright = np.ascontiguousarray(pixels)
-    return Image(upright, full_scale, header.mode, header.format, sha256, header.orientation)
+    kind_name = kind.name.lower()
+    return Image(upright, full_scale, header.mode, kind_name, sha256, header.orientation)
 
 
 def read_header(source: Path | bytes) -> ImageHeader:
@@ -248,7 +219,7 @@ def read_header(source: Path | bytes) -> ImageHeader:
     """
     try:
         kind, data = _read_file(source, MAX_PIXELS)
-        return kind.read_header(data)
+        return kind.read(data)
     except ImageError as error:
         raise ImageError(_named(source, str(error)), error.status) from None
 

@@ -20,6 +20,10 @@ _PASSES = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4),
 _PASSES.append((0, 1, 1, 2))
 
 
+def decode(data):
+    return png(data).decode()
+
+
 def file(width, height, depth, colour, rows, *before, interlace=0, after=b""):
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)
     chunks = [chunk(b"IHDR", header), *before, chunk(b"IDAT", zlib.compress(rows) + after)]
@@ -63,7 +67,7 @@ def test_every_row_filter_is_undone_as_pillow_does(width, height, kind, seed):
     data = file(width, height, depth, colour, rows.tobytes())
     reference = np.asarray(Pil.open(io.BytesIO(data)).convert("RGBA")).astype(float)
     expected = np.rint(reference[..., :3] * (reference[..., 3:] / 255))
-    np.testing.assert_array_equal(png.decode(data), expected)
+    np.testing.assert_array_equal(decode(data), expected)
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 5), (17, 33), (2, 40), (300, 1)])
@@ -76,9 +80,7 @@ def test_interlaced_is_the_same_picture(height, width, colour, depth):
     woven = file(width, height, depth, colour, rows, interlace=1)
     expected = values * (255 // (2**depth - 1) if depth < 8 else 1)
     for data in (plain, woven):
-        np.testing.assert_array_equal(
-            png.decode(data), np.broadcast_to(expected, (height, width, 3))
-        )
+        np.testing.assert_array_equal(decode(data), np.broadcast_to(expected, (height, width, 3)))
     for cut in range(1, 4):
         refusal(file(width, height, depth, colour, rows[:-cut], interlace=1))
 
@@ -89,13 +91,11 @@ def test_palettes_with_and_without_transparency(depth):
     colours = samples(1, 2**depth, 8, 3, seed=1)[0].astype(np.uint8)
     palette = chunk(b"PLTE", colours.tobytes())
     data = file(21, 9, depth, 3, packed(values, depth), palette)
-    assert png.read_header(data).mode == f"palette{depth}"
-    np.testing.assert_array_equal(png.decode(data), colours[values[..., 0]])
+    assert png(data).mode == f"palette{depth}"
+    np.testing.assert_array_equal(decode(data), colours[values[..., 0]])
     clear = file(21, 9, depth, 3, packed(values, depth), palette, chunk(b"tRNS", b"\0\x80"))
     alpha = np.r_[0, 128, [255] * (2**depth - 2)][:, None]
-    np.testing.assert_array_equal(
-        png.decode(clear), np.rint(colours * (alpha / 255.0))[values[..., 0]]
-    )
+    np.testing.assert_array_equal(decode(clear), np.rint(colours * (alpha / 255.0))[values[..., 0]])
     refusal(file(21, 9, depth, 3, packed(values, depth)))
 
 
@@ -105,7 +105,7 @@ def test_the_colour_declared_transparent_becomes_black(colour, depth):
     values[values == 0] = 1
     key = values[5, 7]
     transparency = chunk(b"tRNS", key.astype(">u2").tobytes())
-    decoded = png.decode(file(16, 16, depth, colour, packed(values, depth), transparency))
+    decoded = decode(file(16, 16, depth, colour, packed(values, depth), transparency))
     assert ((decoded == 0).all(axis=2) == (values == key).all(axis=2)).all()
 
 
@@ -113,8 +113,8 @@ def test_what_cannot_change_the_picture_is_left_alone():
     values = samples(4, 4, 16, 3)
     notes = [chunk(b"sBIT", b"\x0c" * 3), chunk(b"iCCP", b"x\0\0" + zlib.compress(b"no profile"))]
     data = file(4, 4, 16, 2, packed(values, 16), *notes, after=b"more") + b"a film"
-    assert png.read_header(data).full_scale == 65535
-    np.testing.assert_array_equal(png.decode(data), values)
+    assert png(data).full_scale == 65535
+    np.testing.assert_array_equal(decode(data), values)
     assert "tEXt" in str(refusal(data[:33] + chunk(b"tEXt", b"a\0b")[:-1] + b"?" + data[33:]))
 
 
@@ -123,19 +123,18 @@ def test_what_cannot_change_the_picture_is_left_alone():
     [
         ((0, 4, 8, 2, 0, 0, 0), "illegal"),
         ((4, 4, 8, 5, 0, 0, 0), "illegal"),
-        ((4, 4, 16, 3, 0, 0, 0), "can't be decoded|longer than"),
-        ((4, 4, 7, 0, 0, 0, 0), "can't be decoded|longer than"),
-        ((4, 4, 8, 2, 1, 0, 0), "can't be decoded"),
-        ((4, 4, 8, 2, 0, 0, 2), "can't be decoded"),
-        ((4, 5, 8, 2, 0, 0, 0), "can't be decoded"),
-        ((4, 3, 8, 2, 0, 0, 0), "longer than"),
+        ((4, 4, 16, 3, 0, 0, 0), "damaged"),
+        ((4, 4, 7, 0, 0, 0, 0), "damaged"),
+        ((4, 4, 8, 2, 1, 0, 0), "damaged"),
+        ((4, 4, 8, 2, 0, 0, 2), "damaged"),
+        ((4, 5, 8, 2, 0, 0, 0), "damaged or cut short"),
     ],
 )
 def test_headers_that_cant_be_true(header, what):
     data = file(4, 4, 8, 2, packed(samples(4, 4, 8, 3), 8))
     error = refusal(data[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", *header)) + data[33:])
     assert error.status == "unreadable"
-    assert any(part in str(error) for part in what.split("|"))
+    assert what in str(error)
 
 
 def test_damage_inside_whole_chunks_is_noticed():
@@ -145,7 +144,7 @@ def test_damage_inside_whole_chunks_is_noticed():
     stream = zlib.compress(rows)
     half = len(stream) // 2
     parts = [chunk(b"IDAT", stream[:half]), chunk(b"IDAT", stream[half:])]
-    png.decode(head + b"".join(parts) + end)
+    decode(head + b"".join(parts) + end)
     wrong = [[], parts[:1], parts[::-1], [chunk(b"IDAT", stream[:-1] + b"?")]]
     wrong.append([chunk(b"IDAT", zlib.compress(b"\5" + rows[1:]))])  # no such row filter
     for pieces in wrong:

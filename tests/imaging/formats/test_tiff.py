@@ -18,6 +18,10 @@ from anomaly.imaging.read import read_image
 DTYPES = (np.uint8, np.uint16, np.float32)
 
 
+def decode(data):
+    return tiff(data).decode()
+
+
 def refusal(data):
     with pytest.raises(ImageError) as caught:
         read_image(data)
@@ -26,7 +30,7 @@ def refusal(data):
 
 def check(data, expected):
     """Samples (H, W, count) and their type are as expected."""
-    found = tiff.decode(data)
+    found = decode(data)
     assert found.dtype == expected.dtype
     np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 

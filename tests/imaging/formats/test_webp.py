@@ -12,6 +12,10 @@ from anomaly.imaging.formats import webp
 from anomaly.imaging.read import read_image
 
 
+def decode(data):
+    return webp(data).decode()
+
+
 def chunks_of(data):
     """(type, where its content starts, length) of each chunk."""
     found, at = [], 12
@@ -43,7 +47,7 @@ def whole(request):
 
 
 def test_a_flipped_bit_outside_the_picture_never_changes_the_pixels(whole):
-    expected = webp.decode(whole)
+    expected = decode(whole)
     chunks = chunks_of(whole)
     contents = {i: kind for kind, at, length in chunks for i in range(at, at + length)}
     outside = [i for i in range(len(whole)) if contents.get(i) not in (b"ALPH", b"VP8 ", b"VP8L")]
@@ -53,8 +57,8 @@ def test_a_flipped_bit_outside_the_picture_never_changes_the_pixels(whole):
             flipped = bytearray(whole)
             flipped[i] ^= 1 << bit
             try:
-                orientation = webp.read_header(bytes(flipped)).orientation
-                pixels = webp.decode(bytes(flipped))
+                orientation = webp(bytes(flipped)).orientation
+                pixels = decode(bytes(flipped))
             except ImageError:
                 refused += 1
                 continue
@@ -72,7 +76,7 @@ def test_a_picture_that_is_cut_isnt_read_on_into_what_follows(whole):
         for behind in ([], parts[i + 1 :], [(b"EXIF", content[cut:])]):
             damaged = file(*parts[:i], (kind, content[:cut]), *behind)
             with pytest.raises(ImageError) as caught:
-                webp.decode(damaged)
+                decode(damaged)
             assert caught.value.status == "unreadable"
 
 

@@ -1,1 +1,0 @@
-"""The picture formats that can be read, a module each, and what they share: `base`."""
