@@ -7,11 +7,10 @@ import logging
 import shlex
 from dataclasses import fields
 
-from anomaly.cli.common_options import agreed, ask, check_images, chosen_device
+from anomaly.cli.common_options import agreed, ask, chosen_device, images_given
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.options import share_of
-from anomaly.datasets import Sample, check_inputs
-from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError
 from anomaly.evaluation.recalibrate import Asked, Recalibration, recalibrate
 from anomaly.files.outputs import locked
@@ -42,16 +41,17 @@ def run(options: argparse.Namespace) -> int:
             raise AnomalyError(str(error)) from None
     asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
     asked.check(good=bool(options.good), production=bool(options.production))
-    check_images(options, "good", "production", "defects")
+    images = {name: images_given(options, name) for name in ("good", "defects")}
+    unsorted = bool(asked.at_most_defective)
+    images["production"] = images_given(options, "production", unsorted=unsorted)
     model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
-        return _run(options, asked)
+        return _run(options, asked, images)
 
 
-def _run(options: argparse.Namespace, asked: Asked) -> int:
+def _run(options: argparse.Namespace, asked: Asked, images: dict[str, list[Sample]]) -> int:
     device = chosen_device(options)
     model = load_model(options.model, device)
-    images = {name: _given(options, name) for name in ("good", "production", "defects")}
     with ProgressLine() as progress:
         made = recalibrate(model, asked, **images, progress=progress)
     print("\n".join(made.lines()))
@@ -62,22 +62,6 @@ def _run(options: argparse.Namespace, asked: Asked) -> int:
     else:
         return 1
     return 3 if made.refused else 0
-
-
-def _given(options: argparse.Namespace, name: str) -> list[Sample]:
-    """The images of an option.
-
-    Raises:
-        DataError: names of folders or files contradict what they are given as.
-    """
-    paths = getattr(options, name)
-    if not paths:
-        return []
-    found = find_inputs(paths, option=f"--{name}").paths
-    # Nobody has sorted production images, whatever their names say.
-    if not (name == "production" and options.at_most_defective):
-        check_inputs(paths, found, defects=name == "defects")
-    return [Sample(path, str(path)) for path in found]
 
 
 def _save(options: argparse.Namespace, made: Recalibration) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import cv2
 
 from anomaly.cli import annex
+from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.pool import warm_up
@@ -79,19 +80,23 @@ def check_cluster(options: argparse.Namespace) -> None:
         raise AnomalyError(f"--workers is {options.workers}; it must be 1 or more")
 
 
-def check_images(options: argparse.Namespace, *names: str) -> None:
-    """See that options which name image files or folders name some, before torch is imported.
+def images_given(options: argparse.Namespace, name: str, *, unsorted: bool = False) -> list[Sample]:
+    """The images of an option, found before torch is imported; none where it isn't given.
 
     Args:
         options: of the command.
-        names: of these options, without the dashes; those that aren't given are passed over.
+        name: of the option, without the dashes.
+        unsorted: whether nobody has sorted them, whatever their names say.
 
     Raises:
-        DataError: a file or a folder doesn't exist, or there is no image.
+        DataError: a file or a folder doesn't exist, there is no image, or names of folders or files
+            contradict what they are given as.
     """
-    for name in names:
-        if paths := getattr(options, name):
-            find_inputs(paths, option=f"--{name}")
+    paths: Sequence[Path] = getattr(options, name) or ()
+    found = find_inputs(paths, option=f"--{name}").paths if paths else []
+    if not unsorted:
+        check_inputs(paths, found, defects=name == "defects")
+    return [Sample(path, str(path)) for path in found]
 
 
 def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
-from anomaly.cli.common_options import agreed, check_images, chosen_device
+from anomaly.cli.common_options import agreed, chosen_device, images_given
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.datasets import Sample, check_inputs
-from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
+
+if TYPE_CHECKING:
+    from anomaly.line.feedback import Confirmed
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +35,36 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.good and options.feedback is None:
         raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
-    check_images(options, "good", "defects")
+    # Good images keep their files' names in the model; defects of several folders may share names.
+    good = [replace(image, name=image.path.name) for image in images_given(options, "good")]
+    defects = images_given(options, "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
     check_run_folder(output, folder)
     with locked(output):
         claim(output, RUN, overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
-            return _run(options, folder, Path(scratch))
+            return _run(options, folder, Path(scratch), good, defects)
 
 
-def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
+def _run(
+    options: argparse.Namespace,
+    folder: Path,
+    scratch: Path,
+    good: list[Sample],
+    defects: list[Sample],
+) -> int:
     from anomaly.evaluation.update import update
 
     device = chosen_device(options)
     model = load_model(folder, device)
-    good, defects, past = _images(options, model, scratch)
+    past: list[Sample] = []
+    if options.feedback is not None:
+        confirmed = _confirmed(options.feedback, model, scratch)
+        good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]
+        past = confirmed.past
+    if not good:
+        raise DataError(f"{options.feedback} has no part with a picture that was called good")
     with ProgressLine() as progress:
         updated = update(
             model,
@@ -73,32 +91,15 @@ def _run(options: argparse.Namespace, folder: Path, scratch: Path) -> int:
     return 3 if refused else 0
 
 
-def _images(
-    options: argparse.Namespace, model: Model, scratch: Path
-) -> tuple[list[Sample], list[Sample], list[Sample]]:
-    """The good images, the defects, and parts that nobody has judged."""
+def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
+    """The parts of a record that people have judged."""
     from anomaly.training.update import lineage
 
-    good_files, defect_files = (
-        find_inputs(images, option=option).paths if images else []
-        for option, images in (("--good", options.good), ("--defects", options.defects))
-    )
-    check_inputs(options.good, good_files)
-    check_inputs(options.defects or (), defect_files, defects=True)
-    # Defects of several folders may share names; good images keep theirs in the model.
-    good, past = [Sample(file, file.name) for file in good_files], []
-    defects = [Sample(file, str(file)) for file in defect_files]
-    if options.feedback is not None:
-        feedback = annex("line.feedback")
-        confirmed = feedback.confirmed_parts(options.feedback, lineage(model), scratch)
-        if confirmed.lost:
-            log.warning(
-                "%d judged parts were left out, because the record has no picture of them (see "
-                "--keep-good and --keep-pictures of serve)",
-                confirmed.lost,
-            )
-        good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]
-        past = confirmed.past
-    if not good:
-        raise DataError(f"{options.feedback} has no part with a picture that was called good")
-    return good, defects, past
+    confirmed: Confirmed = annex("line.feedback").confirmed_parts(record, lineage(model), scratch)
+    if confirmed.lost:
+        log.warning(
+            "%d judged parts were left out, because the record has no picture of them (see "
+            "--keep-good and --keep-pictures of serve)",
+            confirmed.lost,
+        )
+    return confirmed
