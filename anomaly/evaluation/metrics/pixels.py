@@ -180,7 +180,9 @@ class PixelAccumulator:
         """
         if not self._defect_pixels:
             return Metrics.undefined(_NAMES, NO_DEFECT_MASKS if self._images else NO_MASKS)
-        lost = {"lost_defect_share": self._lost_defect_pixels / self._defect_pixels}
+        lost: dict[str, float | None] = {
+            "lost_defect_share": self._lost_defect_pixels / self._defect_pixels
+        }
         if self._lost_defect_pixels == self._defect_pixels:
             return Metrics.undefined(_NAMES, NO_DEFECT_PIXELS) | Metrics(lost)
         tally = self._scores.tally()
