@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -23,7 +23,6 @@ from anomaly.evaluation.recalibrate import Asked, recalibrated
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.array_input import ImageLike, is_one, source_of
 from anomaly.methods.base import Progress
-from anomaly.report.index import write_report
 from anomaly.report.report import Category, evaluated
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -281,7 +280,7 @@ class Detector:
         data: Dataset | Iterable[Sample] | None = None,
         *,
         progress: Progress = lambda done, total: None,
-    ) -> EvaluationResult:
+    ) -> Category:
         """Score test images and compare with what they show.
 
         Nothing is tuned here: the detector and its thresholds stay as they are.
@@ -317,24 +316,7 @@ class Detector:
             )
         samples = not_learned(model, model.config.name, samples)
         # Samples of a program's own have no split.
-        category = evaluated(model, samples, place, own_split=bool(place), progress=progress)
-        return EvaluationResult(**{f.name: getattr(category, f.name) for f in fields(category)})
-
-
-@dataclass(frozen=True, repr=False)
-class EvaluationResult(Category):
-    """Figures, every image's score, and a report: what `Detector.evaluate` returns."""
-
-    def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write `index.html`, and the report of this model in a folder beside it.
-
-        Returns:
-            The report's HTML file.
-
-        Raises:
-            OutputError: there is one already, or it can't be written.
-        """
-        return write_report(self, Path(folder), overwrite=overwrite)
+        return evaluated(model, samples, place, own_split=bool(place), progress=progress)
 
 
 def load(

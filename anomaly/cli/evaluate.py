@@ -1,10 +1,10 @@
-"""`anomaly evaluate`: models × their test splits -> a report for each and an index over all."""
+"""`anomaly evaluate`: models × their test splits -> a report for each and figures of all."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,8 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, fi
 from anomaly.evaluation.splits import images_to_test
 from anomaly.evaluation.weaknesses import lines
 from anomaly.files.outputs import locked
-from anomaly.report.index import EvaluationFolder
-from anomaly.report.report import Category, evaluated
-from anomaly.report.tables import at_thresholds, flattered, table, undefined
+from anomaly.report.report import Category, EvaluationFolder, evaluated, flattered
+from anomaly.report.tables import at_thresholds, table, undefined
 from anomaly.storage.folder import find_runs
 from anomaly.storage.load import load_model
 
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
-    failures: dict[str, str] = {}
+    failed = 0
 
     try:
         device = chosen_device(options)
@@ -64,12 +63,12 @@ def _run(options: argparse.Namespace) -> int:
                 raise
             except AnomalyError as error:  # the others go on
                 log.error("%s", error)
-                failures[source] = str(error)
+                failed += 1
     finally:
-        # Whatever stopped the run, what was evaluated has its index.
+        # Whatever stopped the run, what was evaluated has its figures.
         if categories:
-            folder.finish(categories, failures)
-    return _report(categories, failures, options.output)
+            folder.finish([c.evaluation for c in categories])
+    return _report(categories, failed, options.output)
 
 
 def _sources(options: argparse.Namespace) -> list[str]:
@@ -131,7 +130,7 @@ def _distinct(category: Category, taken: set[str]) -> Category:
     return replace(category, evaluation=replace(category.evaluation, name=name))
 
 
-def _report(categories: Sequence[Category], failures: Mapping[str, str], output: Path) -> int:
+def _report(categories: Sequence[Category], failed: int, output: Path) -> int:
     if not categories:
         return 2
     evaluations = [c.evaluation for c in categories]
@@ -150,5 +149,5 @@ def _report(categories: Sequence[Category], failures: Mapping[str, str], output:
     for category in categories:
         for line in lines(category.weaknesses, category.name if len(categories) > 1 else ""):
             log.info(line)
-    print(f"all of it: {output / 'index.html'}")
-    return 3 if refused or failures else 0
+    print(f"all figures: {output / 'metrics.json'}")
+    return 3 if refused or failed else 0

@@ -145,10 +145,10 @@ def _show(
     _, computes = passed_on(options)
     model = ["--model", str(output)]
     if scored is None:
-        page = output / "evaluation" / "index.html"
+        folder = output / "evaluation"
         command = ["evaluate", *model]
     else:
-        page = output / "results" / "results.html"
+        folder = output / "results"
         suspects = output / "suspects"
         unseen = f" Those that looked most unusual in training are in {suspects}."
         log.info(
@@ -156,18 +156,14 @@ def _show(
             "anything marked is unusual even among them." + (unseen if suspects.is_dir() else "")
         )
         command = ["infer", *model, "--input", str(scored)]
-    code = max(code, execute([*command, "--output", str(page.parent), *overwrite, *computes]))
-    figures = page.with_name("metrics.json")
-    reports = list(page.parent.glob("*/report.html"))
-    if len(reports) == 1:  # the page above it would have a single row
-        page = reports[0]
-    if page.is_file():
+    code = max(code, execute([*command, "--output", str(folder), *overwrite, *computes]))
+    for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
         _say_last(report, code)
         if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
-    return max(code, _offer_tuning(options, config, figures))
+    return max(code, _offer_tuning(options, config, folder / "metrics.json"))
 
 
 def _say_last(report: DataReport, code: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,13 @@ from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics.images import Confusion, image_curves
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
 from anomaly.evaluation.weaknesses import Run, Weakness, of_images
+from anomaly.files.writing import claim, clear, write
 from anomaly.maps.encoding import encoded, pixels_for, thumbnail
 from anomaly.maps.heatmap import OPACITY, colour_stops, display, layer, outlines
 from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import asset, command_line, page, shown_time, utc_now
-from anomaly.report.tables import flattered
+from anomaly.report.tables import metrics_json, scores_csv
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -144,10 +145,81 @@ class Category:
         """Every test image and its score."""
         return self.evaluation.scored
 
+    def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write figures and scores, and the report of this model in a folder beside them.
+
+        Returns:
+            The report's HTML file.
+
+        Raises:
+            OutputError: there is one already, or it can't be written.
+        """
+        place = EvaluationFolder(Path(folder), overwrite=overwrite)
+        report = place.add(self)
+        place.finish([self.evaluation])
+        return report
+
     @property
     def verdicts(self) -> Confusion | None:
         """What the model's own thresholds did; None where it has none."""
         return self.evaluation.verdicts
+
+
+_FILES = ("metrics.json", "scores.csv")
+_REPORT_FILES = ("report.html", *_FILES)
+
+
+def folder_name(name: str) -> str:
+    """A category's name as that of a folder that is the same on every system."""
+    return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"
+
+
+class EvaluationFolder:
+    """The folder that `evaluate` writes.
+
+        metrics.json, scores.csv                         over all categories
+        <category>/report.html, metrics.json, scores.csv
+
+    Args:
+        folder: made if need be.
+        overwrite: replace earlier files of these names instead of refusing: those over all
+            categories with the first one that is added, a category's with that category.
+
+    Raises:
+        OutputError: the folder can't be used, or an earlier evaluation is in it.
+    """
+
+    def __init__(self, folder: Path, *, overwrite: bool) -> None:
+        claim(folder, _FILES, overwrite=overwrite)
+        self.folder = folder
+        self._overwrite = overwrite
+        self._taken: set[str] = set()
+
+    def add(self, category: Category) -> Path:
+        """Write one category's files; returns its report.
+
+        Raises:
+            OutputError: they exist already, or can't be written.
+        """
+        name = folder_name(category.name)
+        while name.casefold() in self._taken:
+            name += "_"
+        folder = self.folder / name
+        claim(folder, _REPORT_FILES, overwrite=self._overwrite)
+        if not self._taken:
+            clear(self.folder, _FILES)
+        clear(folder, _REPORT_FILES)
+        evaluation = category.evaluation
+        write(folder / "metrics.json", metrics_json([evaluation]))
+        write(folder / "scores.csv", scores_csv([evaluation]))
+        write(folder / "report.html", report_html(category))
+        self._taken.add(name.casefold())
+        return folder / "report.html"
+
+    def finish(self, evaluations: Sequence[Evaluation]) -> None:
+        """Write the files over all categories."""
+        write(self.folder / "metrics.json", metrics_json(evaluations))
+        write(self.folder / "scores.csv", scores_csv(evaluations))
 
 
 def evaluated(
@@ -512,17 +584,31 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     return {"Settings": settings, "Training": learned, "Evaluation": measured}
 
 
+def flattered(evaluation: Evaluation) -> str:
+    """A warning that test images were used to choose settings or thresholds; empty if none were."""
+    limits, images = evaluation.thresholds, len(evaluation.scored)
+    notes = []
+    if count := evaluation.n_settings_images:
+        notes.append(
+            f"{count} of {images} test images were used to choose the settings (tune), so figures "
+            "are slightly better than on new parts; test with other images (--good, --defects)"
+        )
+    if count := evaluation.n_threshold_images:
+        notes.append(
+            f"{count} of {images} test images were used to choose the thresholds, so verdicts are "
+            "better here than on new parts"
+        )
+    if notes:
+        return ". ".join(notes)
+    if limits is not None and limits.label == "by hand":
+        return (
+            "the thresholds were set by hand: if they were chosen by these test images, verdicts "
+            "are better here than on new parts"
+        )
+    return ""
+
+
 @cache
 def glossary() -> dict[str, str]:
-    """What each figure means, by its key, for people."""
+    """The meaning of each figure, by its key, for people."""
     return dict(json.loads(asset("glossary.json")))
-
-
-def term(key: str, title: str) -> str:
-    """A figure's name as HTML that explains itself: under the mouse, and at a press or a key."""
-    about, spot = escape(glossary()[key]), escape(f"about-{key}")
-    return (
-        f'<button class="term" type="button" popovertarget="{spot}" title="{about}">'
-        f'{escape(title)}</button><span id="{spot}" popover class="about">'
-        f"<b>{escape(title)}</b>{about}</span>"
-    )

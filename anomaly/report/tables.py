@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -39,20 +40,13 @@ def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     were evaluated on the same images.
     """
     categories = {e.name: _figures(e) | _verdicts(e) for e in evaluations}
-    overall = None if on_shared_images(evaluations) else mean(evaluations)
+    overall = None if _on_shared_images(evaluations) else _mean(evaluations)
     return as_json(_rounded({"categories": categories, "mean": overall}))
 
 
 def _rounded(value: Any) -> Any:
     """Numbers to nine digits, which single precision needs: 1, not 0.9999999999999999."""
-    match value:
-        case float():
-            return float(f"{value:.9g}")
-        case dict():
-            return {key: _rounded(one) for key, one in value.items()}
-        case list() | tuple():
-            return [_rounded(one) for one in value]
-    return value
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.9g}"))
 
 
 def scores_csv(evaluations: Sequence[Evaluation]) -> str:
@@ -104,23 +98,23 @@ def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
     return f"in evaluation, {passed} passed as good at these thresholds"
 
 
-def defined_columns(evaluations: Sequence[Evaluation]) -> Columns:
+def _defined_columns(evaluations: Sequence[Evaluation]) -> Columns:
     """The columns that some evaluation has a figure for."""
     return [c for c in _COLUMNS if any(e.metrics.values.get(c[1]) is not None for e in evaluations)]
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
     """The figures for people, one line a category and their mean, unless they share images."""
-    columns = defined_columns(evaluations)
+    columns = _defined_columns(evaluations)
     header = ["", "good", "defect", *(title for title, _ in columns)]
     lines = [
         [e.name, str(e.n_good), str(e.n_defect)]
-        + [shown(e.metrics.values.get(key)) for _, key in columns]
+        + [_shown(e.metrics.values.get(key)) for _, key in columns]
         for e in evaluations
     ]
-    if len(evaluations) > 1 and not on_shared_images(evaluations):
-        means = mean(evaluations)
-        lines.append(["mean", "", "", *(shown(means.get(key)) for _, key in columns)])
+    if len(evaluations) > 1 and not _on_shared_images(evaluations):
+        means = _mean(evaluations)
+        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in columns)])
     head, *texts = text_table([header, *lines])
     return "\n".join([head, "─" * len(head), *texts])
 
@@ -135,30 +129,6 @@ def at_thresholds(name: str, counts: Confusion) -> str:
             f"{bad.good} called good (escapes)"
         )
     return f"{name} at its thresholds: {'; '.join(clauses)}"
-
-
-def flattered(evaluation: Evaluation) -> str:
-    """A warning that test images were used to choose settings or thresholds; empty if none were."""
-    limits, images = evaluation.thresholds, len(evaluation.scored)
-    notes = []
-    if count := evaluation.n_settings_images:
-        notes.append(
-            f"{count} of {images} test images were used to choose the settings (tune), so figures "
-            "are slightly better than on new parts; test with other images (--good, --defects)"
-        )
-    if count := evaluation.n_threshold_images:
-        notes.append(
-            f"{count} of {images} test images were used to choose the thresholds, so verdicts are "
-            "better here than on new parts"
-        )
-    if notes:
-        return ". ".join(notes)
-    if limits is not None and limits.label == "by hand":
-        return (
-            "the thresholds were set by hand: if they were chosen by these test images, verdicts "
-            "are better here than on new parts"
-        )
-    return ""
 
 
 def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -219,7 +189,7 @@ def _rate(count: int, images: int) -> dict[str, Any] | None:
     return {"value": rate.expected, "interval": (rate.low, rate.high)}
 
 
-def mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
+def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
     """Each figure's mean over the evaluations that have it; None where none has."""
     keys = dict.fromkeys(key for e in evaluations for key in e.metrics.values)
     means: dict[str, float | None] = {}
@@ -231,7 +201,7 @@ def mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
     return means
 
 
-def on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
+def _on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
     """Whether an image was scored in two evaluations: models that are compared, not added up."""
     seen: set[str] = set()
     for evaluation in evaluations:
@@ -242,6 +212,5 @@ def on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
     return False
 
 
-def shown(value: float | None) -> str:
-    """A figure for people."""
+def _shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"

@@ -12,7 +12,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.files.outputs import locked
 from anomaly.sample_data import write_sample_data
 
-_DATA = Path("data/sample/brushed_plate")
+_DATA, _CONFIG = Path("data/sample/brushed_plate"), Path("sample_brushed_plate.yaml")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -24,14 +24,14 @@ def _demo(options: argparse.Namespace) -> int:
         write_sample_data(_DATA, overwrite=True, progress=partial(progress, "images"))
     print(f"sample images in {_DATA}")
     steps: list[list[object]] = [
-        ["train", "--config", "sample_brushed_plate.yaml", *settings, "--output", model],
+        ["train", "--config", _CONFIG, *settings, "--output", model],
         ["infer", "--model", model, "--input", _DATA / "test", "--output", results],
         ["evaluate", "--model", model, "--output", evaluation],
     ]
     for step in steps:
         if code := execute([*map(str, step), *computes, "--overwrite"]):
             return code
-    print(f"\nLook at {(evaluation / 'index.html').absolute()},")
+    print(f"\nLook at {(evaluation / _CONFIG.stem / 'report.html').absolute()},")
     print(f"the heatmaps in {results}/heatmaps, the verdicts in {results}/results.csv.")
     return 0
 

@@ -31,7 +31,8 @@ def test_each_step_is_a_command_and_a_failing_one_ends_it(
     assert [step[0] for step in steps] == ["train", "infer", "evaluate"]
     assert all("--overwrite" in step for step in steps)
     assert "image.area=128" in steps[0]
-    assert str(tmp_path / "all" / "evaluation" / "index.html") in capsys.readouterr().out
+    report = tmp_path / "all" / "evaluation" / "sample_brushed_plate" / "report.html"
+    assert str(report) in capsys.readouterr().out
     assert main(["demo"]) == 3  # its training couldn't use some images
     assert [step[0] for step in steps[3:]] == ["train"]
     assert made == [Path("data/sample/brushed_plate")] * 2

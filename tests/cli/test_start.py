@@ -40,7 +40,6 @@ def test_a_data_set_ends_in_a_report(product: Path, start: Start, tmp_path: Path
     assert "is read as --format mvtec" in said
     for name in ("check", "train", "evaluate"):
         assert f"\n$ anomaly {name} " in said
-    assert (output / "evaluation" / "index.html").is_file()
     assert f"Look at {output / 'evaluation' / 'disc' / 'report.html'}" in said
     config = load_config(output / "disc.yaml")
     assert (config.name, config.data.root) == ("disc", product)
@@ -72,7 +71,7 @@ def test_sixteen_bit_greys_under_names_of_ones_own(start: Start, tmp_path: Path)
     written = yaml.safe_load((tmp_path / "run" / "part.yaml").read_text())
     assert written["image"] == {"bit_depth": 12}
     assert written["data"] == {"format": "good_defect", "root": str(part)}
-    assert (tmp_path / "run" / "evaluation" / "index.html").is_file()
+    assert (tmp_path / "run" / "evaluation" / "part" / "report.html").is_file()
 
 
 def test_defects_that_pass_are_said_with_what_to_try(

@@ -14,7 +14,6 @@ from report_cases import HOSTILE, LIMIT, case, limits
 from anomaly.datasets import Sample
 from anomaly.evaluation.metrics.images import confusion
 from anomaly.evaluation.weaknesses import Weakness
-from anomaly.report.index import index_html
 from anomaly.report.report import Category, report_html
 from anomaly.scoring.scored import Scored
 
@@ -350,6 +349,3 @@ def test_it_can_be_read_on_any_screen_and_on_paper(browser: Browser, tmp_path: P
     browser.call("Emulation.setEmulatedMedia", media="")
     browser.print_to(tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
-    (tmp_path / "index.html").write_text(index_html([category], {}, {}), "utf-8")
-    browser.open(tmp_path / "index.html")
-    browser.fits(360, 1366)

@@ -18,7 +18,7 @@ from anomaly.config.load import load_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import score_test_split
-from anomaly.report.tables import flattered
+from anomaly.report.report import flattered
 from anomaly.storage.load import load_model
 from anomaly.training.tuning import tune
 from anomaly.training.tuning.tune import Images, Search
