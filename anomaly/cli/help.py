@@ -20,7 +20,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "region": (
             "draw in an image where the model is to look, for a config",
             "region photographs/001.png",
-            "region photographs/001.png --output region.yaml --no-open",
+            "region photographs/001.png --output region.html",
         ),
     },
     "train and judge": {
@@ -98,7 +98,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "layers": (
             "list a network's layers: shapes, strides, parameters, compute",
             "layers --backbone resnet50",
-            "layers --model runs/part --depth 2",
+            "layers --model runs/part",
         ),
         "features": (
             "save a network's features of images, for classifiers of your own",

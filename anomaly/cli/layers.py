@@ -1,12 +1,11 @@
-"""`anomaly layers`: the tree of a network's layers, as text or JSON."""
+"""`anomaly layers`: the tree of a network's layers, as a table."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anomaly.config.schema import METHODS
 from anomaly.errors import AnomalyError, ConfigError
@@ -27,9 +26,8 @@ def run(options: argparse.Namespace) -> int:
     from anomaly.backbones.layer_table import layer_table
     from anomaly.backbones.registry import build
 
-    for name, value in (("--input-size", options.input_size), ("--depth", options.depth)):
-        if value is not None and value < 1:
-            raise AnomalyError(f"{name} is {value}; it must be 1 or more")
+    if options.input_size < 1:
+        raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
     if options.model is None:
         name = options.backbone
         network = build(name)
@@ -40,13 +38,8 @@ def run(options: argparse.Namespace) -> int:
         network = build(name)
         hooked = dict.fromkeys(read_manifest(folder)["backbone"]["layers"], "hooked")
     table = layer_table(network, options.input_size)
-    shown = [x for x in table if options.depth is None or x.path.count(".") < options.depth]
-    if options.json:
-        values = _as_json(name, options.input_size, table[0], shown, hooked)
-        print(json.dumps(values, indent=2))
-    else:
-        _print(shown, hooked)
-        print(_summary(name, options.input_size, table, hooked, options.model is not None))
+    print("\n".join(text_table([_COLUMNS, *(_row(x, hooked) for x in table)], left=(0, 1, 2, 7))))
+    print(_summary(name, options.input_size, table, hooked, options.model is not None))
     return 0
 
 
@@ -61,35 +54,6 @@ def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
             for layer in layers[-method.stages :]:
                 hooked[layer] = f"{hooked[layer]}, {kind}" if layer in hooked else kind
     return hooked
-
-
-def _as_json(
-    name: str, size: int, whole: Layer, shown: list[Layer], hooked: Mapping[str, str]
-) -> dict[str, Any]:
-    return {
-        "network": name,
-        "input_size": size,
-        "parameters": whole.parameters,
-        "multiply_adds": whole.multiply_adds,
-        "layers": [
-            {
-                "path": layer.path,
-                "type": layer.kind,
-                "shape": layer.shape,
-                "stride": layer.stride,
-                "parameters": layer.parameters,
-                "compute_share": layer.share,
-                "runs": layer.runs,
-                "hooked": hooked.get(layer.path, "").split(", ") if layer.path in hooked else [],
-            }
-            for layer in shown
-        ],
-    }
-
-
-def _print(shown: list[Layer], hooked: Mapping[str, str]) -> None:
-    rows = [_COLUMNS, *(_row(layer, hooked) for layer in shown)]
-    print("\n".join(text_table(rows, left=(0, 1, 2, 7))))
 
 
 def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:

@@ -113,7 +113,6 @@ def _region(parser: argparse.ArgumentParser) -> None:
         "--bit-depth", type=int, help="bit depth of the camera, as image.bit_depth in the config"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier page there")
-    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
 
 
 def _start(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +123,6 @@ def _start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the product (default: the folder's name)")
     parser.add_argument("--output", type=Path, help="output folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier start there")
-    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
     add_settings(parser, "a setting of your own, e.g. --set image.area=512; may be repeated")
     add_device(parser)
 
@@ -451,10 +449,6 @@ def _layers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input-size", type=int, default=224, metavar="N", help="side of the image (default: 224)"
     )
-    parser.add_argument(
-        "--depth", type=int, metavar="N", help="show only layers at most N levels deep"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 # By command.

@@ -21,6 +21,6 @@ def run(options: argparse.Namespace) -> int:
     claim(output.parent, [output.name], overwrite=options.overwrite)
     write(output, region_page(options.image, decoding_of(settings)))
     print(f"draw in {output}, then copy the lines it shows into your config")
-    if sys.stdout.isatty() and not options.no_open:
+    if sys.stdout.isatty():
         webbrowser.open(output.as_uri())
     return 0
