@@ -27,14 +27,12 @@ from anomaly.version import __version__
 
 _T = TypeVar("_T")
 
-# The page's files by route, with their types.
-_PAGE = {
-    "/": ("line.html", "text/html"),
-    "/line.css": ("line.css", "text/css"),
-    "/line.js": ("line.js", "text/javascript"),
-    "/zoom.js": ("zoom.js", "text/javascript"),
-    "/words.js": ("words.js", "text/javascript"),
-    "/words.json": ("words.json", "application/json"),
+_PAGE = ("line.html", "line.css", "line.js", "zoom.js", "words.js", "words.json")  # its files
+_KINDS = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "json": "application/json",
 }
 
 # Beginnings of a form, of JSON, of an address that holds the data, of a PNG or JPEG as base64.
@@ -119,9 +117,11 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
             tuple[Include, ...], Query(description="what to return besides the row")
         ] = (),
     ) -> JSONResponse:
-        slot = _taking(service, name)
-        has_thresholds = slot.now is not None and slot.now.model.thresholds is not None
-        if not has_thresholds and {"mask", "regions"} & {*include}:
+        slot = _slot(service, name)
+        if service.stopping:
+            raise BusyError(STOPPING)
+        has_none = slot.now and slot.now.model.thresholds is None
+        if has_none and {"mask", "regions"} & {*include}:
             raise HTTPException(
                 400,
                 f"{name} has no thresholds, so it has no masks or regions; include only the "
@@ -146,13 +146,6 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
         return _TextResponse(answer, 200 if answer["status"] == "ok" else 422)
 
 
-def _taking(service: InspectionService, name: str) -> ModelSlot:
-    slot = _slot(service, name)
-    if reason := STOPPING if service.stopping else slot.unusable:
-        raise BusyError(reason)
-    return slot
-
-
 def _slot(service: InspectionService, name: str) -> ModelSlot:
     if name not in service.registry.models:
         known = nearest(name, service.registry.models)
@@ -166,7 +159,7 @@ def _shown_name(name: str) -> str:
 
 
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
-    look = InTurn()
+    look, check = InTurn(), InTurn()
 
     @app.get("/v1/models", summary="The models")
     def models() -> dict[str, Any]:
@@ -185,7 +178,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
         summary="Whether all models are ready and results can be recorded",
     )
     async def ready() -> JSONResponse:
-        health = await look(service.health)
+        health = await check(service.health)
         return _TextResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/v1/alarms", summary="Current alarms, errors first")
@@ -194,7 +187,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def metrics() -> Response:
-        return Response(await look(service.metrics.text), media_type="text/plain; version=0.0.4")
+        return Response(await check(service.metrics.text), media_type="text/plain; version=0.0.4")
 
 
 class InTurn:
@@ -331,15 +324,16 @@ def _report_route(app: FastAPI, service: InspectionService) -> None:
 
 
 def _page_routes(app: FastAPI) -> None:
-    for route, (name, kind) in _PAGE.items():
-        app.get(route, include_in_schema=False)(partial(_page_file, name, kind))
+    for name in _PAGE:
+        route = "/" if name == "line.html" else f"/{name}"
+        app.get(route, include_in_schema=False)(partial(_page_file, name))
 
 
-def _page_file(name: str, kind: str) -> Response:
+def _page_file(name: str) -> Response:
     text = _asset(name)
     if name == "line.css":
         text = _asset("base.css", "report") + text
-    return Response(text, media_type=kind)
+    return Response(text, media_type=_KINDS[name.rpartition(".")[2]])
 
 
 def _asset(name: str, room: str = "line") -> str:

@@ -37,7 +37,6 @@ def _serve(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     _check_serve(options)
     token = _token(options)
-    _check_open(options, token)
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
     with locked_file(record), Stopping(then="send parts without an answer again") as stop:
@@ -112,23 +111,20 @@ def _token(options: argparse.Namespace) -> str:
             f"the token in {origin} must have 16 characters or more, all plain ASCII: "
             "openssl rand -hex 16 makes one"
         )
-    return token
-
-
-def _check_open(options: argparse.Namespace, token: str) -> None:
     from anomaly.line.server import is_loopback  # with FastAPI, which is optional
 
-    if not token and not is_loopback(options.host):
-        raise AnomalyError(
-            f"--host {options.host} opens the service to other machines, which needs a token; give "
-            f"--token-file, or set ${_TOKEN_VARIABLE}"
-        )
-    if token and not is_loopback(options.host):
+    if not is_loopback(options.host):
+        if not token:
+            raise AnomalyError(
+                f"--host {options.host} opens the service to other machines, which needs a token; "
+                f"give --token-file, or set ${_TOKEN_VARIABLE}"
+            )
         log.log(
             NOTE,
             "token and pictures are sent unencrypted; on a shared network, put a proxy with TLS "
             "in front",
         )
+    return token
 
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:

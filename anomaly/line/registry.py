@@ -115,19 +115,11 @@ class ModelRegistry:
                 self._promises[model_id] = version.promise
             slot.use(version)
             return
-        if slot.now:
-            log.error(
-                "the new version of %s was refused; the previous version stays in use: %s",
-                slot.name,
-                slot.trouble,
-            )
-        else:
-            log.error("%s can't be served: %s", slot.name, slot.trouble)
+        what = "the new version is refused" if slot.now else "it can't be served"
+        log.error("%s: %s: %s", slot.name, what, slot.trouble)
 
     def _version(self, slot: ModelSlot) -> Version:
         """Load and check a model's folder."""
-        if not slot.folder.is_dir():
-            raise ModelError(f"its folder {slot.folder} is missing")
         model = load_model(slot.folder, self._device)
         return Version.of(model, slot.folder, check(model, slot.folder))
 
@@ -259,21 +251,16 @@ def _id(run: Path) -> str:
 
 def holds(old: Path, new: Path) -> bool:
     """Whether two model folders are of one model in one engine; an export keeps its model's id."""
+    places = [(old / name, new / name) for name in (MANIFEST, EXPORT)]
+    return all(_content(before) == _content(after) for before, after in places)
 
-    def identity(folder: Path) -> list[bytes]:
-        files = [folder / MANIFEST, folder / EXPORT]
-        return [file.read_bytes() if file.is_file() else b"" for file in files]
 
-    return identity(old) == identity(new)
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
 
 
 def _kept(run: Path, kind: str) -> list[Path]:
-    folder = run / kind
-    return (
-        sorted(version for version in folder.iterdir() if version.is_dir())
-        if folder.is_dir()
-        else []
-    )
+    return sorted(version for version in (run / kind).glob("*") if version.is_dir())
 
 
 def _numbered(run: Path, kind: str) -> Path:

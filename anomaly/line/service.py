@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -14,7 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from anomaly.errors import DataError, visible
@@ -23,7 +22,7 @@ from anomaly.imaging.read import DEFAULT
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
-from anomaly.line.slot import BusyError, ModelSlot
+from anomaly.line.slot import BusyError
 from anomaly.maps.encoding import photograph
 from anomaly.storage.golden import keep_missed
 
@@ -38,6 +37,13 @@ _BEHIND = 200  # events that a follower may be behind before it has to reload
 _SIGN_OF_LIFE_SECONDS = 10.0
 MOST_FOLLOWERS = 64
 STOPPING = "the service is stopping"
+# By kind of alarm.
+_NOT_READY = {
+    "stopping": STOPPING,
+    "unwritable": "parts can't be recorded: {reason}",
+    "failed": "{model} has failed",
+    "loading": "{model} is still being loaded",
+}
 
 
 @dataclass(frozen=True)
@@ -217,20 +223,56 @@ class InspectionService:
         Returns:
             `ready`; `reason`, why not; `models`, the state of each.
         """
-        models = self.registry.models.values()
-        states = {slot.name: slot.state for slot in models}
-        texts = {"failed": "has failed", "loading": "is still being loaded"}
-        reasons = [f"{name} {texts[state]}" for name, state in states.items() if state in texts]
-        reasons += [STOPPING] * self.stopping
         # Clients without a token mustn't learn the record's path.
         place, name = visible(str(self.record.file)), visible(self.record.file.name)
-        if trouble := self.record.trouble():
-            reasons.append(f"parts can't be recorded: {trouble.replace(place, name)}")
+        reasons = [
+            _NOT_READY[kind].format(model=model, reason=reason.replace(place, name))
+            for kind, model, reason in self._errors()
+        ]
+        states = {slot.name: slot.state for slot in self.registry.models.values()}
         return {"ready": not reasons, "reason": "; ".join(reasons), "models": states}
 
-    def alarms(self) -> list[dict[str, Any]]:
-        """The current alarms; see `alarms_of`."""
-        return alarms_of(self.registry.models.values(), self.record, self.stopping)
+    def alarms(self) -> list[dict[str, str]]:
+        """The current alarms, errors first.
+
+        Returns:
+            Of each: `kind`, its key in words.json, which holds the text in every language;
+            `model`, empty if it concerns all; `reason`, details that the kind's text doesn't give;
+            `severity`, `error` or `warning`; `text` in English.
+        """
+        found = [("error", *error) for error in self._errors()]
+        found += [("warning", *warning) for warning in self._warnings()]
+        return [
+            {
+                "kind": kind,
+                "model": model,
+                "reason": reason,
+                "severity": severity,
+                "text": _words()[kind]["en"].format(model=model, reason=reason),
+            }
+            for severity, kind, model, reason in found
+        ]
+
+    def _errors(self) -> Iterator[tuple[str, str, str]]:
+        """Kind, model and reason of each alarm with which the service isn't ready."""
+        if self.stopping:
+            yield "stopping", "", ""
+        if trouble := self.record.trouble():
+            yield "unwritable", "", trouble
+        for slot in self.registry.models.values():
+            if slot.state != "ready":
+                yield slot.state, slot.name, slot.trouble
+
+    def _warnings(self) -> Iterator[tuple[str, str, str]]:
+        """Kind, model and reason of each other alarm."""
+        for slot in self.registry.models.values():
+            if slot.refused:
+                yield "refused", slot.name, slot.trouble
+            drift = slot.drifted()
+            if drift["alarm"]:
+                yield "drift", slot.name, ""
+            if drift["flagged"]:
+                yield "more" if drift["compared"] == "more" else "fewer", slot.name, ""
 
     def stop(self) -> None:
         """Disconnect followers and accept no more parts."""
@@ -270,50 +312,6 @@ class InspectionService:
             follower.put(event)
 
 
-_ERRORS = ("stopping", "unwritable", "failed", "loading")  # with one, the service isn't ready
-
-
-def alarms_of(models: Iterable[ModelSlot], record: Record, stopping: bool) -> list[dict[str, str]]:
-    """The current alarms, errors first.
-
-    Returns:
-        Of each: `kind`, its key in words.json, which holds the text in every language; `model`,
-        empty if it concerns all; `reason`, details that the kind's text doesn't give; `severity`,
-        `error` or `warning`; `text` in English.
-    """
-    alarms = sorted(_alarms(models, record, stopping), key=lambda alarm: alarm[0] not in _ERRORS)
-    return [
-        {
-            "kind": kind,
-            "model": model,
-            "reason": reason,
-            "severity": "error" if kind in _ERRORS else "warning",
-            "text": _words()[kind]["en"].format(model=model, reason=reason),
-        }
-        for kind, model, reason in alarms
-    ]
-
-
-def _alarms(
-    models: Iterable[ModelSlot], record: Record, stopping: bool
-) -> Iterator[tuple[str, str, str]]:
-    """Kind, model and reason of each alarm."""
-    if stopping:
-        yield "stopping", "", ""
-    if trouble := record.trouble():
-        yield "unwritable", "", trouble
-    for slot in models:
-        if slot.state in ("failed", "loading"):
-            yield slot.state, slot.name, slot.trouble
-        if slot.refused:
-            yield "refused", slot.name, slot.trouble
-        drift = slot.drifted()
-        if drift["alarm"]:
-            yield "drift", slot.name, ""
-        if drift["flagged"]:
-            yield "more" if drift["compared"] == "more" else "fewer", slot.name, ""
-
-
 @cache
 def _words() -> dict[str, dict[str, str]]:
     words = files("anomaly.line").joinpath("assets", "words.json").read_text("utf-8")
@@ -340,8 +338,6 @@ class _Follower:
 
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-_QUANTILES = (0.5, 0.9, 0.99)
-_LATEST = 1000  # scores of each model that the quantiles are of
 # Of each model, the record and each receiver: figures that are read at each request.
 _FIGURES: tuple[tuple[str, str, str, Callable[[Any], float]], ...] = (
     ("model", "waiting_parts", "Accepted parts without an answer", lambda slot: slot.waiting),
@@ -367,7 +363,6 @@ class Metrics:
 
     def __init__(self, service: InspectionService) -> None:
         registry = self._registry = CollectorRegistry()
-        self._scores: dict[str, deque[float]] = {}
         self.parts = Counter(
             "anomaly_parts_total",
             "Parts answered and recorded",
@@ -385,12 +380,6 @@ class Metrics:
             "anomaly_http_answers_total",
             "Answers of the service by status code",
             ("code",),
-            registry=registry,
-        )
-        self._quantiles = Gauge(
-            "anomaly_score",
-            f"Quantiles of the last {_LATEST} scores",
-            ("model", "quantile"),
             registry=registry,
         )
         held = Gauge("anomaly_held_bytes", "Bytes of images that wait", registry=registry)
@@ -411,14 +400,7 @@ class Metrics:
         row = answer.row
         self.parts.labels(answer.model, row.status, row.verdict).inc()
         self.seconds.labels(answer.model).observe((row.milliseconds or 0.0) / 1000)
-        if row.image_score is not None:
-            latest = self._scores.setdefault(answer.model, deque(maxlen=_LATEST))
-            latest.append(row.image_score)
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
-        for model, scores in list(self._scores.items()):
-            values = np.quantile(list(scores), _QUANTILES).tolist()
-            for quantile, value in zip(_QUANTILES, values, strict=True):
-                self._quantiles.labels(model, str(quantile)).set(value)
         return generate_latest(self._registry)
