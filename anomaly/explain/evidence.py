@@ -176,7 +176,6 @@ def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> d
         extractor.network,
         network_input([worst], detector.normalise, detector.device)[0],
         extractor.layers,
-        layouts=extractor.layouts,
         picture=seen,
     )
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}

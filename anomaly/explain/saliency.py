@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anomaly.backbones.extractor import Layout, layout_of
+from anomaly.backbones.extractor import layout_of
 from anomaly.backbones.layer_table import last_map, layer_table, side_multiple, stages, token_layer
 from anomaly.backbones.registry import backbone_of, build, full_network, normalisation
 from anomaly.errors import AnomalyError, ImageError, LayerError
@@ -45,20 +45,13 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
     Raises:
         AnomalyError: it is something else.
     """
-    if not isinstance(image, Tensor):
+    if not (isinstance(image, Tensor) and image.ndim == 3 and image.is_floating_point()):
+        what = f"a {type(image).__name__}"
+        if isinstance(image, Tensor):
+            what += f" of {str(image.dtype).removeprefix('torch.')}, shape {tuple(image.shape)}"
         raise AnomalyError(
-            f"the image is a {type(image).__name__}: give a tensor (3, H, W), normalised as the "
-            "network wants it; the transforms of its weights make one"
-        )
-    if image.ndim != 3:
-        hint = ", images[0] say" if image.ndim == 4 else ""
-        raise AnomalyError(
-            f"the image has shape {tuple(image.shape)}: give one image, (3, H, W){hint}"
-        )
-    if not image.is_floating_point():
-        raise AnomalyError(
-            f"the image holds {str(image.dtype).removeprefix('torch.')}: give floats, normalised "
-            "as the network wants them"
+            f"the image is {what}: give one image as a tensor (3, H, W) of floats, normalised as "
+            "the network wants it"
         )
     if not image.isfinite().all():
         raise AnomalyError("the image holds NaN or infinite values: every layer would, too")
@@ -67,29 +60,26 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
     return image[None].to(next(formats, image.dtype))
 
 
-def map_of(output: Tensor, size: Sequence[int]) -> Tensor:
+def map_of(output: Tensor, size: Sequence[int], layer: str) -> Tensor:
     """A layer's output as a feature map (1, C, h, w), reordered if channels come last.
 
     Args:
         output: of one image: a map, Swin's form of one (1, h, w, C), or a transformer's tokens
-            (1, N, C), of which those of the patches are taken. Anything else stays as it is.
+            (1, N, C), of which those of the patches are taken.
         size: (H, W) of the image.
-    """
-    layout = layout_of(output.shape, size)
-    return layout.map_of(output, size) if layout else output
-
-
-def check_map(shape: Sequence[int], layer: str) -> None:
-    """See that a layer's output is a feature map of one image.
+        layer: path of the layer.
 
     Raises:
-        LayerError: it has another number of axes.
+        LayerError: it is something else.
     """
-    if len(shape) != 4:
+    layout = layout_of(output.shape, size)
+    values = layout.map_of(output, size) if layout else output
+    if values.ndim != 4:
         raise LayerError(
-            f"{layer!r} puts out shape {tuple(shape)}, not a feature map (1, C, h, w): "
+            f"{layer!r} puts out shape {tuple(output.shape)}, not a feature map (1, C, h, w): "
             "choose a layer before the pooling"
         )
+    return values
 
 
 def check_eval(model: nn.Module) -> None:
@@ -116,7 +106,6 @@ def feature_map_pictures(
     image: Tensor,
     layers: Sequence[str],
     n_channels: int = 16,
-    layouts: Sequence[Layout] | None = None,
     picture: RgbImage | None = None,
 ) -> dict[str, RgbImage]:
     """Draw what each layer makes of an image.
@@ -126,7 +115,6 @@ def feature_map_pictures(
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
         n_channels: how many channels are shown, the most active first.
-        layouts: how each layer's output becomes a feature map; by its shape if None.
         picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; by
             default the normalised one, stretched, whose colours aren't the image's (none where it
             has neither 1 nor 3 channels).
@@ -143,21 +131,14 @@ def feature_map_pictures(
     with torch.no_grad(), capture(model, layers, stop=True) as captured:
         captured.run(batch)
         outputs = captured.pop()
-    if layouts is None:
-        outputs = {layer: map_of(output, image.shape[1:]) for layer, output in outputs.items()}
-    else:
-        outputs = {
-            layer: layout.map_of(outputs[layer], image.shape[1:])
-            for layer, layout in zip(layers, layouts, strict=True)
-        }
-    for layer, output in outputs.items():
-        check_map(output.shape, layer)
+    size = image.shape[1:]
+    maps = {layer: map_of(output, size, layer) for layer, output in outputs.items()}
     shown = picture
     if picture is None and len(image) in (1, 3):
         shown = _stretched(image.detach().expand(3, -1, -1).cpu().float().numpy())
     return {
-        layer: feature_map_picture(output[0].float().cpu().numpy(), layer, shown, n_channels)
-        for layer, output in outputs.items()
+        layer: feature_map_picture(values[0].float().cpu().numpy(), layer, shown, n_channels)
+        for layer, values in maps.items()
     }
 
 
@@ -321,8 +302,7 @@ def grad_cam(
                 )
             ((path, maps),) = outputs.items()
         (gradients,) = torch.autograd.grad(score, maps, materialize_grads=True)
-    maps, gradients = (map_of(values, image.shape[1:]) for values in (maps, gradients))
-    check_map(maps.shape, path)
+    maps, gradients = (map_of(values, image.shape[1:], path) for values in (maps, gradients))
     weights = gradients.mean(dim=(2, 3), keepdim=True)  # eq. 1
     evidence = functional.relu((weights * maps).sum(dim=1, keepdim=True)).detach()  # eq. 2
     cam = functional.interpolate(evidence.float(), image.shape[1:], mode="bilinear")[0, 0]
