@@ -20,6 +20,7 @@ from pathlib import Path
 
 import yaml
 
+from anomaly.runtime.parallel import cores
 from benchmarks.process import Outcome, machine, run
 
 PEER = Path(__file__).with_name("anomalib_side.py")
@@ -77,13 +78,13 @@ def fit(who: str, options: list[str], args: argparse.Namespace) -> Outcome:
     """One fit by one side."""
     program: list[object] = [sys.executable, "-m", "benchmarks.our_side", "fit"]
     if who == "anomalib":
-        program = [args.anomalib_python, PEER, "fit"]
+        program = [args.anomalib_python, PEER, "fit", "--threads", cores()]
     else:
         options = [*options, "--precision", who.split()[-1]]
     with tempfile.TemporaryDirectory() as folder:
         inputs = ["--images", args.images.absolute(), "--weights", args.weights.absolute()]
         places = ["--output", f"{folder}/out", "--checkpoint", f"{folder}/model"]
-        return run([*program, *options, *inputs, *places, "--threads", args.threads])
+        return run([*program, *options, *inputs, *places])
 
 
 def train(who: str, options: list[str], args: argparse.Namespace) -> Outcome:
@@ -103,7 +104,7 @@ def train(who: str, options: list[str], args: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
         config.write_text(yaml.safe_dump(settings))
-        places = ["--config", config, "--output", f"{folder}/run", "--threads", args.threads]
+        places = ["--config", config, "--output", f"{folder}/run"]
         return run([sys.executable, SCRIPT, *places])
 
 
@@ -117,7 +118,6 @@ def main() -> None:
     parser.add_argument("--peer-models", nargs="+", default=["PatchCore 1 %", "PaDiM 100"])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--peer-runs", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     print(machine() + "\n")
     print(

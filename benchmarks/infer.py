@@ -20,6 +20,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from anomaly.runtime.parallel import cores
 from benchmarks.fit import MODELS, PEER
 from benchmarks.process import Outcome, machine, run
 
@@ -75,7 +76,7 @@ class Side:
 
 def sides(args: argparse.Namespace, place: Path) -> list[Side]:
     """All sides, trained; the peer last."""
-    given = ["--weights", args.weights.absolute(), "--threads", args.threads, *MODELS[args.model]]
+    given = ["--weights", args.weights.absolute(), *MODELS[args.model]]
     ours: list[object] = [sys.executable, "-m", "benchmarks.our_side"]
     made = []
     for network, more in (
@@ -85,21 +86,21 @@ def sides(args: argparse.Namespace, place: Path) -> list[Side]:
         for precision in args.precisions:
             name, folder = f"anomaly, {network}, {precision}", place / f"{network} {precision}"
             program = [*ours, *given, *more, "--precision", precision]
-            infer = [*COMMAND, "infer", "--model", folder / "model", "--threads", args.threads]
+            infer = [*COMMAND, "infer", "--model", folder / "model"]
             made.append(Side(name, program, folder, [*infer, "--overwrite", "--input"]))
             made[-1].fit(args.train)
     small, exported = made[-1], place / "onnx"
     options = ["--model", small.folder / "model", "--to", "onnx", "--output", exported]
-    options += ["--golden", args.images, "--force"]
+    options += ["--golden", args.images]
     if failed := run([*COMMAND, "export", *options]).failed:
         raise SystemExit(f"export: {failed}")
-    infer = [*COMMAND, "infer", "--model", exported, "--threads", args.threads]
+    infer = [*COMMAND, "infer", "--model", exported]
     name = "anomaly, EfficientNet-Lite2, ONNX Runtime"
     made.append(Side(name, [], exported, [*infer, "--overwrite", "--input"]))
     if args.anomalib_python:
         program = [args.anomalib_python, PEER]
         peer = Side("anomalib, ResNet-50, fp32", program, place / "anomalib", [])
-        peer.program += ["--weights", args.weights.absolute(), "--threads", args.threads]
+        peer.program += ["--weights", args.weights.absolute(), "--threads", cores()]
         peer.program += MODELS[args.model]
         peer.folder.mkdir()
         peer.fit(args.train)
@@ -118,7 +119,6 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--anomalib-python", type=Path, help="an interpreter that has anomalib")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     print(machine() + "\n")
     images = args.images.absolute()

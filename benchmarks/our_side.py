@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def infer(args: argparse.Namespace) -> dict[str, Any]:
     files = sorted(args.images.rglob("*.png"))
     command = ["infer", "--model", args.checkpoint, "--input", args.images, "--overwrite"]
-    command += ["--output", args.output, "--threads", args.threads, "--device", args.device]
+    command += ["--output", args.output, "--device", args.device]
     start = time.perf_counter()
     code = main(list(map(str, command)))
     seconds = time.perf_counter() - start
@@ -103,11 +103,9 @@ if __name__ == "__main__":
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--singles", type=int, default=60)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     cv2.setNumThreads(1)
     if arguments.task == "infer":
         shutil.rmtree(arguments.output, ignore_errors=True)

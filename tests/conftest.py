@@ -277,7 +277,7 @@ def bank_export(run_folder: Path, made_once: MadeOnce) -> Path:
 
     def export(folder: Path) -> None:
         arguments = ["--model", run_folder, "--to", "onnx", "--output", folder, "--whole"]
-        run_command("export", [*arguments, "--threads", "2"])
+        run_command("export", arguments)
 
     return made_once("exports/disc", export)
 

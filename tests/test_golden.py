@@ -72,12 +72,15 @@ def walk(data: Path, settings: list[str], folder: Path) -> dict[str, Any]:
     """Train, infer and evaluate on one category; what there is to compare."""
     chosen = ["data.format=mvtec", f"data.root={data.parent}", f"data.category={data.name}"]
     flags = [part for one in [*chosen, *settings] for part in ("--set", one)]
-    common = ["--device", "cpu", "--threads", "2"]
+    common = ["--device", "cpu"]
     config = REPOSITORY / "configs" / "folder.yaml"
     run, results, figures = folder / "run", folder / "results", folder / "figures"
-    run_command("train", ["--config", config, *flags, "--output", run, *common])
-    run_command("infer", ["--model", run, "--input", data / "test", "--output", results, *common])
-    run_command("evaluate", ["--model", run, "--output", figures, *common])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", machine()["threads"])
+        run_command("train", ["--config", config, *flags, "--output", run, *common])
+        where = ["--input", data / "test", "--output", results]
+        run_command("infer", ["--model", run, *where, *common])
+        run_command("evaluate", ["--model", run, "--output", figures, *common])
     rows = table(results)
     metrics = json.loads((figures / "metrics.json").read_text())["mean"]
     return {

@@ -101,10 +101,16 @@ def test_another_processor_gives_the_same_verdicts(
 
 
 def test_threads_and_batches_move_last_digits_only(
-    inferred: Path, run_folder: Path, product: Path, tmp_path: Path, command: Command
+    inferred: Path,
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     where = ["--model", run_folder, "--input", product / "test", "--output", tmp_path / "out"]
-    assert command("infer", [*where, "--device", "cpu", "--threads", 4])[0] == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert command("infer", [*where, "--device", "cpu"])[0] == 0
     assert_equal_on_terms(scored(inferred), scored(tmp_path / "out"))
     detector = anomaly.load(run_folder, "cpu")
     alone = [detector.predict(path) for path, _, _ in scored(inferred)]
@@ -113,10 +119,15 @@ def test_threads_and_batches_move_last_digits_only(
 
 
 def test_threads_and_batches_make_the_same_model(
-    run_folder: Path, product: Path, tmp_path: Path, command: Command
+    run_folder: Path,
+    product: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments = train_arguments(product, tmp_path / "run", "batch_size=3")
-    assert command("train", [*arguments, "--threads", 3])[0] == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert command("train", arguments)[0] == 0
     for name in ("scorer.safetensors", "calibration.json", "thresholds.json"):
         one, other = ((run / "model" / name).read_bytes() for run in (run_folder, tmp_path / "run"))
         assert one == other, name

@@ -55,7 +55,6 @@ def _export(parser: argparse.ArgumentParser) -> None:
         help="folder for the export, which is written to its model/",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
-    parser.add_argument("--threads", type=int, metavar="N", help="processor threads")
 
 
 def _features(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.pool import warm_up
 from anomaly.runtime.devices import CPU, device_of
-from anomaly.runtime.parallel import cores, cpu_quota, use_threads
+from anomaly.runtime.parallel import cores, use_threads
 from anomaly.storage.exported import is_exported
 from anomaly.storage.folder import find_runs
 
@@ -55,29 +55,13 @@ def joined_cluster(options: argparse.Namespace, device: torch.device) -> Iterato
         device: where workers compute, each on one of its own.
 
     Raises:
-        AnomalyError: an impossible number of workers or threads, or no cluster answers.
+        AnomalyError: no cluster answers.
     """
-    check_cluster(options)
     if options.ray is None:
         yield None
         return
-    threads = wanted_threads(options) if options.threads else 1
-    with annex("cluster.actors").joined(
-        options.ray, threads, options.workers, device.type
-    ) as cluster:
+    with annex("cluster.actors").joined(options.ray, device.type) as cluster:
         yield cluster
-
-
-def check_cluster(options: argparse.Namespace) -> None:
-    """See that --workers goes with --ray.
-
-    Raises:
-        AnomalyError: it doesn't.
-    """
-    if options.workers is not None and options.ray is None:
-        raise AnomalyError("--workers needs a Ray cluster; give --ray")
-    if options.workers is not None and options.workers < 1:
-        raise AnomalyError(f"--workers is {options.workers}; it must be 1 or more")
 
 
 def images_given(options: argparse.Namespace, name: str, *, unsorted: bool = False) -> list[Sample]:
@@ -100,22 +84,9 @@ def images_given(options: argparse.Namespace, name: str, *, unsorted: bool = Fal
 
 
 def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Arguments for further commands: what changes settings, and where and how to compute."""
+    """Arguments for further commands: what changes settings, and where to compute."""
     settings = [part for override in options.overrides for part in ("--set", override)]
-    threads = [] if options.threads is None else ["--threads", str(options.threads)]
-    return settings, ["--device", options.device, *threads]
-
-
-def wanted_threads(options: argparse.Namespace) -> int:
-    """How many threads the command computes with.
-
-    Raises:
-        AnomalyError: an impossible number.
-    """
-    threads: int = cores() if options.threads is None else options.threads
-    if threads < 1:
-        raise AnomalyError(f"--threads is {threads}; it must be 1 or more")
-    return threads
+    return settings, ["--device", options.device]
 
 
 def chosen_device(
@@ -131,18 +102,10 @@ def chosen_device(
         images: how many it will read: their processes start while torch is imported.
 
     Raises:
-        AnomalyError: a GPU was asked for and isn't there, or isn't for the model; or an impossible
-            number of threads.
+        AnomalyError: a GPU was asked for and isn't there, or isn't for the model.
     """
-    threads = wanted_threads(options)
+    threads = cores()
     use_threads(threads)  # torch and faiss follow when they are imported
-    if threads > (quota := cpu_quota()) + 1:  # a part of a processor is rounded up
-        log.warning(
-            "--threads %d: this container's quota is %g processors, so some threads will wait; "
-            "leave --threads off to use as many as the quota allows",
-            threads,
-            quota,
-        )
     cv2.setNumThreads(1)  # files are decoded in parallel already
     warm_up(images)
     if models is None:

@@ -23,10 +23,8 @@ import numpy as np
 from anomaly.calibration.production import flagged_line
 from anomaly.cli import annex
 from anomaly.cli.common_options import (
-    check_cluster,
     chosen_device,
     joined_cluster,
-    wanted_threads,
 )
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
@@ -44,6 +42,7 @@ from anomaly.inference.watch import watch
 from anomaly.maps.encoding import SHOWN, Thumbnails
 from anomaly.report.gallery import write_gallery
 from anomaly.report.tables import passed_in_evaluation
+from anomaly.runtime.parallel import cores
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
@@ -57,7 +56,6 @@ log = logging.getLogger(__name__)
 def run(options: argparse.Namespace) -> int:
     """Score images, or what arrives."""
     begun = time.perf_counter()
-    check_cluster(options)
     if options.watch:
         _check_watch(options)
     wanted = {field.name: getattr(options, field.name) for field in fields(OutputOptions)}
@@ -71,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             watch=options.watch, resume=options.resume, overwrite=options.overwrite
         )
         with Stopping() as stop, ExitStack() as opened:
-            images = len(found.paths) if found else wanted_threads(options)
+            images = len(found.paths) if found else cores()
             device = chosen_device(options, images=images)
             model = load_model(options.model, device, options.precision)
             if found is None:
@@ -172,7 +170,6 @@ def _by_cluster(
         model=options.model.resolve(),
         device=model.device.type,
         precision=options.precision,
-        threads=cluster.threads,
         about=about_model(model),
     )
     predict: Predict = there.predicted_by(cluster, job, lambda: stop.signal is not None)

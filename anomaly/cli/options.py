@@ -47,35 +47,21 @@ def add_paths(
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """The options that every command with a network takes."""
+    """The option that every command with a network takes."""
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="where to compute; auto takes the GPU where there is one",
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=None,
-        metavar="N",
-        help="processor threads (default: as many as this process, or its container, may use)",
-    )
 
 
 def add_cluster(parser: argparse._ActionsContainer, text: str) -> None:
-    """The options of commands that a Ray cluster can share; `text` says what it does."""
+    """The option of commands that a Ray cluster can share; `text` says what it does."""
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help=f"{text} (auto, HOST:PORT, ray://…), or of one that is started here (local); "
-        "--threads is then for each worker (default: 1)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="with --ray: largest number of workers (default: as many as fit the cluster)",
+        help=f"{text} (auto, HOST:PORT, ray://…), or of one that is started here (local)",
     )
 
 

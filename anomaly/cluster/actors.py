@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,31 +25,21 @@ class WorkerDied(Exception):  # noqa: N818, no mistake of anybody's
 
 
 class Cluster:
-    """A Ray cluster; `joined` makes one.
+    """A Ray cluster, each of whose actors has a processor; `joined` makes one.
 
-    Attributes:
-        threads: processors of each actor.
+    Args:
+        device: `cpu`, or `cuda`, where each actor has a GPU, too.
     """
 
-    def __init__(self, threads: int, most: int | None, device: str) -> None:
-        self.threads = threads
-        self._most = most
-        self._options: dict[str, int] = {
-            "num_cpus": threads,
-            "num_gpus": int(device == "cuda"),
-            "max_restarts": 0,
-        }
+    def __init__(self, device: str) -> None:
+        self._gpus = int(device == "cuda")
 
     def room(self) -> int:
         """How many actors there may be now: more would wait for a processor or a GPU for ever."""
+        needs = ("CPU", "GPU") if self._gpus else ("CPU",)
         machines = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
-        room = sum(map(self._room_on, machines))
-        return room if self._most is None else min(room, self._most)
-
-    def _room_on(self, there: Mapping[str, float]) -> int:
-        """How many actors one machine has room for; none is spread over two."""
-        needs = {"CPU": self._options["num_cpus"], "GPU": self._options["num_gpus"]}
-        return min(int(there.get(kind, 0)) // count for kind, count in needs.items() if count)
+        # None is spread over two machines.
+        return sum(min(int(there.get(kind, 0)) for kind in needs) for there in machines)
 
     def put(self, value: Any) -> Any:
         """What stands for a large value among the arguments of many actors."""
@@ -63,7 +53,8 @@ class Cluster:
             arguments: of its constructor. That should only keep them: what it raises says nothing
                 of where it was.
         """
-        return Actor(_ray().remote(**self._options)(kind).remote(*arguments))
+        remote = _ray().remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)
+        return Actor(remote(kind).remote(*arguments))
 
 
 class Actor:
@@ -115,13 +106,11 @@ def _ray() -> Any:
 
 
 @contextmanager
-def joined(address: str, threads: int, most: int | None, device: str) -> Iterator[Cluster]:
+def joined(address: str, device: str) -> Iterator[Cluster]:
     """Join a Ray cluster, or start one on this machine that ends with the block.
 
     Args:
         address: `local`, or that of a cluster: `auto`, `HOST:PORT`, `ray://HOST:PORT`.
-        threads: processors of each actor.
-        most: how many actors there may be; None for as many as there is room for.
         device: `cpu`, or `cuda`, where each actor has a GPU.
 
     Raises:
@@ -135,8 +124,7 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == _LOCAL:
-        count = most or max(1, cores() // threads)
-        options |= {"num_cpus": count * threads, "include_dashboard": False}
+        options |= {"num_cpus": cores(), "include_dashboard": False}
     stopping = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, **options)
@@ -150,16 +138,14 @@ def joined(address: str, threads: int, most: int | None, device: str) -> Iterato
     with suppress(ValueError):  # not in the main thread, where Ray takes no signal
         signal.signal(signal.SIGTERM, stopping)
     try:
-        cluster = Cluster(threads, most, device)
+        cluster = Cluster(device)
         if not cluster.room():
             if address == _LOCAL:  # has as many processors as were asked for
                 raise AnomalyError("Ray finds no GPU on this machine; leave --device cuda out")
             log.warning(
-                "no machine of the cluster at %s has room for a worker (processors: %d, GPUs: %d); "
-                "waiting until one joins (fewer --threads need less)",
+                "no machine of the cluster at %s has a free %s; waiting until one joins",
                 address,
-                threads,
-                device == "cuda",
+                "GPU" if device == "cuda" else "processor",
             )
         yield cluster
     finally:

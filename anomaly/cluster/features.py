@@ -79,7 +79,7 @@ class ClusterFeatures:
         for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
             shutil.rmtree(left, ignore_errors=True)
         self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute())
-        job = ShardJob(model, images, cluster.threads, Path(self._folder.name))
+        job = ShardJob(model, images, Path(self._folder.name))
         # An actor outlives a pass over the images: its decoders are started.
         self._workers = Workers(cluster, ShardWorker, cluster.put(job))
         self._used: list[list[int]] = []
@@ -171,14 +171,12 @@ class ShardJob:
     Attributes:
         model: before it has learned; of its device, a worker's own of that type is meant.
         images: all training images, by number.
-        threads: of each worker.
         scratch: a folder for feature maps that all machines see.
         folder: the working folder, where relative paths begin.
     """
 
     model: TrainingSetup
     images: Mapping[int, Path | Image]
-    threads: int
     scratch: Path
     folder: Path = field(default_factory=Path.cwd)
 
@@ -249,7 +247,7 @@ class ShardWorker:
             )
         with suppress(OSError):
             os.chdir(job.folder)
-        use_threads(job.threads)
+        use_threads(1)
         cv2.setNumThreads(1)
         model = job.model
         self._model = replace(model, device=device_of(model.device.type))

@@ -34,14 +34,12 @@ class ScoringJob:
         model: model or run folder, as it is on all machines.
         device: `cpu` or `cuda`.
         precision: instead of the model's own; None for that.
-        threads: of each worker.
         about: what scores depend on, see `about_model`.
     """
 
     model: Path
     device: str
     precision: str | None
-    threads: int
     about: Mapping[str, object]
 
 
@@ -95,7 +93,7 @@ class ScoringWorker:
 
     def _load(self) -> Model:
         job, host = self._job, socket.gethostname()
-        use_threads(job.threads)
+        use_threads(1)
         cv2.setNumThreads(1)
         try:
             model = load_model(job.model, job.device, job.precision)

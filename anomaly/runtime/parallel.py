@@ -63,7 +63,12 @@ def _openblas() -> Any:
 
 
 def cores() -> int:
-    """Processors that this process may use: at most as many as its container's quota pays for."""
+    """Processors that this process may use: those that `OMP_NUM_THREADS` asks for, if it is set.
+
+    Without it, at most as many as its container's quota pays for.
+    """
+    if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
+        return max(1, int(asked))
     if hasattr(os, "process_cpu_count"):  # Python 3.13
         count: int = os.process_cpu_count() or 1
     elif hasattr(os, "sched_getaffinity"):

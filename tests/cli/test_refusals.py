@@ -75,10 +75,7 @@ update --model model --output o -> --good, --feedback, or both
 update --model model --good nowhere --output o -> --good nowhere doesn't exist
 update --model model --good good --defects nowhere --output o -> --defects nowhere doesn't exist
 infer --model model/manifest.json --input good --output o -> is a file; give the
-infer --model model --input good --output o --workers 2 -> --workers needs a Ray
-infer --model model --input good --output o --ray local --workers 0 -> --workers is 0
 infer --model model --input good --output o --ray local --watch -> can't be given with --watch
-infer --model model --input good --output o --threads 0 -> --threads is 0
 infer --model model --input none --output o -> none doesn't exist (looked in /
 infer --model model --input good/x.png --output o -> good did you mean 'part.png'
 infer --model model --input empty --output o -> no images in

@@ -147,18 +147,16 @@ def test_workers_that_wait_for_a_place_get_it_once_others_have_nothing_to_do() -
 def test_there_is_room_for_as_many_as_have_processors_and_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for there, device, most, room in (
-        ([{"CPU": 16.0, "GPU": 1.0}], "cuda", None, 1),
-        ([{"CPU": 16.0, "GPU": 1.0}], "cpu", None, 8),
-        ([{"CPU": 4.0, "GPU": 8.0}], "cuda", None, 2),
-        ([{"CPU": 16.0}], "cuda", None, 0),
-        ([{"CPU": 16.0, "GPU": 4.0}], "cuda", 3, 3),
-        ([{"CPU": 3.0}, {"CPU": 3.0}], "cpu", None, 2),  # not 3: none is spread over two
-        ([{"CPU": 1.0}, {"CPU": 1.0}], "cpu", None, 0),
-        ([{"CPU": 16.0}, {"CPU": 1.0, "GPU": 4.0}], "cuda", None, 0),
+    for there, device, room in (
+        ([{"CPU": 16.0, "GPU": 1.0}], "cuda", 1),
+        ([{"CPU": 16.0, "GPU": 1.0}], "cpu", 16),
+        ([{"CPU": 4.0, "GPU": 8.0}], "cuda", 4),
+        ([{"CPU": 16.0}], "cuda", 0),
+        ([{"CPU": 1.5}, {"CPU": 1.5}], "cpu", 2),  # not 3: none is spread over two
+        ([{"CPU": 16.0}, {"GPU": 4.0}], "cuda", 0),
     ):
         monkeypatch.setitem(sys.modules, "ray", _ray_of(*there))
-        assert actors.Cluster(2, most, device).room() == room, there
+        assert actors.Cluster(device).room() == room, there
 
 
 def _ray_of(*there: dict[str, float]) -> SimpleNamespace:
@@ -179,15 +177,14 @@ def test_a_cluster_without_room_for_any_worker_is_said(
 ) -> None:
     """Workers would wait for ever, and nobody knew for what."""
     monkeypatch.setitem(sys.modules, "ray", ray := _ray_of({"CPU": 2.0}, {"CPU": 2.0}))
-    with actors.joined("head:1", 2, None, "cpu") as cluster:
-        assert cluster.room() == 2
+    with actors.joined("head:1", "cpu") as cluster:
+        assert cluster.room() == 4
     assert not caplog.messages
-    for threads, device, said in ((3, "cpu", "3, GPUs: 0"), (1, "cuda", "1, GPUs: 1")):
-        with actors.joined("head:1", threads, None, device) as cluster:
-            assert cluster.room() == 0
-        assert f"head:1 has room for a worker (processors: {said})" in caplog.messages[-1]
+    with actors.joined("head:1", "cuda") as cluster:
+        assert cluster.room() == 0
+    assert "head:1 has a free GPU" in caplog.messages[-1]
     ray.ended.said = False
-    here = actors.joined("local", 1, None, "cuda")
+    here = actors.joined("local", "cuda")
     with pytest.raises(AnomalyError, match="Ray finds no GPU on this machine"), here:
         pass
     assert ray.ended.said

@@ -54,7 +54,7 @@ def test_a_killed_worker_changes_nothing_about_the_model(
     output = tmp_path / "two"
     killed = killing("ShardWorker", lambda: list(output.glob("features-*/*")))
     arguments = train_arguments(product, output)
-    code, _, err = command("train", [*arguments, "--ray", address, "--workers", 2])
+    code, _, err = command("train", [*arguments, "--ray", address])
     assert code == 0, err
     assert killed
     here, there = (
@@ -69,11 +69,11 @@ def test_a_killed_worker_changes_nothing_about_results(
 ) -> None:
     for i in range(150):
         write_part(tmp_path / "in" / f"{i:03}.png", i % 60, mark=(30, 50) if i % 9 == 0 else None)
-    where = ["--model", run_folder, "--input", tmp_path / "in", "--device", "cpu", "--threads", 1]
+    where = ["--model", run_folder, "--input", tmp_path / "in", "--device", "cpu"]
     assert command("infer", [*where, "--output", tmp_path / "one"])[0] == 0
     output = tmp_path / "two"
     killed = killing("ScoringWorker", lambda: len(list(output.glob("heatmaps/*.png"))) > 5)
-    many = ["--output", output, "--ray", address, "--workers", 2]
+    many = ["--output", output, "--ray", address]
     code, _, err = command("infer", [*where, *many])
     assert code == 0, err
     assert killed

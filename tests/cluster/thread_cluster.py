@@ -13,8 +13,6 @@ _Dies = Callable[[str, tuple[Any, ...]], bool]
 class ThreadCluster:
     """A cluster whose actors are threads; what goes to them and comes back is copied."""
 
-    threads = 1
-
     def __init__(self, workers: int, dies: _Dies = lambda method, arguments: False) -> None:
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers)

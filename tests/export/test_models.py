@@ -355,7 +355,7 @@ def test_a_verdict_that_changes_with_the_number_format_is_no_export(
     left = output / ".anomaly-0123456789abcdef.part"  # as SIGKILL leaves it
     left.mkdir(parents=True)
     (left / "network.onnx").touch()
-    chosen = ["--model", tmp_path / "run", "--to", "onnx", "--threads", 2, "--output", output]
+    chosen = ["--model", tmp_path / "run", "--to", "onnx", "--output", output]
     chosen += ["--golden", golden, "--overwrite"]
     for threshold, code in ((limit, 2), (10 * limit, 0)):
         model = Detector(high).calibrate(threshold=threshold, force=True).model

@@ -68,7 +68,7 @@ def test_every_answer_is_recorded_and_sent_on_though_it_is_killed(
         ThreadPoolExecutor(CLIENTS) as pool,
         ExitStack() as ends,
     ):
-        options = ["--threads", "1", "--max-body", "1",
+        options = ["--max-body", "1",
                    "--webhook", f"http://ada:secret-word@127.0.0.1:{receiver.port}/secret-path",
                    "--mqtt", f"mqtt://127.0.0.1:{broker.port}/line"]  # fmt: skip
         for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):

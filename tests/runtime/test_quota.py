@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from anomaly.cli import common_options
 from anomaly.runtime import parallel
 from anomaly.runtime.parallel import cores, cpu_quota
 
@@ -63,21 +61,11 @@ def test_the_least_quota_counts(tmp_path: Path) -> None:
 
 
 def test_the_default_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 4, raising=False)
     for quota, expected in ((0.2, 1), (1.0, 1), (1.5, 2), (99, 4)):
         monkeypatch.setattr(parallel, "cpu_quota", lambda quota=quota: quota)
         assert cores() == expected
-
-
-def test_more_threads_than_the_quota_are_taken_and_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    used: list[int] = []
-    monkeypatch.setattr(common_options, "cpu_quota", lambda: 1.5)
-    monkeypatch.setattr(common_options, "use_threads", used.append)
-    for threads in (2, 8):
-        caplog.clear()
-        common_options.chosen_device(Namespace(threads=threads, device="cpu"))
-        assert ("this container's quota is 1.5 processors" in caplog.text) == (threads == 8)
-    assert used == [2, 8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert cores() == 8
