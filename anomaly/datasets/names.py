@@ -35,10 +35,10 @@ _WORDS = {
     "denied": "ng nok nio ko notok nichtinordnung 不良 不良品 不合格 불량 불합격",
     "flaw": """bad fail failed reject rejected scrap defect defective def anomaly anomalies abnormal
         anomalous broken damaged scratch scratches scratched crack cracked dent stain hole bent
-        contamination rework fault wrong ausschuss fehler fehlerhaft defekt schlecht kratzer riss
-        risse nacharbeit beschadigt malo defecto rayado mauvais defaut rebut casse difetto scarto
-        defeito refugo wada wady брак дефект дефекты 缺陷 次品 划痕 異常 异常 欠陥 キズ 割れ
-        결함""",
+        contamination rework fault faulty wrong ausschuss fehler fehlerhaft defekt schlecht kratzer
+        riss risse nacharbeit beschadigt malo defecto rayado mauvais defaut rebut casse difetto
+        scarto defeito refugo wada wady брак дефект дефекты 缺陷 次品 划痕 異常 异常 欠陥 キズ
+        割れ 결함""",
     "not": "not no non n un nicht kein ohne pas ne sin sans senza nao nie не",
     "doubt": """? or maybe almost false falsch pseudo review recheck suspect unclear undecided undef
         undefined unknown unbekannt unlabeled unsorted unchecked pending todo tbd na nan none null

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from anomaly.datasets import open_dataset
 from anomaly.errors import ConfigError, OutputError
 from anomaly.sample_data import brushed_plate, photographs, write_sample_data
 from anomaly.sample_data.brushed_plate import DEFECTS, clouds, streaks
@@ -40,6 +41,8 @@ def test_has_the_layout_of_mvtec_ad(sample: Path) -> None:
     assert files.keys() == {"readme.txt"} | good | masks | {f"test/{n}.png" for n in defects}
     assert all(word in files["readme.txt"] for word in (b"generated", b"CC0", b"128 x 128"))
     assert len({files[name] for name in good}) == 3  # no two are alike
+    opened = open_dataset("mvtec", sample)
+    assert {image.defect_type for image in opened.test} == {"good", *DEFECTS}
 
 
 def test_photographs_are_well_exposed_and_masks_small(sample: Path) -> None:
