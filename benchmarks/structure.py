@@ -215,10 +215,11 @@ def _name(frame: FrameType) -> str:
 @contextmanager
 def _decoding_here(path: Route) -> Iterator[None]:
     """Let the decoding processes' work be done here, and record while a run scores."""
-    from anomaly.imaging.pool import Worker, _DecoderProcess
+    from anomaly.imaging.pool import Worker, _DecoderProcess, close
     from anomaly.inference.pipeline import Run
 
     worker = Worker()
+    close()  # threads of the pool that run already wouldn't be followed
 
     def exchange(
         process: object, request: object, task: Any, name: str, arguments: tuple[Any, ...]
