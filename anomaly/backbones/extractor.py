@@ -20,7 +20,7 @@ from anomaly.backbones.optimise import Pair, folded, fused
 from anomaly.backbones.registry import Normalisation
 from anomaly.errors import LayerError
 from anomaly.hooks import capture
-from anomaly.hooks.guard import private
+from anomaly.hooks.capture import private
 from anomaly.imaging.loading import NetworkInput
 from anomaly.runtime.devices import has_bf16
 from anomaly.runtime.parallel import locked_cached_property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anomaly.backbones.extractor import layout_of
 from anomaly.errors import ConfigError, LayerError
 from anomaly.hooks import HookSet, capture
-from anomaly.hooks.guard import named_tensors
+from anomaly.hooks.capture import named_tensors
 
 
 @dataclass(frozen=True)

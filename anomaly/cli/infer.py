@@ -39,7 +39,7 @@ from anomaly.inference.outputs import OutputOptions, Outputs, about_model
 from anomaly.inference.pipeline import Inputs, Predict, Run, resumable
 from anomaly.inference.rows import Counts, Row, learned_by
 from anomaly.inference.watch import watch
-from anomaly.maps.encoding import SHOWN, Thumbnails
+from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.gallery import write_gallery
 from anomaly.report.tables import passed_in_evaluation
 from anomaly.runtime.parallel import cores

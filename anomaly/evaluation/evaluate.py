@@ -123,7 +123,7 @@ def score_test_split(
     unmarked: list[str] = []
     first: dict[str, Sample] = {}  # that shows a picture
     good = {sha256: name for name, sha256 in detector.manifest.get("training_images", {}).items()}
-    for result in detector.score_all([s.source for s in samples], keep_images=True):
+    for result in detector.results([s.source for s in samples], keep_images=True):
         sample = samples[result.index]
         try:
             if isinstance(result, UnusableImage):

@@ -13,8 +13,7 @@ import numpy as np
 from anomaly.calibration.rates import percent, rate_above
 from anomaly.explain.pictures import RgbImage
 from anomaly.inference.rows import RegionRow
-from anomaly.maps.encoding import jpeg, thumbnail
-from anomaly.maps.heatmap import display
+from anomaly.maps.heatmap import display, jpeg, thumbnail
 from anomaly.report.page import (
     command_line,
     figure_html,

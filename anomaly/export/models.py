@@ -349,7 +349,7 @@ def _compared_pixels(
     reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera
 ) -> Iterator[tuple[Path, float, str]]:
     fitting = [path for path in paths if size_of(path) == camera.size]
-    for prediction in reference.score_all(fitting):
+    for prediction in reference.results(fitting):
         if not isinstance(prediction, Prediction):
             continue
         path = fitting[prediction.index]

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_hooks
 from torch.utils.hooks import BackwardHook
 
 from anomaly.errors import LayerError, nearest
-from anomaly.hooks.guard import (
+from anomaly.hooks.capture import (
     Attached,
     Hook,
     map_tensors,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_hooks
 
 from anomaly.errors import LayerError, nearest
-from anomaly.hooks.guard import Detached
 
 Selector: TypeAlias = str | type[nn.Module]
 
@@ -127,6 +126,13 @@ def _refuse_modules(model: nn.Module, layers: object) -> None:
             paths = [name for name, module in model.named_modules() if module is layer]
             known = f": {paths[0]!r}" if paths else f", which {type(model).__name__} doesn't hold"
             raise LayerError(f"give the path of this {type(layer).__name__}{known}")
+
+
+class Detached:
+    """What a copy of a network has in place of a hook."""
+
+    def __call__(self, *_: Any) -> None:
+        """Change nothing."""
 
 
 def live_hooks(model: nn.Module) -> int:

@@ -23,13 +23,16 @@ from anomaly.files.outputs import (
 from anomaly.files.writing import claim, clear, remove_drafts, write
 from anomaly.imaging.read import Image
 from anomaly.maps.anomaly_map import SourceMap
-from anomaly.maps.encoding import Thumbnail, encode_float32, encode_uint16, thumbnail
 from anomaly.maps.heatmap import (
+    Thumbnail,
     colour_bar,
     display,
+    encode_float32,
     encode_png,
+    encode_uint16,
     heatmap,
     shrunk,
+    thumbnail,
     with_colour_bar,
 )
 from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask

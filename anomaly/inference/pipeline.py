@@ -18,7 +18,7 @@ from anomaly.imaging.pool import Decoders
 from anomaly.inference.journal import Finished, Record
 from anomaly.inference.outputs import Outputs, Pictures, Wanted
 from anomaly.inference.rows import RegionRow, region_rows, row_of
-from anomaly.maps.encoding import Thumbnails
+from anomaly.maps.heatmap import Thumbnails
 from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
 from anomaly.scoring.pipeline import Model
@@ -180,7 +180,6 @@ class Run:
         except StoppedError:
             pass
         finally:
-            behind.pop()
             self._record_all(behind, inputs)
 
     def _record_all(self, batches: Iterable[list[Drawn]], inputs: Inputs) -> None:
@@ -188,18 +187,20 @@ class Run:
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
         for batch in batches:
-            drawing = [drawn.pictures for drawn in batch]
-            if self.stopped() and wait(drawing, end - time.monotonic()).not_done:
+            drawing = wait(_pictures(batch), end - time.monotonic() if self.stopped() else None)
+            if drawing.not_done:
                 break  # a resumed run will score it again
             try:
-                self._record(batch, inputs)
+                if batch and batch[-1].ends_batch:
+                    self._record(batch, inputs)
             except OutputError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def _record(self, batch: Sequence[Drawn], inputs: Inputs) -> None:
-        """Wait for the pictures of a batch, and record it."""
+        """Record a batch once all its pictures are written, or can't be."""
+        wait(_pictures(batch))
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:
@@ -217,6 +218,10 @@ class Run:
                 self.thumbnails.keep(heatmap, bool(result.reason), result.score, pictures.small)
         group, begun = inputs.groups.get(path, ""), inputs.begun.pop(i)
         return Finished(i, row_of(result, self.model, path, begun, heatmap, group), regions)
+
+
+def _pictures(batch: Iterable[Drawn]) -> list[Future[Pictures | UnusableImage]]:
+    return [drawn.pictures for drawn in batch]
 
 
 @contextmanager

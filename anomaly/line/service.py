@@ -23,7 +23,7 @@ from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.line.slot import BusyError
-from anomaly.maps.encoding import photograph
+from anomaly.maps.heatmap import photograph
 from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from anomaly.files.outputs import PAGE
 from anomaly.files.writing import write
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row, learned_by
-from anomaly.maps.encoding import SHOWN, Thumbnail, Thumbnails, thumbnail
+from anomaly.maps.heatmap import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.page import utc_now
 from anomaly.report.report import About, model_page, promise_shown
 from anomaly.scoring.build import flatten

@@ -28,7 +28,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
 from anomaly.imaging.pool import Decoders, Task
 from anomaly.imaging.read import Decoding
-from anomaly.maps.encoding import jpeg
+from anomaly.maps.heatmap import jpeg
 
 _PAGE = """\
 <!doctype html>

@@ -27,8 +27,16 @@ from anomaly.evaluation.metrics.images import Confusion, image_curves
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
 from anomaly.evaluation.weaknesses import Run, Weakness, of_images
 from anomaly.files.writing import claim, clear, write
-from anomaly.maps.encoding import encoded, pixels_for, thumbnail
-from anomaly.maps.heatmap import OPACITY, colour_stops, display, layer, outlines
+from anomaly.maps.heatmap import (
+    OPACITY,
+    colour_stops,
+    display,
+    encoded,
+    layer,
+    outlines,
+    pixels_for,
+    thumbnail,
+)
 from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import asset, command_line, page, shown_time, utc_now

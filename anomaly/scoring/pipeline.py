@@ -27,7 +27,6 @@ from anomaly.imaging.loading import (
     to_unusable,
 )
 from anomaly.imaging.pool import Decoders, Task
-from anomaly.imaging.read import Image
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region, beyond
 from anomaly.maps.anomaly_map import without_halo
@@ -199,42 +198,23 @@ class Model:
         results = self.results(cast(Iterable[ImageLike], images))
         return sorted(map(_usable, results), key=lambda prediction: prediction.index)
 
-    def results(self, images: Iterable[ImageLike]) -> Iterator[Prediction | UnusableImage]:
+    def results(
+        self, images: Iterable[ImageLike], *, keep_images: bool = False
+    ) -> Iterator[Prediction | UnusableImage]:
         """Results of images; unusable images have one too.
 
         Args:
             images: files, arrays, PIL images or tensors; read only a few batches ahead of what
                 is yielded.
+            keep_images: whether the predictions are to have the decoded images.
 
         Yields:
             One result for each image, `UnusableImage` for those that can't be used; in another
             order than the images', as `index` tells.
         """
-        items = Decoders(Task(self.loading)).load_all(sources(images, self.loading.decoding))
-        loaded = self.fitting(items)
-        return self.predict_batches(by_shape(loaded, self.batch_size))
-
-    def score_all(
-        self,
-        images: Sequence[Path | Image],
-        *,
-        batch_size: int | None = None,
-        keep_images: bool = False,
-    ) -> Iterator[Prediction | UnusableImage]:
-        """Score images, and report unusable ones.
-
-        Args:
-            images: files, or pixels that are decoded already.
-            batch_size: images at once; by default the model's.
-            keep_images: whether the predictions are to have the decoded images.
-
-        Yields:
-            One result for each image, `UnusableImage` for those that can't be used. With images of
-            several shapes the order isn't that of `images`; `index` tells.
-        """
         decoders = Decoders(Task(self.loading, keep_image=keep_images))
-        loaded = self.fitting(decoders.load_all(enumerate(images)))
-        return self.predict_batches(by_shape(loaded, batch_size or self.batch_size))
+        loaded = decoders.load_all(sources(images, self.loading.decoding))
+        return self.predict_batches(by_shape(self.fitting(loaded), self.batch_size))
 
     def fitting(
         self, items: Iterable[NetworkInput | UnusableImage]

@@ -79,7 +79,7 @@ def score(
     """
     scored: dict[int, Scored] = {}
     sources = [sample.source for sample in samples]
-    for result in model.score_all(sources) if sources else ():
+    for result in model.results(sources):
         scored[result.index] = Scored.of(samples[result.index], result, peak=peaks)
         progress(len(scored), len(samples))
     return [scored[i] for i in range(len(samples))]

@@ -28,7 +28,7 @@ def test_figures_agree_with_scikit_learn(run_folder: Path, product: Path) -> Non
     samples = open_dataset("mvtec", product, None).test
     evaluation = score_test_split(detector, samples)
     scores, pixels, truth = [], [], []
-    for result in detector.score_all([s.path for s in samples], keep_images=True):
+    for result in detector.results([s.path for s in samples], keep_images=True):
         assert isinstance(result, Prediction)
         mask_path = samples[result.index].mask_path
         scores.append(result.score)

@@ -184,7 +184,7 @@ def test_an_image_that_the_region_does_not_fit_leaves_its_batch_alone(
     files = sorted(inputs.iterdir())
     detector = load_model(run, torch.device("cpu"))
     assert len({detector.loading.sizing.view(size).size for size in ((96, 120), (100, 120))}) == 1
-    found = {result.index: result for result in detector.score_all(files)}
+    found = {result.index: result for result in detector.results(files)}
     assert isinstance(found[1], UnusableImage)
     assert (found[1].status, str(files[1]) in found[1].reason) == ("unsupported", True)
     alone = list(detector.predict([files[0], files[2]]))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pil
 
-from anomaly.maps.encoding import (
+from anomaly.maps.heatmap import (
     SHOWN,
     Thumbnail,
     Thumbnails,

@@ -16,7 +16,7 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image
-from anomaly.maps.encoding import pixels_for
+from anomaly.maps.heatmap import pixels_for
 from anomaly.report import report
 from anomaly.report.report import About, Category, Tile
 from anomaly.scoring.scored import Scored

@@ -11,7 +11,7 @@ from browser import Browser
 from report_cases import HOSTILE, limits
 
 from anomaly.inference.rows import Row
-from anomaly.maps.encoding import SHOWN, Thumbnails
+from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.gallery import gallery_html
 from anomaly.report.report import About
 

@@ -322,7 +322,7 @@ def test_values_that_overflow_give_no_verdict(bank: Path, product: Path) -> None
     tensors = load_file(bank / "backbone.safetensors")
     tensors["conv1.weight"] = tensors["conv1.weight"] * 1e38
     put(bank / "backbone.safetensors", tensors)
-    for found in load_model(bank).score_all(sorted((product / "test").rglob("*.png"))):
+    for found in load_model(bank).results(sorted((product / "test").rglob("*.png"))):
         assert isinstance(found, UnusableImage)
         assert (found.status, "isn't a finite number" in found.reason) == ("failed", True)
 
