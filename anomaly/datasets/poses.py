@@ -15,8 +15,8 @@ from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError
 from anomaly.imaging.pool import read_all
 from anomaly.imaging.pose import Motion
-from anomaly.imaging.read import Decoding
-from anomaly.imaging.reference import PREFERENCE, Grey, Reference, moved, normed, read_grey
+from anomaly.imaging.read import Decoding, made_of
+from anomaly.imaging.reference import PREFERENCE, Grey, Reference, grey_picture, moved, normed
 
 _LEAST_IMAGES = 8  # fewer don't show how far parts move
 _ROUNDS = 3
@@ -42,7 +42,7 @@ def grey_pictures(
         most: how many to read, evenly taken.
     """
     samples = samples[:: max(1, -(-len(samples) // most))]
-    read = partial(read_grey, decoding=decoding)
+    read = partial(made_of, grey_picture, decoding)
     pictures = read_all(read, [sample.source for sample in samples])
     return [
         (sample.name, picture)
@@ -91,7 +91,7 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> Poses:
     """The reference of training images.
 
     Args:
-        pictures: as `read_grey` gives them; those of another shape than most don't match at all.
+        pictures: as `grey_picture` gives them; those of another shape than most don't match at all.
         rigid: whether parts turn, too.
 
     Raises:

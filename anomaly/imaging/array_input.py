@@ -104,10 +104,10 @@ class ArrayImage:
         """
         image = self.pixels
         if isinstance(image, Image):
-            _check_size(image.size, decoding)
+            decoding.check_size(image.size)
             return image
         if _is(image, "PIL.Image", "Image"):
-            _check_size((image.height, image.width), decoding)
+            decoding.check_size((image.height, image.width))
             if image.mode not in _PIL_MODES:
                 convert = "convert it: image.convert('RGB')"
                 raise unsupported(f"a PIL image of mode {image.mode}; {convert}")
@@ -121,7 +121,7 @@ class ArrayImage:
                     f"{type(image).__name__} can't be used as an image; give a path, a NumPy array "
                     "(H, W) or (H, W, 3), a PIL image or a torch tensor"
                 )
-            _check_size(self._size(tuple(image.shape), is_tensor), decoding)
+            decoding.check_size(self._size(tuple(image.shape), is_tensor))
             values = _of_known_type(_from_torch(image) if is_tensor else image)
             full_scale = self._full_scale(values.dtype, decoding)
             if self.layout == "CHW":
@@ -222,12 +222,6 @@ def sources(
             yield index, source_of(given, decoding, index)
         except ImageError as error:
             yield index, UnusableImage(index, error.status, str(error))
-
-
-def _check_size(size: tuple[int, int], decoding: Decoding) -> None:
-    if 0 in size:
-        raise unsupported(f"it has no pixels ({size[1]} × {size[0]})")
-    decoding.check_size(size)
 
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:

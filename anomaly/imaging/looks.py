@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.imaging.read import Decoding, Image, read_image
+from anomaly.imaging.read import Image
 
 _SIDE = 16
 _DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
@@ -53,16 +52,3 @@ def picture_of(image: Image) -> str:
     digest = hashlib.sha256(f"{pixels.shape}{pixels.dtype}{full_scale}".encode())
     digest.update(pixels.data)
     return digest.hexdigest()
-
-
-def picture_of_source(source: Path | Image, decoding: Decoding) -> str:
-    """`picture_of` a file, or of pixels; empty if it can't be read.
-
-    Decoding processes call it: in a module that imports torch, each of them would import that, too.
-    """
-    try:
-        if not isinstance(source, Image):
-            source = read_image(source, decoding)
-        return picture_of(source)
-    except Exception:  # it isn't learned from; who tests with it will say why
-        return ""

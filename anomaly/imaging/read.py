@@ -21,9 +21,10 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -72,6 +73,8 @@ class Decoding:
             ImageError: `unsupported`.
         """
         height, width = size
+        if not (height and width):
+            raise unsupported(f"it has no pixels ({width} × {height})")
         if height * width > self.max_pixels:
             raise unsupported(
                 f"it has {width} × {height} = {height * width / 1e6:.1f} million pixels, more than "
@@ -211,6 +214,18 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
     return Image(upright, full_scale, header.mode, kind_name, sha256, header.orientation)
 
 
+def made_of(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:
+    """What a function makes of an image; None where the image can't be used.
+
+    Decoding processes call it: a function of a module that imports torch has each of them import
+    that, too.
+    """
+    try:
+        return function(source if isinstance(source, Image) else read_image(source, decoding))
+    except Exception:  # who learns from it or tests with it says why
+        return None
+
+
 def read_header(source: Path | bytes) -> ImageHeader:
     """Read what a file, or its bytes, say about its picture, without decoding it.
 
@@ -256,13 +271,8 @@ def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
         raise damaged(f"it can't be read ({why(error)})") from None
 
 
-def most_bytes(max_pixels: int) -> int:
-    """How long the file of an image of so many pixels may be."""
-    return _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
-
-
 def _check_length(length: int, max_pixels: int) -> None:
-    most = most_bytes(max_pixels)
+    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
     if length > most:
         raise unsupported(
             f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a picture "

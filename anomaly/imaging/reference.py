@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import DataError, ModelError
+from anomaly.errors import DataError
 from anomaly.imaging.geometry import aspect_error
 from anomaly.imaging.pose import Motion, Pose, cut, wrapped
-from anomaly.imaging.read import Decoding, Image, read_image
+from anomaly.imaging.read import Image
 
 Grey = NDArray[np.float32]
 
@@ -42,16 +41,6 @@ def grey_picture(image: Image) -> Grey:
     height, width = _sides(image.size[0] / image.size[1], _SIDE)
     small = cv2.resize(image.pixels, (width, height), interpolation=cv2.INTER_AREA)
     return np.asarray(small.mean(axis=2) / image.full_scale, np.float32)
-
-
-def read_grey(source: Path | Image, decoding: Decoding) -> Grey | None:
-    """The grey picture of a file; None where it can't be used. Called in a decoding process."""
-    try:
-        if not isinstance(source, Image):
-            source = read_image(source, decoding)
-        return grey_picture(source)
-    except Exception:  # training says why
-        return None
 
 
 def _sides(aspect: float, side: int) -> tuple[int, int]:
@@ -205,21 +194,7 @@ class Reference:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The way back from `tensors`.
-
-        Raises:
-            ModelError: they aren't a reference.
-        """
-        kinds = {name: (value.dtype.name, value.ndim) for name, value in tensors.items()}
-        expected = {"picture": ("float32", 2), "least": ("float64", 0), "bounds": ("float64", 2)}
-        if (
-            kinds != expected
-            or tensors["bounds"].shape != (2, 3)
-            or not min(tensors["picture"].shape) >= 8
-            or not np.isfinite(tensors["picture"]).all()
-            or np.isnan([*tensors["bounds"].flat, tensors["least"]]).any()
-        ):
-            raise ModelError("the picture that says where the part lies is damaged")
+        """The way back from `tensors`."""
         lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
         return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
 

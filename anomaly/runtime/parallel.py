@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -79,9 +79,9 @@ def cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Processors' worth of time that the Linux control groups of this process allow it.
+    """Processors' worth of time that the Linux control groups (version 2) of this process allow it.
 
-    A group's own quota and those of all groups around it hold, in either version of the interface.
+    A group's own quota and those of all groups around it hold.
 
     Args:
         root: where `proc/self/cgroup` and `sys/fs/cgroup` lie.
@@ -93,32 +93,14 @@ def cpu_quota(root: Path = Path("/")) -> float:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return math.inf
-    least, mounted = math.inf, root / "sys/fs/cgroup"
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        if not names:  # version 2
-            mounts, read = [mounted, mounted / "unified"], _quota_v2
-        elif "cpu" in names.split(","):
-            mounts, read = [mounted / names, mounted / "cpu"], _quota_v1
-        else:
-            continue
+    least = math.inf
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
         # Seen from inside a container the path may be the host's: the mount is then the group.
-        inner = PurePosixPath(path.lstrip("/"))
-        for mount in mounts:
-            for group in (inner, *inner.parents):
-                with suppress(OSError, ValueError, ZeroDivisionError):
-                    least = min(least, read(mount / group))
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is no number
+                quota, period = (root / "sys/fs/cgroup" / group / "cpu.max").read_text().split()
+                least = min(least, int(quota) / int(period))
     return least
-
-
-def _quota_v2(group: Path) -> float:
-    quota, period = (group / "cpu.max").read_text().split()
-    return math.inf if quota == "max" else int(quota) / int(period)
-
-
-def _quota_v1(group: Path) -> float:
-    quota = int((group / "cpu.cfs_quota_us").read_text())
-    return math.inf if quota <= 0 else quota / int((group / "cpu.cfs_period_us").read_text())
 
 
 def use_threads(count: int) -> None:
@@ -294,9 +276,9 @@ def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
         return
     with (
         single_threaded(threads),
-        ThreadPoolExecutor(threads - 1, initializer=set_threads, initargs=(1,)) as pool,
+        ThreadPoolExecutor(threads, initializer=set_threads, initargs=(1,)) as pool,
     ):
-        yield lambda task, items: _shared_out(pool, threads, task, items)
+        yield partial(_shared_out, pool)
 
 
 def parallel_map(
@@ -308,25 +290,17 @@ def parallel_map(
 
 
 def _shared_out(
-    pool: ThreadPoolExecutor, threads: int, task: Callable[[Any], Any], items: Sequence[Any]
+    pool: ThreadPoolExecutor, task: Callable[[Any], Any], items: Sequence[Any]
 ) -> list[Any]:
     if len(items) < 2:
         return list(map(task, items))
     mode = _same_inference_mode()
-    results: list[Any] = [None] * len(items)
-    # One iterator for all: whoever is done takes the next piece.
-    remaining = iter(range(len(items)))
 
-    def work() -> None:
+    def work(item: Any) -> Any:
         with mode():
-            for i in remaining:
-                results[i] = task(items[i])
+            return task(item)
 
-    helpers = [pool.submit(work) for _ in range(threads - 1)]
-    work()
-    for helper in helpers:
-        helper.result()
-    return results
+    return list(pool.map(work, items))
 
 
 def _same_inference_mode() -> Callable[[], AbstractContextManager[Any]]:

@@ -26,9 +26,9 @@ from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.errors import ConfigError, DataError, some
 from anomaly.imaging.geometry import Sizing, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, size_of
-from anomaly.imaging.looks import picture_of_source
+from anomaly.imaging.looks import picture_of
 from anomaly.imaging.pool import Decoders, Task, read_all, rest
-from anomaly.imaging.read import Decoding, Image, bits_used, say_bits_used
+from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
 from anomaly.methods.base import Progress
@@ -323,7 +323,7 @@ def _check_labels(
     """
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
-    read = partial(picture_of_source, decoding=decoding)
+    read = partial(made_of, picture_of, decoding)
     shown = read_all(read, [sample.source for sample in defects])
     for defect, picture in zip(defects, shown, strict=True):
         same = good.get(picture) if isinstance(picture, str) else None

@@ -1,4 +1,4 @@
-"""Processors of a container: what its control groups allow, in both versions of their files."""
+"""Processors of a container: what its control groups allow."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ def _groups(root: Path, lines: str, files: dict[str, str]) -> Path:
     return root
 
 
-def _v1(group: str, quota: int, period: int = 100_000) -> dict[str, str]:
-    folder = f"sys/fs/cgroup/cpu,cpuacct{group}"
-    return {
-        f"{folder}/cpu.cfs_quota_us": f"{quota}\n",
-        f"{folder}/cpu.cfs_period_us": f"{period}\n",
-    }
-
-
-V2, V1 = "0::/\n", "5:memory:/a\n4:cpu,cpuacct:/docker/abc\n"
+V2 = "0::/\n"
 
 
 QUOTAS: list[tuple[str, dict[str, str], float]] = [
@@ -46,10 +38,6 @@ QUOTAS: list[tuple[str, dict[str, str], float]] = [
         },
         2.0,
     ),
-    (V1, _v1("/docker/abc", 50_000), 0.5),
-    (V1, _v1("/docker/abc", -1) | _v1("/docker", 300_000), 3.0),
-    (V1, _v1("", 250_000), 2.5),  # the host's path, seen from inside
-    ("1:name=systemd:/\n0::/x\n", {"sys/fs/cgroup/unified/x/cpu.max": "1000 1000"}, 1.0),
     ("0::/../../other\n", {"sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
 ]
 
