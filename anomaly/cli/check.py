@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     dataset = open_dataset(data.format, data.root, data.category)
     with ProgressLine() as progress:
         report = check(dataset, reading_of(config), partial(progress, "reading"))
-    print("\n".join(_as_text(report, str(dataset.folder), None if options.all else _SHOWN)))
+    print(as_text(report, dataset.folder, None if options.all else _SHOWN))
     if report.has(Severity.WRONG):
         return 2
     return 3 if report.has(Severity.UNUSABLE) else 0
@@ -52,15 +52,22 @@ def reading_of(config: Config) -> Reading:
     )
 
 
-def _as_text(report: DataReport, folder: str, shown: int | None) -> list[str]:
-    lines = [folder]
+def as_text(report: DataReport, folder: Path, shown: int | None = _SHOWN) -> str:
+    """A report, for people.
+
+    Args:
+        report: what `check` found.
+        folder: the data set's.
+        shown: how many faults of a kind are named; None for all.
+    """
+    lines = [str(folder)]
     for name, split in report.splits.items():
         lines += _split_lines(name, split)
     for severity, heading in _HEADINGS.items():
         faults = [fault for fault in report.faults if fault.severity == severity]
         if faults:
             lines += ["", f"{heading}: {len(faults)}", *_fault_lines(faults, shown)]
-    return lines if report.faults else [*lines, "", "no faults"]
+    return "\n".join(lines if report.faults else [*lines, "", "no faults"])
 
 
 def _split_lines(name: str, split: SplitSummary) -> list[str]:

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import execute
-from anomaly.cli.check import reading_of
+from anomaly.cli.check import as_text, reading_of
 from anomaly.cli.common_options import passed_on
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.logging_setup import ProgressLine, command_line
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import SMALL_SET, advice, check
+from anomaly.datasets.check import SMALL_SET, Severity, advice, check
 from anomaly.datasets.recognise import LIST_SUFFIX, listing_of, recognise
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
@@ -84,32 +84,36 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
     ]
     for hint in hints:
         log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
-    write(config, config_text(name, taken, network, why, hints))
-    log.info(f"the settings and their reasons are in {config}; edit them if you know better")
-    code = _train(options, config, report)
+    write(config, config_text(name, taken, network, hints))
+    log.info(f"the settings are in {config}; edit them if you know better")
+    # What the hints have settled is no fault any more.
+    report = replace(report, faults=tuple(f for f in report.faults if f.kind != "bit_depth"))
+    code = _train(options, config, dataset, report)
     if code not in (0, 3):
         return code
     return _show(options, config, report, None if dataset.test else taken.root, code)
 
 
-def _train(options: argparse.Namespace, config: Path, report: DataReport) -> int:
-    """Check the data set and train, printed as each command can be run alone.
+def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: DataReport) -> int:
+    """Say what was found and train, each printed as the command that can be run alone.
 
     Args:
         options: of the command.
         config: to check and train with.
-        report: on the images.
+        dataset: the images.
+        report: on them.
 
     Raises:
         DataError: a picture has two labels: training or evaluation would be refused.
     """
     settings, computes = passed_on(options)
     of_config = ["--config", str(config), *settings]
-    checked = execute(["check", *of_config])
+    log.info("\n$ anomaly %s", command_line(["check", *of_config]))
+    print(as_text(report, dataset.folder))
     for fault in report.faults:
         if fault.kind == "two_labels":
             raise DataError(fault.detail)
-    if checked == 2:
+    if report.has(Severity.WRONG):
         log.info(
             "the faulty files listed above are left out; if too few images remain, training will "
             "stop with an error"
@@ -195,40 +199,28 @@ def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> i
     return execute(["tune", "--config", str(config), *settings, *overwrite, *computes])
 
 
-def config_text(
-    name: str, taken: Recognised, network: str | None, why: str, hints: Iterable[Advice]
-) -> str:
-    """A config of the few settings that matter, as YAML with comments.
+def config_text(name: str, taken: Recognised, network: str | None, hints: Iterable[Advice]) -> str:
+    """A config of the few settings that matter, as YAML.
 
     Args:
         name: of the product.
         taken: what its images are taken for.
         network: the backbone; None where the settings on the command line name one.
-        why: why that one.
         hints: further settings.
     """
     import yaml
 
-    def quoted(value: object) -> str:
-        return yaml.safe_dump(str(value), allow_unicode=True, width=10_000).splitlines()[0]
-
-    lines = [
-        "# Written by `anomaly start`. The documentation (Settings) has all keys and defaults.",
-        f"name: {quoted(name)}",
-        "data:",
-        f"  # {taken.reason}",
-        f"  format: {taken.layout}",
-        f"  root: {quoted(taken.root)}",
-    ]
+    values: dict[str, Any] = {
+        "name": name,
+        "data": {"format": taken.layout, "root": str(taken.root)},
+    }
     if network is not None:
-        lines += ["backbone:", f"  # {why}", f"  name: {network}", "  weights: imagenet"]
-    sections: dict[str, list[str]] = {"image": [], "model": []}
+        values["backbone"] = {"name": network, "weights": "imagenet"}
     for hint in hints:
         section, _, key = hint.key.partition(".")
-        sections[section] += [f"  # {hint.reason}", f"  {key}: {hint.value}"]
-    for section, inside in sections.items():
-        lines += [f"{section}:", *inside] if inside else []
-    return "\n".join(lines) + "\n"
+        values.setdefault(section, {})[key] = hint.value
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return f"# Written by `anomaly start`. The documentation (Settings) has all keys.\n{text}"
 
 
 def _look(
@@ -251,15 +243,13 @@ def _look(
         raise DataError(next(f.detail for f in report.faults if f.kind == "too_few_images"))
     learned = {sample.name for sample in dataset.train}
     parted = any(0 < len(learned & {*names}) < len(names) for names in report.copies)
-    if dataset.drawn and parted:
-        write(listing, listing_of(dataset, report.copies))
-        log.info(
-            "copies of one image are kept together, all for training or all for testing; see "
-            f"{listing}"
-        )
-        taken = replace(taken, layout="csv", root=listing)
-        dataset = open_dataset("csv", listing, None)
-    return taken, dataset, report
+    if not (dataset.drawn and parted):
+        return taken, dataset, report
+    write(listing, listing_of(dataset, report.copies))
+    log.info(
+        f"copies of one image are kept together, all for training or all for testing; see {listing}"
+    )
+    return _look(replace(taken, layout="csv", root=listing), reading, listing)
 
 
 def _network(settings: Sequence[str]) -> tuple[str | None, str]:

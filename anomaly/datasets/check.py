@@ -334,12 +334,12 @@ class Advice:
 
     Attributes:
         key: dotted, as in a config.
-        value: as YAML has it.
+        value: what suits.
         reason: a sentence or two, for people.
     """
 
     key: str
-    value: str
+    value: float
     reason: str
 
 
@@ -354,16 +354,16 @@ def advice(report: DataReport) -> tuple[Advice, ...]:
     return (bank, *_shape_advice(report), *_bits_advice(report))
 
 
-def _coreset_ratio(usable: int) -> tuple[str, str]:
+def _coreset_ratio(usable: int) -> tuple[float, str]:
     """How much of the patches to keep, and why."""
     if 0 < usable <= _HANDFUL:
-        return "1.0", f"very few images to learn from ({usable}), so all of their patches are kept"
+        return 1.0, f"very few images to learn from ({usable}), so all of their patches are kept"
     if usable < SMALL_SET:
-        return "0.1", (
+        return 0.1, (
             f"few images to learn from ({usable}), so 10 % of the patches are kept instead of 2 %: "
             "rare details survive"
         )
-    return "0.02", (
+    return 0.02, (
         f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
     )
 
@@ -384,7 +384,7 @@ def _shape_advice(report: DataReport) -> Iterator[Advice]:
             f"images of {common} are {why}: each is seen in tiles of {tile} pixels, which takes "
             f"about {tiles} times as long as without"
         )
-        yield Advice("image.tile", str(tile), reason)
+        yield Advice("image.tile", tile, reason)
 
 
 def _bits_advice(report: DataReport) -> Iterator[Advice]:
@@ -393,4 +393,4 @@ def _bits_advice(report: DataReport) -> Iterator[Advice]:
             f"no 16-bit image uses more than {report.bit_depth} bits; without this setting they "
             "would look almost black"
         )
-        yield Advice("image.bit_depth", str(report.bit_depth), reason)
+        yield Advice("image.bit_depth", report.bit_depth, reason)

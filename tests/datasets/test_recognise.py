@@ -186,15 +186,15 @@ def _report(
 
 
 def test_settings_that_suit() -> None:
-    usual, deep = {"model.coreset_ratio": "0.02"}, _report("900×900", mode="grey16", bits=12)
+    usual, deep = {"model.coreset_ratio": 0.02}, _report("900×900", mode="grey16", bits=12)
     for report, settings, word in (
         (_report("900×900"), usual, "keeping 2 %"),
-        (_report("900×900", images=4), {"model.coreset_ratio": "1.0"}, "very few"),
-        (_report("900×900", images=12), {"model.coreset_ratio": "0.1"}, "learn from (12)"),
-        (_report("4096×3000"), usual | {"image.tile": "1024"}, "12 times"),
-        (_report("8000×100"), usual | {"image.tile": "100"}, "strips"),
-        (_report("9×700"), usual | {"image.tile": "64"}, "strips"),
-        (deep, usual | {"image.bit_depth": "12"}, "12 bits"),
+        (_report("900×900", images=4), {"model.coreset_ratio": 1.0}, "very few"),
+        (_report("900×900", images=12), {"model.coreset_ratio": 0.1}, "learn from (12)"),
+        (_report("4096×3000"), usual | {"image.tile": 1024}, "12 times"),
+        (_report("8000×100"), usual | {"image.tile": 100}, "strips"),
+        (_report("9×700"), usual | {"image.tile": 64}, "strips"),
+        (deep, usual | {"image.bit_depth": 12}, "12 bits"),
     ):
         given = advice(report)
         assert {one.key: one.value for one in given} == settings
