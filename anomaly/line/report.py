@@ -29,7 +29,7 @@ from anomaly.storage.folder import find_model, model_id
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 PAGE = "report.html"
-_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "cost", "times")
+_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "times")
 _FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
@@ -182,24 +182,23 @@ def report(
     with parts_of(record, period) as db:
         lines = db.execute("SELECT model_id, line AS promise FROM promises")
         promises = {own: Promise.of(line, record) for own, line in lines} | dict(more or {})
-        tables = dict(zip(_NAMES, _tables(db, promises, prices), strict=True))
+        tables = dict(zip(_NAMES, _tables(db, promises), strict=True))
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
         (odd,) = db.execute("SELECT COUNT (*) FROM seen WHERE age = 0 AND NOT by_score").fetchone()
     about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
-    page = _page(about, period, tables, drifts, pictures, odd)
+    drifted = any(drift.alarm for drift in drifts.values())
+    answer = _answer(tables, period, prices, drifted=drifted, odd=odd)
+    page = _page(about, period, tables, drifts, pictures, answer)
     plain = {  # of a rate its estimate
         name: [[c.expected if isinstance(c, Rate) else c for c in row] for row in rows]
         for name, (_, rows) in tables.items()
     }
     files = {f"{name}.csv": csv_text([tables[name][0], *rows]) for name, rows in plain.items()}
-    drifted = any(drift.alarm for drift in drifts.values())
     return Report({PAGE: page} | files, drifted)
 
 
-def _tables(
-    db: sqlite3.Connection, promises: _Promises, prices: Mapping[str, str]
-) -> Iterator[_Table]:
+def _tables(db: sqlite3.Connection, promises: _Promises) -> Iterator[_Table]:
     titles, outcomes = _select(db, "yields")
     yield titles, [[_UNKNOWN.get(row[0]) if c is None else c for c in row] for row in outcomes]
     yield _select(db, "judgements")
@@ -211,7 +210,6 @@ def _tables(
     both = zip(lines, rates, strict=True)
     yield [*titles[:-2], "agreement"], [[*line, rate] for line, rate in both]
     yield _select(db, "kinds")
-    yield ("what", "parts", "price", "cost", "cost before"), list(_cost(outcomes, prices))
     yield _select(db, "times")
 
 
@@ -248,22 +246,14 @@ def _compared(what: str, count: int, parts: int, rate: Rate) -> str:
     return "as promised" if (what, compared) == ("reject", "fewer") else compared
 
 
-def _cost(outcomes: Sequence[Sequence[Any]], prices: Mapping[str, str]) -> Iterator[list[_Cell]]:
-    counts, currency = {row[0]: (row[1], row[3]) for row in outcomes}, prices.get("currency", "")
-
-    def amount(*costs: float | None) -> str:
-        known = [cost for cost in costs if cost is not None]
-        least = "at least " * (len(known) < len(costs))
-        return f"{least}{sum(known):,.2f} {currency}".strip() if known else "unknown"
-
-    costs = []
-    for name in (name for name in _PRICES if name in prices):
-        price, both = float(prices[name]), counts[_PRICES[name]]
-        costs.append([None if count is None else price * count for count in both])
-        parts = "unknown" if both[0] is None else both[0]
-        yield [_PRICES[name], parts, *map(amount, (price, *costs[-1]))]
-    if costs:
-        yield ["together", None, None, *(amount(*column) for column in zip(*costs, strict=True))]
+def _cost(counts: Mapping[str, Sequence[Any]], prices: Mapping[str, str]) -> str:
+    """Price of what is known; empty without prices."""
+    asked = {name: counts[what][0] for name, what in _PRICES.items() if name in prices}
+    known = [float(prices[name]) * count for name, count in asked.items() if isinstance(count, int)]
+    if not known:
+        return "unknown" * bool(asked)
+    least = "at least " * (len(known) < len(asked))
+    return f"{least}{sum(known):,.2f} {prices.get('currency', '')}".strip()
 
 
 def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, Drift]]:
@@ -283,7 +273,7 @@ def _page(
     tables: Mapping[str, _Table],
     drifts: Mapping[str, Drift],
     pictures: Sequence[str],
-    odd: int,
+    answer: str,
 ) -> str:
     lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
     content = {
@@ -293,18 +283,22 @@ def _page(
         "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
         "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
         "Kinds of defect": _html(*tables["kinds"]),
-        "Cost": _html(*tables["cost"]),
         "Times": _html(*tables["times"]),
         "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }
     sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
-    drifted = any(drift.alarm for drift in drifts.values())
-    answer = _answer(tables, period, drifted, odd)
     title = f"Report of {period}"
     return table_page(title, title, about, answer + "".join(sections), "explained")
 
 
-def _answer(tables: Mapping[str, _Table], period: Period, drifted: bool, odd: int) -> str:
+def _answer(
+    tables: Mapping[str, _Table],
+    period: Period,
+    prices: Mapping[str, str],
+    *,
+    drifted: bool,
+    odd: int,
+) -> str:
     """The first section: the main figures in words, in the colour of the news."""
     figures: dict[Any, Any] = {what: values for what, *values in tables["yield"][1]}
     parts, escapes = figures["all parts"][0], figures["escapes"][0]
@@ -323,7 +317,7 @@ def _answer(tables: Mapping[str, _Table], period: Period, drifted: bool, odd: in
         *more,
         *doubts,
         _DRIFTED if drifted else "",
-        *(f"Known cost: {row[3]}" for row in tables["cost"][1][-1:]),
+        f"Known cost: {cost}" if (cost := _cost(figures, prices)) else "",
     ]
     flagged = [row for row in promised if row[1] == _SHARES["review"]]
     as_promised = sum(row[2] for row in flagged if row[-1] == "as promised")
