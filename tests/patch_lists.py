@@ -15,6 +15,10 @@ class PatchList(PatchSet):
     def count(self) -> int:
         return sum(batch.embeddings[..., 0].numel() for batch in self.batches)
 
+    @property
+    def channels(self) -> int:
+        return self.batches[0].embeddings.shape[3] if self.batches else 0
+
     def __iter__(self) -> Iterator[PatchBatch]:
         return iter(self.batches)
 

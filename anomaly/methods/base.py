@@ -50,7 +50,13 @@ class PatchBatch:
 
 
 class PatchSet(Protocol):
-    """The patches of all training images; can be iterated repeatedly, always the same."""
+    """The patches of all training images; can be iterated repeatedly, always the same.
+
+    Attributes:
+        channels: D of the embeddings; 0 without images.
+    """
+
+    channels: int
 
     @property
     def count(self) -> int:
@@ -63,22 +69,17 @@ class PatchSet(Protocol):
         """The patches of some of the images."""
         ...
 
-    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
-        """Projected patches that count, image by image.
-
-        Args:
-            matrix_of: called once before the first patches, with their D; gives (D, d).
+    def projected(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Patches that count, projected by a matrix (D, d), image by image.
 
         Yields:
             A training image, and its points (n, d) float32, or some of them: a tile's. Images
             ascend where the whole set is read from files.
         """
-        matrix: Tensor | None = None
         for batch in self:
-            if matrix is None:
-                matrix = matrix_of(batch.embeddings.shape[3]).to(batch.embeddings.device)
+            by = matrix.to(batch.embeddings.device)
             for image, patches in zip(batch.images, batch.counted(), strict=True):
-                yield image, patches @ matrix
+                yield image, patches @ by
 
     def each(self, function: Callable[[PatchSet], Result]) -> Iterator[Result]:
         """Results of a function applied to the patches, part by part.

@@ -42,7 +42,6 @@ from anomaly.imaging.region import Region
 from anomaly.methods.base import (
     Align,
     Fitter,
-    MatrixOf,
     PatchBatch,
     PatchSet,
     Progress,
@@ -253,14 +252,13 @@ class CachedFeatures(PatchSet):
                     read = [names[row] for row in rows]
                     yield _patch_batch(embeddings, read, self.views, self.region)
 
-    def projected(self, matrix_of: MatrixOf) -> Iterator[tuple[int, Tensor]]:
+    def projected(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Image number and projected patches (n, d) float32, image by image."""
         with torch.inference_mode():
             if not self.points:
                 for part in self._parts():  # in the order that `each` has
-                    yield from PatchSet.projected(part, matrix_of)
+                    yield from PatchSet.projected(part, matrix)
                 return
-            matrix_of(self.channels)  # as the fitter projected them when they were kept
             for kept in self.points:
                 for (piece,), (points,) in kept.read(self.images, ascending=True):
                     yield piece.image, points

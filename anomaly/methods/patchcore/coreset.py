@@ -19,8 +19,8 @@ it, at several times the cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -284,8 +284,13 @@ def _radius(points: Tensor, centres: Tensor, before: Tensor | None = None) -> fl
 class Stream(Protocol):
     """Points read in portions; can be read repeatedly, always the same."""
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Points (n, d) float32, n of any size."""
+    @property
+    def count(self) -> int:
+        """Number of points, or somewhat more."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Points (n, d) float32, n of any size, and where each comes from, (n, 2) int64."""
         ...
 
     def distances(self, centres: Tensor) -> Iterator[Tensor]:
@@ -295,7 +300,7 @@ class Stream(Protocol):
 
 def select_streamed(
     stream: Stream,
-    wanted: Callable[[int], int],
+    ratio: float,
     *,
     memory_limit: int,
     generator: torch.Generator,
@@ -305,45 +310,56 @@ def select_streamed(
 
     Args:
         stream: the points. Read once, or twice where they don't fit.
-        wanted: how many of N points to pick.
+        ratio: how many of the points to pick.
         memory_limit: bytes of points held at once. It gives way to coresets of more than half of
             what fits, whose full vectors take a multiple of that.
         generator: on the CPU; draws the sample and the first pick.
         progress: called with (picks done, all of them).
 
-    Raises:
-        ConfigError: `wanted` asks for an impossible number.
-        DataError: a point is NaN or infinite.
-    """
-    sample = _Reservoir(memory_limit, wanted)
-    for points in stream:
-        chances = torch.rand(len(points), generator=generator).to(points.device)
-        sample.add(points, chances)
-    size = wanted(sample.count)
-    if sample.complete:
-        return greedy_k_center(sample.points, size, generator=generator, progress=progress)
+    Returns:
+        The places (K, 2) of the picks, for indices.
 
-    first = greedy_k_center(
-        sample.points, max(1, size // 2), generator=generator, progress=progress
-    )
-    places, centres = sample.places[first.picks], sample.points[first.picks]
-    del sample
+    Raises:
+        DataError: no points, or one is NaN or infinite.
+    """
+    most = coreset_size(stream.count, ratio)
+    sample = _Reservoir(memory_limit, most)
+    for points, places in stream:
+        chances = torch.rand(len(points), generator=generator).to(points.device)
+        sample.add(points, places, chances)
+    if not sample.count:
+        raise DataError("no training patches; check the training images")
+    size = coreset_size(sample.count, ratio)
+    points, places, _ = sample.held()
+    if sample.complete:
+        chosen = greedy_k_center(points, size, generator=generator, progress=progress)
+        return replace(chosen, picks=places[chosen.picks])
+
+    first = greedy_k_center(points, max(1, size // 2), generator=generator, progress=progress)
+    picks, centres = places[first.picks], points[first.picks]
+    del sample, points, places
     if size == 1:
-        radius = max(covering_radius(points, centres) for points in stream if len(points))
-        return Selection(places, radius, exact=False)
-    rest = _Reservoir(memory_limit, wanted)
-    for points, distances in zip(stream, stream.distances(centres), strict=True):
-        rest.add(points, distances)
-    bounds = rest.priorities.square()
-    chosen = greedy_k_center(rest.points, size - len(places), generator=generator, bounds=bounds)
-    radius = max(chosen.covering_radius, rest.cut)
+        radius = max(covering_radius(points, centres) for points, _ in stream if len(points))
+        return Selection(picks, radius, exact=False)
+    rest = _Reservoir(memory_limit, most)
+    for (points, places), distances in zip(stream, stream.distances(centres), strict=True):
+        rest.add(points, places, distances)
+    points, places, distances = rest.held()
+    chosen = greedy_k_center(
+        points, size - len(picks), generator=generator, bounds=distances.square()
+    )
     if progress is not None:
         progress(size, size)
-    return Selection(torch.cat([places, rest.places[chosen.picks]]), radius, exact=False)
+    radius = max(chosen.covering_radius, rest.cut)
+    return Selection(torch.cat([picks, places[chosen.picks]]), radius, exact=False)
 
 
 class _Reservoir:
     """Keeps the points of a stream with the highest priorities.
+
+    Args:
+        memory_limit: bytes of points that are kept.
+        wanted: how many points half of the room is enough for, whatever the limit.
 
     Attributes:
         count: points offered so far.
@@ -351,75 +367,46 @@ class _Reservoir:
         complete: none was dropped.
     """
 
-    def __init__(self, memory_limit: int, wanted: Callable[[int], int]) -> None:
+    def __init__(self, memory_limit: int, wanted: int) -> None:
         self._memory_limit = memory_limit
-        self._wanted = wanted
-        self._points = torch.empty(0, 0)
-        self._places = torch.empty(0, dtype=torch.int64)
-        self._priorities = torch.empty(0)
+        self._half = max(512, wanted)
+        self._room: tuple[Tensor, ...] = ()
         self._used = 0
         self.count = 0
         self.cut = 0.0
         self.complete = True
 
-    @property
-    def points(self) -> Tensor:
-        """The kept points (n, d)."""
-        return self._points[: self._used]
+    def held(self) -> tuple[Tensor, ...]:
+        """The kept points (n, d), places (n, 2) and priorities (n,), in the stream's order."""
+        return tuple(one[: self._used] for one in self._room)
 
-    @property
-    def places(self) -> Tensor:
-        """Positions (n,) int64 of the kept points in the stream."""
-        return self._places[: self._used]
-
-    @property
-    def priorities(self) -> Tensor:
-        """Priorities (n,) float32 of the kept points."""
-        return self._priorities[: self._used]
-
-    def add(self, points: Tensor, priorities: Tensor) -> None:
-        """Offer points (n, d) with priorities (n,)."""
-        if not self.count:
-            self._allocate(max(1024, self._memory_limit // points[0].nbytes), points)
-        while self._used + len(points) > len(self._points):
-            self._make_room(len(points))
-        where = slice(self._used, self._used + len(points))
-        self._points[where] = points
-        self._places[where] = torch.arange(len(points), device=points.device) + self.count
-        self._priorities[where] = priorities
-        self._used += len(points)
+    def add(self, points: Tensor, places: Tensor, priorities: Tensor) -> None:
+        """Offer points (n, d) with places (n, 2) and priorities (n,)."""
+        if not len(points):
+            return
+        offered = points, places, priorities
+        if not self._room:
+            self._half = max(self._half, self._memory_limit // points[0].nbytes // 2)
+            # Untouched rows use no memory.
+            self._room = tuple(one.new_empty(2 * self._half, *one.shape[1:]) for one in offered)
+        for part in zip(*(torch.split(one, self._half) for one in offered), strict=True):
+            if self._used + len(part[0]) > 2 * self._half:
+                self._make_room()
+            rows = slice(self._used, self._used + len(part[0]))
+            for room, new in zip(self._room, part, strict=True):
+                room[rows] = new
+            self._used = rows.stop
         self.count += len(points)
 
-    def _make_room(self, needed: int) -> None:
-        half = len(self._points) // 2
-        if self._used < 2 or self._is_wanted_more_than(half, needed) or needed > half:
-            self._allocate(2 * len(self._points), self._points)
-            return
-        order = self._priorities[: self._used].argsort(descending=True, stable=True)
-        self.cut = max(self.cut, float(self._priorities[order[half]]))
-        kept = order[:half].sort().values  # in the order of the stream
-        for held in (self._points, self._places, self._priorities):
-            held[:half] = held[kept]
-        self._used = half
+    def _make_room(self) -> None:
+        priorities = self._room[2][: self._used]
+        order = priorities.argsort(descending=True, stable=True)
+        self.cut = max(self.cut, float(priorities[order[self._half]]))
+        kept = order[: self._half].sort().values
+        for room in self._room:
+            room[: self._half] = room[kept]
+        self._used = self._half
         self.complete = False
-
-    def _is_wanted_more_than(self, half: int, needed: int) -> bool:
-        try:
-            return self._wanted(self.count + needed) > half
-        except ConfigError:  # more than have come so far; whether others come is seen at the end
-            return True
-
-    def _allocate(self, rows: int, like: Tensor) -> None:
-        """Allocate `rows` points; untouched rows use no memory."""
-        old = (self._points, self._places, self._priorities)
-        self._points = like.new_empty(rows, like.shape[1])
-        self._places = like.new_empty(rows, dtype=torch.int64)
-        self._priorities = like.new_empty(rows, dtype=torch.float32)
-        if self._used:
-            for new, before in zip(
-                (self._points, self._places, self._priorities), old, strict=True
-            ):
-                new[: self._used] = before[: self._used]
 
 
 def random_projection(dim: int, target: int, *, generator: torch.Generator) -> Tensor:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anomaly.errors import DataError
 from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet, Progress
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.methods.patchcore.coreset import (
-    coreset_size,
     random_projection,
     select_streamed,
 )
@@ -25,6 +22,7 @@ from anomaly.methods.patchcore.held_out import (
     extended,
     gather,
     in_chunks,
+    placed,
 )
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
@@ -81,8 +79,12 @@ class MemoryBankFitter(Fitter[MemoryBank]):
 
     def projection(self, channels: int) -> Tensor:
         """The projection matrix (D, d) for the selection, with D = `channels`."""
+        return self._drawn(channels)[0]
+
+    def _drawn(self, channels: int) -> tuple[Tensor, torch.Generator]:
+        """The projection, and the generator that goes on to draw what is selected by chance."""
         generator = torch.Generator().manual_seed(self.seed)
-        return random_projection(channels, self.projection_dim, generator=generator)
+        return random_projection(channels, self.projection_dim, generator=generator), generator
 
     def fit(self, batches: PatchSet, progress: Progress | None = None) -> MemoryBank:
         """Choose the bank: one reading for the projections, another for the chosen vectors.
@@ -98,19 +100,18 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         if self.base is not None:
             projection = self._projection_of(self.base)
             return extended(self.base, batches, projection=projection).spaced()
-        generator = torch.Generator().manual_seed(self.seed)
+        matrix, generator = self._drawn(batches.channels)
         # Batches that are made in inference mode switch it on between them, but not at the end;
         # what is written to all along has to live in one mode.
         with torch.inference_mode():
-            points = ProjectedPatches(batches, self.projection_dim, generator)
             chosen = select_streamed(
-                points,
-                self._size,
+                ProjectedPatches(batches, matrix),
+                self.coreset_ratio,
                 memory_limit=self.memory_limit,
                 generator=generator,
                 progress=progress,
             )
-            vectors, origins = gather(batches, points.places(chosen.picks))
+            vectors, origins = gather(batches, chosen.picks)
             bank = MemoryBank(
                 vectors,
                 origins,
@@ -147,76 +148,37 @@ class MemoryBankFitter(Fitter[MemoryBank]):
     def _projection_of(self, bank: MemoryBank) -> Tensor:
         return self.projection(bank.dimensions).to(bank.vectors.device)
 
-    def _size(self, patches: int) -> int:
-        if patches == 0:
-            raise DataError("no training patches; check the training images")
-        return coreset_size(patches, self.coreset_ratio)
 
-
+@dataclass(frozen=True)
 class ProjectedPatches:
     """The projected training patches, image by image; can be iterated repeatedly.
 
-    Args:
+    Attributes:
         patches: of the training images.
-        dimensions: d of the points.
-        generator: draws the projection.
+        matrix: (D, d), the projection.
     """
 
-    def __init__(self, patches: PatchSet, dimensions: int, generator: torch.Generator) -> None:
-        self._patches = patches
-        self._dimensions = dimensions
-        self._generator = generator
-        self._matrix: Tensor | None = None
-        self._pieces: list[tuple[int, int]] = []
+    patches: PatchSet
+    matrix: Tensor
 
-    def __iter__(self) -> Iterator[Tensor]:
-        pieces = []
-        for image, points in self._patches.projected(self._matrix_of):
-            pieces.append((image, len(points)))
-            yield points
-        self._pieces = pieces
+    @property
+    def count(self) -> int:
+        """Number of points at most."""
+        return self.patches.count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return placed(self.patches.projected(self.matrix))
 
     def distances(self, centres: Tensor) -> Iterator[Tensor]:
         """Distances (n,) of each step's points to their nearest centre (K, d)."""
-        assert self._matrix is not None, "points are measured once they have been read"
-        for chunks in self._patches.each(partial(_distances, self._matrix, centres)):
-            for distances, lengths in chunks:
-                yield from torch.split(distances, lengths)
-
-    def places(self, picks: Tensor) -> Tensor:
-        """The origins of the points.
-
-        Args:
-            picks: (M,) int64, their numbers in the order in which they are read.
-
-        Returns:
-            (M, 2) int64: training image, and which of its patches that count.
-        """
-        lengths = [count for _, count in self._pieces]
-        ends = torch.tensor(list(accumulate(lengths)), device=picks.device)
-        before: dict[int, int] = {}  # of the same image
-        origins = []
-        for (image, count), end in zip(self._pieces, ends.tolist(), strict=True):
-            first = before.get(image, 0)
-            origins.append((image, end - count - first))
-            before[image] = first + count
-        piece = torch.searchsorted(ends, picks, right=True)
-        places = torch.tensor(origins, device=picks.device)[piece]
-        places[:, 1] = picks - places[:, 1]
-        return places
-
-    def _matrix_of(self, channels: int) -> Tensor:
-        if self._matrix is None:
-            self._matrix = random_projection(channels, self._dimensions, generator=self._generator)
-        return self._matrix
+        for part in self.patches.each(partial(_distances, self.matrix, centres)):
+            yield from part
 
 
-def _distances(
-    matrix: Tensor, centres: Tensor, patches: PatchSet
-) -> list[tuple[Tensor, list[int]]]:
-    """Distances of points to their nearest centre, and the number of points of each image."""
+def _distances(matrix: Tensor, centres: Tensor, patches: PatchSet) -> list[Tensor]:
+    """Distances of points to their nearest centre, image by image."""
     with torch.inference_mode():
-        return [
-            (distances_to_nearest(points, centres), lengths)
-            for points, _, lengths in in_chunks(patches.projected(lambda _: matrix))
-        ]
+        pieces = list(patches.projected(matrix))
+        nearest = [distances_to_nearest(p, centres) for p, _ in in_chunks(pieces)]
+        lengths = [len(points) for _, points in pieces]
+        return list(torch.split(torch.cat(nearest), lengths)) if nearest else []

@@ -41,7 +41,7 @@ def extended(bank: MemoryBank, patches: PatchSet, *, projection: Tensor) -> Memo
     picks: list[Tensor] = []
     with torch.inference_mode():
         centres = bank.vectors @ projection
-        for points, places, _ in in_chunks(patches.projected(lambda _: projection)):
+        for points, places in in_chunks(patches.projected(projection)):
             squared = squared_to_nearest(points, centres)
             # A NaN is kept: it is refused where points are picked.
             far = ~(squared <= bank.covering_radius**2)
@@ -149,7 +149,7 @@ class _Cover:
         folds, enough = 1 + max(self.fold_of.values()), self.radius**2
         portions = []
         with torch.inference_mode():
-            for points, places, _ in in_chunks(patches.projected(lambda _: self.projection)):
+            for points, places in in_chunks(patches.projected(self.projection)):
                 vectors, owner = self.vectors.to(points.device), self.owner.to(points.device)
                 _, nearest, others = squared_to_two_owners(
                     points, vectors, owner, folds + 1, enough=enough
@@ -199,34 +199,35 @@ def _with_more(bank: MemoryBank, patches: PatchSet, chosen: Tensor) -> MemoryBan
     )
 
 
-def in_chunks(
-    pieces: Iterable[tuple[int, Tensor]],
-) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Patches of several images together: at least 131,072, the last group fewer.
+def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Points (n, d) with their places (n, 2), see `gather`.
 
     Args:
         pieces: training images, and points (n, d) of each or of a part of it.
-
-    Yields:
-        Points (N, d), where they come from (N, 2), see `gather`, and how many came with each of
-        the pieces.
     """
     seen: dict[int, int] = {}
-    held: list[Tensor] = []
-    places: list[Tensor] = []
-    count = 0
     for image, points in pieces:
         first = seen.get(image, 0)
         seen[image] = first + len(points)
         rank = torch.arange(first, seen[image], device=points.device)
-        places.append(torch.stack([torch.full_like(rank, image), rank], 1))
-        held.append(points)
-        count += len(points)
-        if count >= _CHUNK:
-            yield torch.cat(held), torch.cat(places), [len(p) for p in held]
-            held, places, count = [], [], 0
+        yield points, torch.stack([torch.full_like(rank, image), rank], 1)
+
+
+def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What `placed` gives of several images together: at least 131,072 points, fewer at the end."""
+    held: list[tuple[Tensor, Tensor]] = []
+    for piece in placed(pieces):
+        held.append(piece)
+        if sum(len(points) for points, _ in held) >= _CHUNK:
+            yield _joined(held)
+            held = []
     if held:
-        yield torch.cat(held), torch.cat(places), [len(p) for p in held]
+        yield _joined(held)
+
+
+def _joined(held: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    points, places = zip(*held, strict=True)
+    return torch.cat(points), torch.cat(places)
 
 
 def gather(patches: PatchSet, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -35,20 +36,26 @@ class _Stream:
     def __init__(self, portions: list[torch.Tensor]) -> None:
         self._portions = portions
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._portions)
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._portions))
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        places = torch.arange(self.count)[:, None].expand(-1, 2)
+        return zip(self._portions, places.split([*map(len, self._portions)]), strict=True)
 
     def distances(self, centres: torch.Tensor) -> Iterator[torch.Tensor]:
         return (distances_to_nearest(points, centres) for points in self._portions)
 
 
 def streamed(stream: list[torch.Tensor], size: int, rows: int, seed: int = 0) -> Selection:
-    return select_streamed(
+    chosen = select_streamed(
         _Stream(stream),
-        lambda _: size,
+        size / sum(map(len, stream)),
         memory_limit=rows * DIM * 4,
         generator=torch.Generator().manual_seed(seed),
     )
+    return replace(chosen, picks=chosen.picks[:, 1])
 
 
 def test_more_than_fit_may_be_wanted() -> None:
