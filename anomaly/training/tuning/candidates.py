@@ -15,6 +15,7 @@ _GRAIN = 32  # sides that networks take, see `image.area`
 _MORE_OF_THE_BANK = 0.1
 # Axes of changes: those that good images alone can judge, and one whose time can't be foreseen.
 TURNS, POSE, NETWORK = "turns", "pose", "network"
+SCORE = "image score"  # the best one may depend on everything else
 _IMAGE_SCORES = {
     "map_top_percent": "for defects of any size",
     "map_max": "for defects of a few pixels",
@@ -73,7 +74,7 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
     found: list[Change] = []
     if model.smallest_defect is None:  # beside it, no other image score has an effect
         found += [
-            Change("image score", {"model.image_score": name}, reason)
+            Change(SCORE, {"model.image_score": name}, reason)
             for name, reason in _IMAGE_SCORES.items()
             if name != config.image_score_in_force
         ]

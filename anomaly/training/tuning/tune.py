@@ -28,6 +28,7 @@ from anomaly.training.fit import StageProgress, train
 from anomaly.training.tuning.candidates import (
     NETWORK,
     POSE,
+    SCORE,
     TURNS,
     Change,
     changed,
@@ -80,7 +81,7 @@ class Trial:
 
     Attributes:
         changes: from the settings that were there; none for these themselves.
-        config: the settings.
+        config: the settings, the precision chosen.
         thresholds: those that `train` finds.
         scores: of all images; NaN for one that can't be scored, and for a training image that
             thresholds don't stand on, a copy of another, say; infinite for one that has a reason
@@ -155,11 +156,13 @@ class Search:
         for step in sorted(planned, key=lambda step: self._estimate((step,))):
             self._try_if_it_fits((step,))
         if enough:
-            self._try_together()
+            self._try_together([step for step in planned if step.axis == SCORE])
 
     def trial(self, changes: tuple[Change, ...]) -> Trial:
         """Train with changed settings, and score all images by the model."""
         config, images = changed(self.config, changes), self.images
+        if self.tried and config.backbone == self.config.backbone:
+            config = config.model_copy(update={"precision": self.tried[0].config.precision})
         training = train(
             config,
             images.train,
@@ -184,7 +187,7 @@ class Search:
         held_out = [of_good.get(sample.name, math.nan) for sample in images.train]
         return Trial(
             changes,
-            config,
+            config.model_copy(update={"precision": model.config.precision}),
             model.thresholds,
             Scores(*map(np.array, (held_out, values[:split], values[split:]))),
             {one.sample.name: one.sha256 for one in known if one.score is not None},
@@ -199,19 +202,28 @@ class Search:
         every = np.stack([trial.scores.every for trial in self.tried])
         return np.asarray(~np.isnan(every).any(0))
 
-    def _try_together(self) -> None:
-        """Try the best change of each axis that has helped with those of the others."""
-        rate, common = self.config.calibration.review_rate, self.usable()
-        worths = [float(worth(trial.scores.only(common), rate).sum()) for trial in self.tried]
+    def _try_together(self, scores: Sequence[Change]) -> None:
+        """Try the best change of each axis that has helped together, then other image scores."""
+        worths = self._worths()
         best: dict[str, Change] = {}
         for i in sorted(range(1, len(self.tried)), key=worths.__getitem__, reverse=True):
             (step,) = self.tried[i].changes
-            if worths[i] > worths[0]:
+            if worths[i] > worths[0] and step.axis != SCORE:
                 best.setdefault(step.axis, step)
         helped = list(best.values())  # the most helpful one first
         for count in range(len(helped), 1, -1):  # all of them, or as many as fit
             if self._try_if_it_fits(tuple(helped[:count])):
-                return
+                break
+        worths = self._worths()
+        changes = self.tried[int(np.argmax(worths))].changes
+        if changes and changes[0].axis != SCORE:
+            for step in scores:
+                self._try_if_it_fits((*changes, step))
+
+    def _worths(self) -> list[float]:
+        """The worth of all defects by each trial."""
+        rate, common = self.config.calibration.review_rate, self.usable()
+        return [float(worth(trial.scores.only(common), rate).sum()) for trial in self.tried]
 
     def _try_if_it_fits(self, changes: tuple[Change, ...]) -> bool:
         expected = self._estimate(changes)
