@@ -30,8 +30,8 @@ from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import Found, find_inputs, passed_over, picture_names
 from anomaly.errors import DataError, first_of, visible
-from anomaly.files.outputs import FOLDERS, HEATMAPS, left_by_system, locked
-from anomaly.files.writing import from_json, remove_drafts
+from anomaly.files.outputs import FOLDERS, HEATMAPS, PAGE, left_by_system, locked
+from anomaly.files.writing import from_json, remove_drafts, write
 from anomaly.imaging.listing import is_folder
 from anomaly.imaging.pool import Decoders, Task
 from anomaly.inference.journal import LINES, Finished, RunJournal, WatchJournal
@@ -40,7 +40,8 @@ from anomaly.inference.pipeline import Inputs, Predict, Run, resumable
 from anomaly.inference.rows import Counts, Row, learned_by
 from anomaly.inference.watch import watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
-from anomaly.report.gallery import write_gallery
+from anomaly.report.gallery import gallery_html
+from anomaly.report.report import About
 from anomaly.report.tables import passed_in_evaluation
 from anomaly.runtime.parallel import cores
 from anomaly.scoring.pipeline import Model
@@ -158,7 +159,11 @@ def _page(
     if not options.page:
         return None
     named = ", ".join(map(str, options.input or [options.list]))
-    return write_gallery(model, options.model, named, rows, options.output, run.thumbnails, about)
+    of, learned = About.of(model, options.model), learned_by(model)
+    page: Path = options.output / PAGE
+    text = gallery_html(model.name, of, named, rows, page.parent, run.thumbnails, about, learned)
+    write(page, text)
+    return page
 
 
 def _by_cluster(

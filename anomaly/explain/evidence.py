@@ -129,7 +129,7 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         raise ImageError(prediction.reason, prediction.status)
     training = GoodImages(detector, good_images(detector, *good))
     flaws = () if detector.thresholds is None else prediction.regions
-    places = [in_part(flaw, item.view.pose) for flaw in flaws]
+    places = [peak_of(flaw, item.view.pose) for flaw in flaws]
     item = item.in_part()  # so that equal places of parts are compared
     scores = prediction.patch_scores
     height, width = scores.shape
@@ -274,50 +274,39 @@ def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, f
 
 def worst_patches(
     scores: NDArray[np.float32],
-    flaws: Sequence[MarkedRegion],
+    places: Sequence[tuple[float, float]],
     centres: tuple[NDArray[np.float64], NDArray[np.float64]],
 ) -> list[tuple[int, int]]:
-    """The highest patch of each of the four worst flaws.
+    """The patches at the peaks of the four worst flaws.
 
     Args:
         scores: patch scores (h, w); NaN doesn't count.
-        flaws: what is marked in the image, the worst first. Where nothing is, the highest of all
-            patches is returned alone.
+        places: (x, y) of the flaws' peaks, the worst first. Where there are none, the highest of
+            all patches is returned alone.
         centres: of the patches' rows (h,) and columns (w,), in the image's own pixels.
 
     Returns:
         (row, column) of each, each once.
     """
-    counted = np.nan_to_num(scores, nan=-np.inf)
+    rows, columns = centres
     worst: dict[tuple[int, int], None] = {}
-    for flaw in flaws[:_FLAWS]:
-        rows = _within(centres[0], flaw.y, flaw.height, flaw.peak_y)
-        columns = _within(centres[1], flaw.x, flaw.width, flaw.peak_x)
-        best = np.unravel_index(counted[np.ix_(rows, columns)].argmax(), (len(rows), len(columns)))
-        worst[int(rows[best[0]]), int(columns[best[1]])] = None
-    if not worst:
-        row, column = np.unravel_index(counted.argmax(), scores.shape)
-        worst[int(row), int(column)] = None
-    return list(worst)
+    for x, y in places[:_FLAWS]:
+        away = (rows[:, None] - y) ** 2 + (columns - x) ** 2
+        worst[_where(np.where(np.isnan(scores), -np.inf, -away))] = None
+    return list(worst) or [_where(np.nan_to_num(scores, nan=-np.inf))]
 
 
-def in_part(flaw: MarkedRegion, pose: Pose | None) -> MarkedRegion:
-    """Where a flaw of an image lies in the part's coordinates, its box around the turned one."""
-    if pose is None:
-        return flaw
-    right, bottom = flaw.x + flaw.width, flaw.y + flaw.height
-    box = [(x, y) for x in (flaw.x, right) for y in (flaw.y, bottom)]
-    *corners, peak = pose.in_part(np.array([*box, (flaw.peak_x + 0.5, flaw.peak_y + 0.5)]))
-    low, high = np.floor(np.min(corners, 0)).astype(int), np.ceil(np.max(corners, 0)).astype(int)
-    (x, y), (width, height) = low.tolist(), (high - low).tolist()
-    peak_x, peak_y = np.floor(peak).astype(int).tolist()
-    return replace(flaw, x=x, y=y, width=width, height=height, peak_x=peak_x, peak_y=peak_y)
+def _where(values: NDArray[Any]) -> tuple[int, int]:
+    """(row, column) of the highest value (h, w)."""
+    row, column = divmod(int(values.argmax()), values.shape[1])
+    return row, column
 
 
-def _within(centres: NDArray[np.float64], start: int, size: int, peak: int) -> NDArray[np.intp]:
-    """The places of the centres inside a stretch of an axis; of the one nearest to its peak."""
-    inside = np.flatnonzero((centres >= start) & (centres < start + size))
-    return inside if len(inside) else np.array([np.abs(centres - peak - 0.5).argmin()])
+def peak_of(flaw: MarkedRegion, pose: Pose | None) -> tuple[float, float]:
+    """(x, y) of a flaw's highest pixel, in the part's coordinates where it has a pose."""
+    peak = np.array([(flaw.peak_x + 0.5, flaw.peak_y + 0.5)])
+    ((x, y),) = (peak if pose is None else pose.in_part(peak)).tolist()
+    return x, y
 
 
 @dataclass(frozen=True)

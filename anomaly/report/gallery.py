@@ -18,49 +18,14 @@ import numpy as np
 
 from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError
-from anomaly.files.outputs import PAGE
-from anomaly.files.writing import write
 from anomaly.imaging.read import read_image
-from anomaly.inference.rows import Row, learned_by
+from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import SHOWN, Thumbnail, Thumbnails, thumbnail
 from anomaly.report.page import utc_now
 from anomaly.report.report import About, model_page, promise_shown
 from anomaly.scoring.build import flatten
-from anomaly.scoring.pipeline import Model
 
 NAMED = 200  # images named that couldn't be scored
-
-
-def write_gallery(
-    model: Model,
-    folder: Path,
-    inputs: str,
-    rows: Iterable[Row],
-    output: Path,
-    thumbnails: Thumbnails,
-    facts: Mapping[str, Any],
-) -> Path:
-    """Write results.html into the folder of a run.
-
-    Args:
-        model: that has scored the images.
-        folder: of the model, as the user named it.
-        inputs: what was scored, as the user named it.
-        rows: one for each image, in any number: they are gone through once.
-        output: the run's folder.
-        thumbnails: what the run has drawn small.
-        facts: what else there is to say, by name.
-
-    Returns:
-        The file of results.html.
-
-    Raises:
-        OutputError: no room, no permission.
-    """
-    about, learned = About.of(model, folder), learned_by(model)
-    page = gallery_html(model.name, about, inputs, rows, output, thumbnails, facts, learned)
-    write(output / PAGE, page)
-    return output / PAGE
 
 
 def gallery_html(
@@ -70,8 +35,8 @@ def gallery_html(
     rows: Iterable[Row],
     output: Path,
     thumbnails: Thumbnails,
-    facts: Mapping[str, Any] | None = None,
-    learned: frozenset[str] = frozenset(),
+    facts: Mapping[str, Any],
+    learned: frozenset[str],
 ) -> str:
     """The page over a run.
 
@@ -121,7 +86,7 @@ def gallery_html(
         "figures": [],
         "glossary": {},
     }
-    tables = {"Run": facts or {}, "Settings": dict(flatten(about.settings))}
+    tables = {"Run": facts, "Settings": dict(flatten(about.settings))}
     counted = f"{scored} of {total} images scored"
     return model_page(name, about, f"{name} – {inputs}", counted, tables, data)
 

@@ -27,6 +27,7 @@ from anomaly.explain.evidence import (
     GoodImages,
     explained,
     patch_box,
+    peak_of,
     score_gradient,
     tile_of,
     worst_patches,
@@ -34,7 +35,7 @@ from anomaly.explain.evidence import (
 from anomaly.export.features import from_model
 from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load
-from anomaly.maps.regions import MarkedRegion, marked_regions
+from anomaly.maps.regions import marked_regions
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.load import load_model
@@ -68,7 +69,7 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
     """Patches of ten pixels, and a map of which each pixel is its patch."""
     pixels = scores.repeat(10, 0).repeat(10, 1)
     flaws = marked_regions((pixels > limit).astype(np.uint8), pixel_map(pixels))
-    found = worst_patches(scores, flaws, CENTRES)
+    found = worst_patches(scores, [peak_of(flaw, None) for flaw in flaws], CENTRES)
     labels = ndimage.label(scores > limit, np.ones((3, 3)))[0]
     peaks = sorted((scores[labels == i].max() for i in range(1, labels.max() + 1)), reverse=True)
     assert scores[found[0]] == (peaks or [scores.max()])[0]
@@ -76,19 +77,15 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
     assert all(scores[patch] > limit for patch in found) or not peaks
 
 
-def test_the_worst_patch_counts_and_is_the_one_nearest_to_a_flaw_between_two() -> None:
-    measured = {"width_uncertainty": 10, "height_uncertainty": 10, "area": 4, "peak_score": 3}
-    between = {"x": 61, "y": 32, "width": 2, "height": 2, "peak_x": 61, "peak_y": 33}
-    flaw = MarkedRegion(**between, **measured, length=2, thickness=2)
+def test_the_patch_of_a_peak_is_the_nearest_one_that_counts() -> None:
     scores = np.zeros((7, 9), np.float32)
     scores[0, 0] = 5
-    assert worst_patches(scores, (flaw,), CENTRES) == [(3, 6)]
+    assert worst_patches(scores, [(61.5, 33.5)], CENTRES) == [(3, 6)]
     assert worst_patches(scores, (), CENTRES) == [(0, 0)]
     scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
-    above = replace(flaw, x=0, y=0, width=30, height=10, peak_x=1, peak_y=1)
     centres = np.array([5.0, 15.0]), np.array([5.0, 15.0, 25.0])
     assert worst_patches(scores, (), centres) == [(1, 1)]
-    assert worst_patches(scores, (above,), centres) == [(0, 2)]
+    assert worst_patches(scores, [(1.5, 1.5), (24.5, 9.0)], centres) == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def rows(count: int) -> list[Row]:
 def written(folder: Path, found: list[Row]) -> Path:
     thresholds = limits(REJECT, REVIEW)
     about = About("PatchCore", "distance", thresholds, "runs/disc", "0123", {})
-    page = gallery_html("disc", about, "/in", found, folder, Thumbnails(len(found)))
+    page = gallery_html(
+        "disc", about, "/in", found, folder, Thumbnails(len(found)), {}, frozenset()
+    )
     file = folder / "results.html"
     file.write_text(page, "utf-8")
     return file
