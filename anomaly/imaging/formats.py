@@ -634,9 +634,11 @@ def _by_libtiff(block: memoryview, compression: int, expected: int) -> memoryvie
 def webp(data: bytes) -> ImageHeader:
     """Header of a still WebP, which must be as long as it says it is (RFC 9649)."""
     end, at, chunks = 8 + int.from_bytes(data[4:8], "little"), 12, dict[bytes, slice]()
+    if end > len(data):
+        raise damaged(f"it is cut short: {len(data)} of {end} bytes are there")
     while at < end:
         content = slice(at + 8, at + 8 + int.from_bytes(data[at + 4 : at + 8], "little"))
-        if content.stop > min(end, len(data)):
+        if content.stop > end:
             raise damaged("it is cut short inside a WebP chunk")
         chunks.setdefault(data[at : at + 4], content)
         at = content.stop + content.stop % 2

@@ -171,8 +171,8 @@ class Decoders:
             read any more, can't be drawn, or takes its process down. The future raises OutputError
             when they can't be written.
         """
-        process = self._of.pop(index)
-        return process.submit(_finish, process, self._task, index, path, *what)
+        process, failed = self._of.pop(index), partial(_failed, index, path, "drawing")
+        return process.submit(process.ask, failed, self._task, "finish", index, path, *what)
 
     def forget(self, index: int) -> None:
         """An image that was loaded needs no pictures."""
@@ -194,7 +194,7 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
         Exception: what the function raises.
     """
     ahead = AHEAD * len(_processes())
-    return prefetch(lambda item: _idlest().call(function, item), items, ahead)
+    return prefetch(lambda item: _called(_idlest(), function, item), items, ahead)
 
 
 def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
@@ -208,7 +208,7 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
     Raises:
         ImageError: `failed`: it took too long, or took its process down.
     """
-    result = _pool()[-1].call(function, *arguments).result()
+    result = _called(_pool()[-1], function, *arguments).result()
     if isinstance(result, ImageError):
         raise ImageError(f"{about}: {result}", result.status)
     return result
@@ -284,10 +284,8 @@ def _idlest() -> _DecoderProcess:
 def _load(
     process: _DecoderProcess, task: Task, index: int, source: Path | bytes
 ) -> NetworkInput | UnusableImage:
-    try:
-        answer = process.ask(task, "load", index, source)
-    except _EndedError as ended:
-        return _failed(index, source, "decoding", ended)
+    failed = partial(_failed, index, source, "decoding")
+    answer = process.ask(failed, task, "load", index, source)
     if isinstance(answer, NetworkInput) and answer.image is not None:
         # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
         render = partial(paint, answer.name, answer.image)
@@ -296,21 +294,15 @@ def _load(
     return answer
 
 
-def _finish(
-    process: _DecoderProcess, task: Task, index: int, source: Path | bytes, *what: Any
-) -> Any:
-    try:
-        return process.ask(task, "finish", index, source, *what)
-    except _EndedError as ended:
-        return _failed(index, source, "drawing", ended)
+def _called(process: _DecoderProcess, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def failed(over: str) -> ImageError:
+        return ImageError(f"reading it {over}", "failed")
+
+    return process.submit(process.ask, failed, None, "call", function, arguments)
 
 
-def _failed(index: int, source: Path | bytes, doing: str, ended: Exception) -> UnusableImage:
-    return UnusableImage(index, "failed", f"{_name_of(index, source)}: {doing} it {ended}")
-
-
-class _EndedError(Exception):
-    """The process was ended, or has ended, while it was at something; the message says why."""
+def _failed(index: int, source: Path | bytes, doing: str, over: str) -> UnusableImage:
+    return UnusableImage(index, "failed", f"{_name_of(index, source)}: {doing} it {over}")
 
 
 @dataclass
@@ -344,17 +336,6 @@ class _DecoderProcess:
         self._jobs.put((future, partial(job, *arguments)))
         return future
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """What a function returns in the process; an ImageError where that ended it."""
-
-        def called() -> Any:
-            try:
-                return self.ask(None, "call", function, arguments)
-            except _EndedError as ended:
-                return ImageError(f"reading it {ended}", "failed")
-
-        return self.submit(called)
-
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
             future, job = item
@@ -368,33 +349,37 @@ class _DecoderProcess:
             del item, future, job  # nothing here holds the result any longer
         self.stop()
 
-    def ask(self, task: Task | None, name: str, *arguments: Any) -> Any:
+    def ask(
+        self, failed: Callable[[str], Any], task: Task | None, name: str, *arguments: Any
+    ) -> Any:
         """Its answer; called in its thread.
 
         Args:
+            failed: makes the answer where it took too long, or the process has died of it, twice;
+                called with that, in words.
             task: what it has to know; None where that doesn't matter.
             name: a method of `Worker`.
             arguments: for it.
 
         Raises:
-            _EndedError: it took too long, or the process has died of it, twice.
             AnomalyError: no such process can be started on this machine.
             Exception: what went wrong there, if that is nothing of the image's own.
         """
         for _ in range(_ATTEMPTS):
-            self.start()
+            if not self.start():
+                return failed("wasn't waited for")
             reading = None if name == "finish" else _Reading()
             try:
                 done, answer = self._exchange(reading, task, name, arguments)
             except (OSError, EOFError, pickle.UnpicklingError):
                 code = self.stop(patience=1)
                 if reading is not None and reading.over:
-                    raise _EndedError(reading.over) from None
+                    return failed(reading.over)
                 if sys.platform != "win32" and code == -signal.SIGPROF:
-                    raise _EndedError(
+                    return failed(
                         f"took more than {read.COMPUTING_SECONDS:.0f} s of computing, the limit "
                         f"for {read.MODEST_PIXELS / 1e6:.0f} million pixels"
-                    ) from None
+                    )
                 continue
             self._has_answered = True
             if not done:
@@ -402,7 +387,7 @@ class _DecoderProcess:
             return answer
         if not self._has_answered:
             _check_start()
-        raise _EndedError(f"has crashed {_ATTEMPTS} decoding processes, one after the other")
+        return failed(f"has crashed {_ATTEMPTS} decoding processes, one after the other")
 
     def drop(self) -> None:
         """End it if what it is at may remain unfinished."""
@@ -443,13 +428,12 @@ class _DecoderProcess:
                 reading.over = over
                 self._child.kill()
 
-    def start(self) -> None:
-        """Start it, unless it is there."""
+    def start(self) -> bool:
+        """Start it, unless it is there; False once it was closed."""
         with self._lock:
-            if self._closed:
-                raise _EndedError("wasn't waited for")
-            if self._child is None:
+            if self._child is None and not self._closed:
                 self._child, self._sent = start(), None
+            return not self._closed
 
     def stop(self, patience: float = 0) -> int:
         """End it, if it is there, and give its exit code.
