@@ -2,8 +2,8 @@
 
     python -m benchmarks.search [--features FILE.npy --queries FILE.npy]
 
-`exact` is what a model does here: by a screen in bfloat16 or float32, or by a product of all
-dimensions. Each of these can be named as a method of its own, `product` for the last.
+`exact` is what a model does here: by a screen, or by a product of all dimensions. Each of these can
+be named as a method of its own, `screen` or `product`.
 
 Each round searches once with every method, so that a busy machine hits all alike; figures are
 medians, in milliseconds for an image of 1,024 patches. A neighbour counts as exact when its
@@ -21,20 +21,14 @@ import torch
 from torch import Tensor
 
 from anomaly.methods.patchcore.coreset import greedy_k_center, random_projection
-from anomaly.methods.patchcore.distances import Dtype
-from anomaly.methods.patchcore.search import METHODS, ExactIndex, NearestNeighbors, quickest_screen
+from anomaly.methods.patchcore.search import METHODS, ExactIndex, NearestNeighbors, is_screened
 from benchmarks.coreset import PATCHES_AN_IMAGE, embeddings, generated, whole_images
 from benchmarks.process import machine
 
 # Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they
 # take the next method's cores.
 _REST = 0.3
-# Of `exact`: the dtype of its screen.
-WAYS: dict[str, Dtype | None] = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "product": None,
-}
+WAYS = ("screen", "product")  # of `exact`
 
 
 def coreset(features: Tensor, size: int) -> Tensor:
@@ -48,7 +42,7 @@ def search_by(method: str, bank: Tensor) -> NearestNeighbors:
     """The search of a bank by one of its methods, or `exact` in a certain way."""
     if method in METHODS:
         return NearestNeighbors(bank, method)
-    return NearestNeighbors(bank, index=ExactIndex(bank, WAYS[method]))
+    return NearestNeighbors(bank, index=ExactIndex(bank, method == "screen"))
 
 
 def exact_share(bank: Tensor, queries: Tensor, found: Tensor) -> float:
@@ -85,7 +79,7 @@ def measure(bank: Tensor, queries: Tensor, args: argparse.Namespace) -> None:
     for method in methods:
         seconds = statistics.median(times[method])
         share = exact_share(bank, some, found[method][:: max(1, len(queries) // args.checked)])
-        way = quickest_screen(bank.to(args.device)) or "product"
+        way = "screen" if is_screened(bank.to(args.device)) else "product"
         name = f"exact ({way})" if method == "exact" else method
         print(
             f"| {len(bank):,} | {len(queries):,} | {name} | {1000 * seconds / images:.1f} ms "

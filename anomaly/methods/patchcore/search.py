@@ -1,35 +1,29 @@
 """Nearest bank vectors: exact, or by faiss; an index is derived from the bank, never saved.
 
-Torch tensors and numpy arrays alike; imports torch to ask what a processor can do.
+Torch tensors and numpy arrays alike; imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.arrays import Array, as_numpy, like, module_of
 from anomaly.errors import ConfigError, nearest
 from anomaly.methods.base import device_of
-from anomaly.methods.patchcore.distances import (
-    ROUNDING,
-    Dtype,
-    Floats,
-    Screen,
-    distances_to,
-    half_squared_distances,
-    squared_distances,
-    squared_norms,
-)
-from anomaly.runtime.devices import has_bf16
 from anomaly.runtime.parallel import get_threads, one_blas_thread, parallel_map
+
+Floats = NDArray[np.float32]
 
 METHODS = ("exact", "faiss", "ivf")
 # Numbers of one product, queries × bank: 16 MiB stay in a CPU's cache; a GPU wants few launches.
@@ -44,6 +38,23 @@ _MANY = 1 / 16
 _LISTS_PROBED = 4
 # Queries whose squared norms are larger are as good as infinite: products would overflow.
 _LARGEST = 1e30
+# More than float32's rounding of squared distances by products, relative to the squared norms.
+_ROUNDING = 1e-5
+# More than float32's rounding of squared norms, relative to themselves.
+_NORM_ROUNDING = 2.0**-18
+# Numbers of the pairs measured at once in `_distances_to`: 4 MiB; a GPU wants few launches.
+_MEASURED = {"cpu": 1 << 20, "cuda": 1 << 28}
+# Likewise in `_squared_distances`: 512 KiB stay in cache.
+_GATHERED = {"cpu": 1 << 17, "cuda": 1 << 28}
+# Bank vectors centred at once.
+_CENTRED = 2048
+# Principal axes of a screen for 1,536 dimensions; the root of the share for fewer. What they don't
+# rule out is measured in all dimensions.
+AXES = 185
+_DIMENSIONS = 1536
+# Vectors that the axes are fitted to, and steps of the iteration.
+_FITTED = 2048
+_ITERATIONS = 2
 
 
 class Index(Protocol):
@@ -84,9 +95,11 @@ class NearestNeighbors:
             raise ConfigError(f"search method {method!r} runs on the CPU only; use 'exact'")
         self._bank = bank
         if index is None and method == "exact":
-            index = ExactIndex(bank, quickest_screen(bank))
+            index = ExactIndex(bank, is_screened(bank))
         elif index is None:
-            index = FaissIndex(bank, ExactIndex(bank, None) if method == "faiss" else None, cache)
+            index = FaissIndex(
+                bank, ExactIndex(bank, screened=False) if method == "faiss" else None, cache
+            )
         self._index = index
 
     def of_most(self, bank: Array) -> NearestNeighbors | None:
@@ -111,7 +124,7 @@ class NearestNeighbors:
             empty = np.empty((0, k))
             return like(empty.astype(np.float32), queries), like(empty.astype(np.int64), queries)
         candidates = self._index.candidates(queries, k)
-        distances = distances_to(self._bank, queries, candidates)
+        distances = _distances_to(self._bank, queries, candidates)
         if k == 1:
             return distances, candidates
         order = like(np.arange(len(queries))[:, None], queries), _ascending(distances)
@@ -130,30 +143,27 @@ class ExactIndex:
 
     Args:
         bank: (M, D) float32. Tensors on the CPU are searched as arrays.
-        dtype: of the screen, on the CPU; None for the product of all dimensions.
+        screened: whether by a screen, on the CPU, or by the product of all dimensions.
         axes: the screen's, see `Screen`; None for the bank's own.
     """
 
-    def __init__(self, bank: Array, dtype: Dtype | None, axes: Floats | None = None) -> None:
+    def __init__(self, bank: Array, screened: bool, axes: Floats | None = None) -> None:
         self._device = device_of(bank)
         self._bank = as_numpy(bank) if self._device.type == "cpu" else bank
         self._mean = self._bank.mean(0)
         self._screen = None
-        if dtype is not None:
+        if screened:
             with one_blas_thread():
-                self._screen = Screen.of(self._bank, self._mean, dtype, axes)
+                self._screen = Screen.of(self._bank, self._mean, axes)
 
     def of_most(self, bank: Array) -> ExactIndex:
         """That of a bank of mostly the same vectors, on the same axes; finding these takes long."""
-        screen = self._screen
-        if screen is None or len(bank) < _LEAST_SCREENED:
-            return ExactIndex(bank, quickest_screen(bank))
-        return ExactIndex(bank, screen.dtype, screen.axes)
+        return ExactIndex(bank, is_screened(bank), self._screen.axes if self._screen else None)
 
     def candidates(self, queries: Array, k: int) -> Array:
         """The k nearest (Q, k) int64 of queries (Q, D); any of a query that isn't finite."""
         values = as_numpy(queries) if self._device.type == "cpu" else queries.detach()
-        finite = squared_norms(values) <= _LARGEST
+        finite = _squared_norms(values) <= _LARGEST
         values = module_of(values).where(finite[:, None], values, 0)
         indices = self._in_blocks(values, k, self._screen)
         undecided = indices[:, 0] < 0
@@ -178,24 +188,101 @@ class ExactIndex:
         xp, bank, centred = module_of(queries), self._bank, queries - self._mean
         moved: Array = 0.0
         if screen is None:
-            bounds = half_squared_distances(centred, bank, self._mean)
+            bounds = _half_squared_distances(centred, bank, self._mean)
         else:
             bounds, moved = screen.bounds(centred)
         every = like(np.arange(len(queries)), queries)
         rows = xp.concatenate([every] * k)
         columns = xp.concatenate([_take_least(bounds, every) for _ in range(k)])
-        squared = squared_distances(queries, bank, rows, columns)
+        squared = _squared_distances(queries, bank, rows, columns)
         farthest = xp.amax(squared.reshape(k, -1), 0)
-        rounding = ROUNDING * (squared_norms(centred) + farthest)
+        rounding = _ROUNDING * (_squared_norms(centred) + farthest)
         limits = ((xp.sqrt(farthest) + moved) ** 2 + rounding) / 2
-        near, others = _places(bounds <= (screen.limits(limits) if screen else limits)[:, None])
+        near, others = _places(bounds <= limits[:, None])
         many = xp.bincount(near, minlength=len(queries)) > (_MANY if screen else 1) * len(bank)
         near, others = near[~many[near]], others[~many[near]]
-        more = squared_distances(queries, bank, near, others)
+        more = _squared_distances(queries, bank, near, others)
         rows, columns = xp.concatenate([rows, near]), xp.concatenate([columns, others])
         nearest = columns[_first_of_each(rows, xp.concatenate([squared, more]), k)]
         nearest[many] = -1
         return nearest
+
+
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """Lower bounds of distances to a bank, from few numbers of each vector.
+
+    Vectors of few dimensions are multiplied whole. Of others, with orthonormal P and residuals
+    r(x) = x − PPᵀx, ‖Pᵀx − Pᵀy‖² + (‖r(x)‖ − ‖r(y)‖)² never exceeds ‖x − y‖². Rounding moves a
+    vector by a known length, so that what is computed exceeds the distances by these lengths at
+    most (triangle inequality).
+
+    Attributes:
+        axes: P (D, d), about the bank's leading principal axes; None for all dimensions.
+        rows: (M, K) float32, the bank's vectors as rows of the product.
+        moved: the length by which rounding moves a bank vector at most.
+    """
+
+    axes: Floats | None
+    rows: Floats
+    moved: Floats
+
+    @classmethod
+    def of(cls, bank: Floats, mean: Floats, axes: Floats | None = None) -> Screen:
+        """The screen of a bank (M, D) with this mean (D,), on given axes or its own."""
+        count = round(AXES * math.sqrt(bank.shape[1] / _DIMENSIONS))
+        if axes is None and bank.shape[1] > count:
+            axes = _principal_axes(bank[:: max(1, len(bank) // _FITTED)] - mean, count)
+        parts = [
+            _rows(bank[start : start + _CENTRED] - mean, axes, of_bank=True)
+            for start in range(0, len(bank), _CENTRED)
+        ]
+        rows, moved = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return cls(axes, rows, moved.max())
+
+    def bounds(self, centred: Floats) -> tuple[Floats, Floats]:
+        """Half the squared distances of rounded vectors, and the lengths they are moved by.
+
+        Args:
+            centred: (Q, D) queries less the bank's mean.
+
+        Returns:
+            (Q, M), and the lengths (Q,) by which rounding moves a query and a bank vector together.
+        """
+        rows, moved = _rows(centred, self.axes, of_bank=False)
+        return rows @ self.rows.T, moved + self.moved
+
+
+def _rows(centred: Floats, axes: Floats | None, *, of_bank: bool) -> tuple[Floats, Floats]:
+    """Vectors (n, D) as rows (n, K) of the product, and the lengths (n,) they are moved by.
+
+    A query's row times a bank vector's is half their squared distance: half the squared norms are
+    numbers of their own.
+    """
+    coordinates, moved = centred, np.zeros(len(centred), np.float32)
+    if axes is not None:
+        leading, squares = centred @ axes, _squared_norms(centred)
+        rest = np.sqrt(np.maximum(squares - _squared_norms(leading), 0))
+        # The less is left, the more the root makes of what the squares are off by.
+        off = np.float32(_NORM_ROUNDING) * squares
+        moved = off / np.maximum(np.maximum(rest, np.sqrt(off)), np.finfo(np.float32).tiny)
+        coordinates = np.column_stack([leading, rest])
+    half, ones = _squared_norms(coordinates) / 2, np.ones(len(centred), np.float32)
+    columns = (-coordinates, half, ones) if of_bank else (coordinates, ones, half)
+    return np.column_stack(columns), moved
+
+
+def _principal_axes(centred: Floats, count: int) -> Floats:
+    """About the leading principal axes (D, count) of centred vectors (n, D), orthonormal.
+
+    By subspace iteration (Halko et al. 2011): how close they come decides the screen's speed,
+    never its result.
+    """
+    shape = centred.shape[1], min(count, *centred.shape)
+    axes = np.random.default_rng(0).standard_normal(shape, np.float32)
+    for _ in range(_ITERATIONS):
+        axes = np.linalg.qr(centred.T @ (centred @ axes))[0]
+    return axes
 
 
 class FaissIndex:
@@ -217,7 +304,7 @@ class FaissIndex:
         self._mean = as_numpy(bank.mean(0))
         vectors = np.ascontiguousarray(as_numpy(bank) - self._mean)
         self._exact = exact
-        self._farthest = float(squared_norms(vectors).max())
+        self._farthest = float(_squared_norms(vectors).max())
         self._index: Any
         if exact is None:
             self._index = _inverted(vectors, cache)
@@ -244,7 +331,7 @@ class FaissIndex:
         scores, indices = self._index.search(rows, min(k + 1, self._index.ntotal))
         nearest = indices[:, :k].copy()
         if indices.shape[1] > k:
-            slack = ROUNDING * (squared_norms(rows) + self._farthest)
+            slack = _ROUNDING * (_squared_norms(rows) + self._farthest)
             close = scores[:, k] - scores[:, k - 1] <= slack
             if close.any():
                 nearest[close] = as_numpy(exact.candidates(queries[close], k))
@@ -286,22 +373,18 @@ def _write_index(index: Any, file: Path) -> None:
         Path(draft).replace(file)
 
 
-def quickest_screen(bank: Array) -> Dtype | None:
-    """The fastest dtype of the screen for a bank (M, D) on this machine.
+def is_screened(bank: Array) -> bool:
+    """Whether a screen is quicker for a bank (M, D) than one product of all dimensions.
 
-    None where one product of all dimensions is quicker: in small banks, and on a GPU, which
-    multiplies faster than it gathers. Arrays are searched where torch may be absent: in float32.
+    It isn't in small banks, and on a GPU, which multiplies faster than it gathers.
     """
-    device = device_of(bank)
-    if device.type != "cpu" or len(bank) < _LEAST_SCREENED:
-        return None
-    return "bfloat16" if not isinstance(bank, np.ndarray) and has_bf16(device) else "float32"
+    return device_of(bank).type == "cpu" and len(bank) >= _LEAST_SCREENED
 
 
 def _take_least(bounds: Array, rows: Array) -> Array:
     """The column (Q,) of each row's lowest bound; that bound is then set to infinity."""
     columns = bounds.argmin(1)
-    bounds[rows, columns] = np.iinfo(np.int16).max if bounds.dtype == np.int16 else np.inf
+    bounds[rows, columns] = np.inf
     return columns
 
 
@@ -331,3 +414,54 @@ def _ascending(values: Array) -> Array:
     if isinstance(values, np.ndarray):
         return values.argsort(kind="stable")
     return values.argsort(stable=True)
+
+
+def _squared_norms(vectors: Array) -> Array:
+    """Squared norms (n,) of vectors (n, D)."""
+    return module_of(vectors).einsum("ij,ij->i", vectors, vectors)
+
+
+def _distances_to(bank: Array, queries: Array, candidates: Array) -> Array:
+    """Euclidean distances (Q, k) float32 of queries to candidates, differentiable in the queries.
+
+    Args:
+        bank: (M, D) float32.
+        queries: (Q, D) float32.
+        candidates: (Q, k) int64, rows of the bank; k is 1 or more.
+    """
+    xp, numbers = module_of(bank), candidates.shape[1] * bank.shape[1]
+    step = max(1, _MEASURED[device_of(bank).type] // max(1, numbers))
+    blocks = [slice(start, start + step) for start in range(0, len(queries), step)]
+    return xp.concatenate(
+        [xp.linalg.norm(bank[candidates[b]] - queries[b, None], None, 2) for b in blocks]
+    )
+
+
+def _squared_distances(queries: Array, bank: Array, rows: Array, columns: Array) -> Array:
+    """Squared distances (n,) of the pairs queries[rows], bank[columns], measured directly."""
+    step = max(1, _GATHERED[device_of(bank).type] // max(1, queries.shape[1]))
+    blocks = [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
+    parts = []
+    for block in blocks:
+        differences = bank[columns[block]]
+        differences -= queries[rows[block]]
+        parts.append(_squared_norms(differences))
+    return module_of(bank).concatenate(parts)
+
+
+def _half_squared_distances(centred: Array, bank: Array, mean: Array) -> Array:
+    """Half the squared distances (Q, M) of queries to a bank, by matrix products.
+
+    Relative to the mean, so that large norms don't cancel. The bank is centred block by block: a
+    few percent of the product's time, and no copy is kept.
+
+    Args:
+        centred: (Q, D) queries less the mean.
+        bank: (M, D).
+        mean: (D,).
+    """
+    halves, parts = _squared_norms(centred)[:, None] / 2, []
+    for start in range(0, len(bank), _CENTRED):
+        block = bank[start : start + _CENTRED] - mean
+        parts.append(_squared_norms(block) / 2 + halves - centred @ block.T)
+    return module_of(bank).concatenate(parts, 1)
