@@ -104,11 +104,10 @@ def result_files(folder: Path) -> dict[str, bytes]:
         kept = [i for i, name in enumerate(rows[0]) if name not in _TIMES]
         assert len(kept) == len(rows[0]) - len(_TIMES)
         files["results.csv"] = csv_text([row[i] for i in kept] for row in rows).encode()
-    for name in files.keys() & {"results.jsonl", "results.done.json"}:
-        text = files[name].decode()
-        parts = text.splitlines() if name.endswith("l") else [text]
-        said = [{k: v for k, v in json.loads(p).items() if k not in _TIMES} for p in parts]
-        files[name] = json.dumps(said).encode()
+    if "results.jsonl" in files:
+        said = map(json.loads, files["results.jsonl"].decode().splitlines())
+        kept_values = [{k: v for k, v in row.items() if k not in _TIMES} for row in said]
+        files["results.jsonl"] = json.dumps(kept_values).encode()
     return files
 
 

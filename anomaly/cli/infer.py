@@ -9,11 +9,9 @@ import argparse
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +33,9 @@ from anomaly.files.writing import from_json, remove_drafts, write
 from anomaly.imaging.listing import is_folder
 from anomaly.imaging.pool import Decoders, Task
 from anomaly.inference.journal import LINES, Finished, RunJournal, WatchJournal
-from anomaly.inference.outputs import OutputOptions, Outputs, about_model
+from anomaly.inference.outputs import Outputs, about_model
 from anomaly.inference.pipeline import Inputs, Predict, Run, resumable
-from anomaly.inference.rows import Counts, Row, learned_by
+from anomaly.inference.rows import Row, Tally, learned_by
 from anomaly.inference.watch import watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.gallery import gallery_html
@@ -56,11 +54,10 @@ log = logging.getLogger(__name__)
 
 def run(options: argparse.Namespace) -> int:
     """Score images, or what arrives."""
-    begun = time.perf_counter()
     if options.watch:
         _check_watch(options)
-    wanted = {field.name: getattr(options, field.name) for field in fields(OutputOptions)}
-    outputs = Outputs(options.output, OutputOptions(**wanted))
+    wanted = {field.name: getattr(options, field.name) for field in fields(Outputs)[1:]}
+    outputs = Outputs(options.output, **wanted)
     with locked(options.output):
         found = None if options.watch else find_inputs(options.input, options.list)
         with suppress(DataError):  # a folder that can't be listed now is tried again
@@ -98,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
             )
             if found is None:
                 return _watch(options, model, outputs, about, scoring)
-            ended = _list(options, found, model, outputs, about, scoring, begun)
+            ended = _list(options, found, model, outputs, about, scoring)
             return stop.exit_code if ended is None else ended
 
 
@@ -109,12 +106,10 @@ def _list(
     outputs: Outputs,
     about: dict[str, object],
     scoring: Callable[..., Run],
-    begun: float,
 ) -> int | None:
     """Score the images of a list; returns the exit code, None where a signal has stopped it."""
     total = len(found.paths)
     journal = RunJournal(outputs, about, found.groups)
-    tally = _Tally(options, model)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
             outputs.write_scale(model)
@@ -127,25 +122,24 @@ def _list(
         rows = [journal.done[index].row for index in sorted(journal.done)]
         is_complete = len(rows) == total
         page = _page(options, model, rows, about, run) if is_complete else None
-        for row in rows:
-            tally.add(row)
-        _print_rows(rows, tally.counts.line(total), speed, options.output, page)
-        _print_learned(rows, tally.learned)
+        tally = Tally(model, rows)
+        print(tally.line(total))
+        _print_rows(rows, speed, options.output, page)
+        if tally.learned:
+            print(
+                f"{tally.learned} of these images were used to train the model: new images will "
+                "score higher. The promise is compared with the other "
+                f"{tally.counts['ok'] - tally.learned}"
+            )
         _print_escapes(model, options.model)
-        if line := tally.difference():
+        if line := _difference(tally, model, options.model):
             log.warning(line)
         if not is_complete:
             print("stopped; continue with --resume")
             return None
-        code = tally.counts.exit_code
-        when = {
-            "model_name": model.name,
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "milliseconds": round(1000 * (time.perf_counter() - begun), 1),
-        }
-        journal.finish(code, when)
+        journal.finish(tally.exit_code)
         remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
-        return code
+        return tally.exit_code
 
 
 def _page(
@@ -181,27 +175,12 @@ def _by_cluster(
     return predict
 
 
-class _Tally:
-    """Counts of the images of a run, and whether other shares are flagged than promised."""
-
-    def __init__(self, options: argparse.Namespace, model: Model) -> None:
-        self.counts, self.learned = Counts(), learned_by(model)
-        self._flagged: Counter[bool] = Counter()
-        self._thresholds, self._folder = model.thresholds, str(options.model)
-
-    def add(self, row: Row) -> None:
-        """Count one more image."""
-        self.counts.update(Counts.of([row]))
-        # Images that are flagged whatever their score say nothing of the promise.
-        if row.verdict and not row.reason and row.image_sha256 not in self.learned:
-            self._flagged[row.verdict != "good"] += 1
-
-    def difference(self) -> str:
-        """A line if more or fewer images are flagged than promised; empty otherwise."""
-        if self._thresholds is None:
-            return ""
-        promised = self._thresholds.calibration.review.false_rejects
-        return flagged_line(self._flagged[True], self._flagged.total(), promised, self._folder)
+def _difference(tally: Tally, model: Model, folder: Path) -> str:
+    """A line if more or fewer images are flagged than promised; empty otherwise."""
+    if model.thresholds is None:
+        return ""
+    promised = model.thresholds.calibration.review.false_rejects
+    return flagged_line(tally.flagged[True], tally.flagged.total(), promised, str(folder))
 
 
 def _print_escapes(model: Model, folder: Path) -> None:
@@ -217,20 +196,7 @@ def _print_escapes(model: Model, folder: Path) -> None:
                 break
 
 
-def _print_learned(rows: list[Row], learned: frozenset[str]) -> None:
-    """Say how many of the images are the model's own training images."""
-    if known := sum(row.image_sha256 in learned for row in rows):
-        new = sum(row.status == "ok" for row in rows) - known
-        print(
-            f"{known} of these images were used to train the model: new images will score higher. "
-            f"The promise is compared with the other {new}"
-        )
-
-
-def _print_rows(
-    rows: list[Row], counted: str, speed: float, output: Path, page: Path | None
-) -> None:
-    print(counted)
+def _print_rows(rows: list[Row], speed: float, output: Path, page: Path | None) -> None:
     reasons = [
         f"{row.verdict}: {row.path}: {row.reason}" for row in rows if row.verdict and row.reason
     ]
@@ -262,13 +228,13 @@ def _watch(
     Raises:
         OutputError: results can't be written; those that could are kept.
     """
-    tally, is_warned = _Tally(options, model), False
+    tally, is_warned = Tally(model), False
 
     def on_row(finished: Finished) -> None:
         nonlocal is_warned
         tally.add(finished.row)
         print(_line(finished.row), flush=True)
-        if not is_warned and (line := tally.difference()):
+        if not is_warned and (line := _difference(tally, model, options.model)):
             log.warning(line)
             is_warned = True
 
@@ -281,8 +247,8 @@ def _watch(
     page = _page(options, model, _rows_so_far(options.output), about, run)
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     shown = f", all shown in {page}" if page else ""
-    print(f"{tally.counts.line()}; rows in {options.output / 'results.csv'}{shown}")
-    return tally.counts.exit_code
+    print(f"{tally.line()}; rows in {options.output / 'results.csv'}{shown}")
+    return tally.exit_code
 
 
 def _rows_so_far(output: Path) -> Iterator[Row]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 from anomaly.errors import OutputError, why
 from anomaly.files.outputs import DONE, JOURNAL, WATCHED
@@ -26,26 +26,17 @@ from anomaly.inference.rows import (
 RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
 
 
-@dataclass(frozen=True)
-class Stamp:
-    """What changes when a file is written to.
-
-    Attributes:
-        size: in bytes.
-        time: of the last change, in nanoseconds.
-    """
-
-    size: int
-    time: int
+# A file's size in bytes and the time of its last change in nanoseconds.
+Stamp: TypeAlias = tuple[int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """A file's stamp; None if it is missing or not accessible."""
+    """What changes when a file is written to; None if it is missing or not accessible."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return Stamp(status.st_size, status.st_mtime_ns)
+    return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -63,24 +54,13 @@ class Finished:
     regions: tuple[RegionRow, ...] = ()
 
 
-class Record(Protocol):
-    """A receiver of a run's rows."""
-
-    @property
-    def done(self) -> Container[int]:
-        """Indices of the images that needn't be scored."""
-
-    def add(self, batch: Sequence[Finished]) -> None:
-        """Add a whole batch; it is saved when this returns."""
-
-
 class Journal:
     """A file whose first line describes the run, and each further line what is finished.
 
     Each line is a JSON object; an incomplete last line is dropped. Use it in a `with` statement.
 
     Args:
-        file: created at the start of the `with` block.
+        file: created if missing.
         about: what the results depend on; a journal of another run can't be continued.
 
     Raises:
@@ -90,7 +70,6 @@ class Journal:
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
         self.file = file
         self.about: dict[str, object] = json.loads(json.dumps(about))
-        self._lines: GrowingFile | None = None
         self._end = 0
         if file.exists():
             try:
@@ -102,15 +81,14 @@ class Journal:
                 raise OutputError(
                     f"{file} is damaged ({why(error)}); start again with --overwrite"
                 ) from None
-
-    def __enter__(self) -> Self:
-        self._lines = GrowingFile(self.file, self._end)
+        self._lines = GrowingFile(file, self._end)
         if not self._end:
             self.commit({"about": self.about})
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._lines is not None
         self._lines.close()
 
     def commit(self, line: Mapping[str, object]) -> None:
@@ -119,7 +97,6 @@ class Journal:
         Raises:
             OutputError: the disk is full.
         """
-        assert self._lines is not None
         # Plain ASCII, so that any file name survives.
         text = json.dumps(line, ensure_ascii=True, allow_nan=False)
         self._lines.append(text.encode() + b"\n")
@@ -159,7 +136,7 @@ class RunJournal(Journal):
         about: Mapping[str, object],
         groups: Mapping[str, str] | None = None,
     ) -> None:
-        self._regions, self._groups = outputs.options.regions, groups or {}
+        self._regions, self._groups = outputs.regions, groups or {}
         self.done: dict[int, Finished] = {}
         super().__init__(outputs.folder / JOURNAL, about)
 
@@ -200,17 +177,16 @@ class RunJournal(Journal):
         if self._groups:
             write(folder / "parts.csv", as_csv(judge_parts(rows, self._groups), Part))
 
-    def finish(self, exit_code: int, more: Mapping[str, object]) -> None:
+    def finish(self, exit_code: int) -> None:
         """Mark the run as complete in a file of its own, and delete this one.
 
         Args:
             exit_code: of the run.
-            more: further values for it; `finished` ignores them.
 
         Raises:
             OutputError: the disk is full.
         """
-        about = {"about": self.about, "exit_code": exit_code, **more}
+        about = {"about": self.about, "exit_code": exit_code}
         write(self.file.with_name(DONE), as_json(about))
         self.file.unlink(missing_ok=True)
 
@@ -266,21 +242,19 @@ class WatchJournal(Journal):
         seen: Callable[[Finished], None] = lambda finished: None,
     ) -> None:
         self._seen = seen
-        self._headers = {RESULTS: csv_header(Row), LINES: ""}
-        if outputs.options.regions:
-            self._headers[REGIONS] = csv_header(RegionRow)
-        self._ends = dict.fromkeys(self._headers, 0)
-        self._tables: dict[str, GrowingFile] = {}
+        headers = {RESULTS: csv_header(Row), LINES: ""}
+        if outputs.regions:
+            headers[REGIONS] = csv_header(RegionRow)
+        self._ends = dict.fromkeys(headers, 0)
         self.earlier: dict[Path, Stamp] = {}
         self.arrived: list[tuple[Path, Stamp]] = []
         super().__init__(outputs.folder / WATCHED, about)
-
-    def __enter__(self) -> Self:
-        for name, end in self._ends.items():
-            self._tables[name] = GrowingFile(self.file.with_name(name), end)
-            if not end:
-                self._tables[name].append(self._headers[name].encode())
-        return super().__enter__()
+        self._tables = {
+            name: GrowingFile(outputs.folder / name, end) for name, end in self._ends.items()
+        }
+        for name, header in headers.items():
+            if not self._ends[name]:
+                self._tables[name].append(header.encode())
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -300,7 +274,7 @@ class WatchJournal(Journal):
         for name, text in texts.items():
             self._tables[name].append(text.encode("utf-8", "surrogateescape"))
         files = (self.arrived[image.index] for image in batch)
-        stamps = {str(path): asdict(stamp) for path, stamp in files}
+        stamps = {str(path): stamp for path, stamp in files}
         self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
         for image in batch:
             self._seen(image)
@@ -308,7 +282,7 @@ class WatchJournal(Journal):
     def take(self, line: dict[str, Any]) -> None:
         """Read the files and table lengths of a line."""
         for name, values in line["files"].items():
-            path, stamp = Path(name), Stamp(**values)
+            path, stamp = Path(name), (values[0], values[1])
             if stamp_of(path) in (stamp, None):  # a missing file may come back
                 self.earlier[path] = stamp
         self._ends.update(line["ends"])

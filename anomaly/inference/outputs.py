@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -43,15 +43,12 @@ if TYPE_CHECKING:
     from anomaly.scoring.prediction import Prediction
 
 
-Heatmaps: TypeAlias = Literal["none", "reject", "all"]
-MapFiles: TypeAlias = Literal["float32", "uint16"]
-
-
 @dataclass(frozen=True)
-class OutputOptions:
-    """What a run writes, by the options of `anomaly infer`.
+class Outputs:
+    """The folder of a run, and what the run writes there, by the options of `anomaly infer`.
 
     Attributes:
+        folder: the output folder.
         heatmaps: which images have one: none, those not called good, or all.
         side_by_side: heatmaps of image, heatmap and colour bar.
         full_size: heatmaps of the image's own size, not at most twice the network's input.
@@ -61,29 +58,14 @@ class OutputOptions:
         page: whether to write results.html.
     """
 
-    heatmaps: Heatmaps = "all"
+    folder: Path
+    heatmaps: Literal["none", "reject", "all"] = "all"
     side_by_side: bool = False
     full_size: bool = False
     masks: bool = False
     regions: bool = False
-    maps: MapFiles | None = None
+    maps: Literal["float32", "uint16"] | None = None
     page: bool = True
-
-
-DEFAULTS = OutputOptions()
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The folder of a run, and its files.
-
-    Attributes:
-        folder: the output folder.
-        options: what to write.
-    """
-
-    folder: Path
-    options: OutputOptions = DEFAULTS
 
     def begin(self, *, watch: bool, resume: bool, overwrite: bool) -> bool:
         """Check that a run can use the folder; deletes nothing.
@@ -130,10 +112,9 @@ class Outputs:
             model: scores the images.
             inputs: names the images.
         """
-        options = self.options
         switches = ("side_by_side", "full_size", "masks", "regions")
-        names = [name for name in switches if getattr(options, name)]
-        outputs = [options.heatmaps, *names, *filter(None, [options.maps])]
+        names = [name for name in switches if getattr(self, name)]
+        outputs = [self.heatmaps, *names, *filter(None, [self.maps])]
         return {**inputs, **about_model(model), "set of outputs": outputs}
 
     def pictures(self, model: Model, small: int = 0) -> PictureWriter:
@@ -146,12 +127,11 @@ class Outputs:
         Raises:
             OutputError: the model has no thresholds, which some pictures need.
         """
-        options = self.options
         by_thresholds = {
-            "--masks": options.masks,
-            "--regions": options.regions,
-            "--maps uint16": options.maps == "uint16",
-            "--heatmap reject": options.heatmaps == "reject",
+            "--masks": self.masks,
+            "--regions": self.regions,
+            "--maps uint16": self.maps == "uint16",
+            "--heatmap reject": self.heatmaps == "reject",
         }
         needing = [name for name, wanted in by_thresholds.items() if wanted]
         if needing and model.thresholds is None:
@@ -162,14 +142,13 @@ class Outputs:
         return replace(
             PictureWriter.of(model, small),
             output=self.folder,
-            full_size=options.full_size,
-            side_by_side=options.side_by_side,
+            full_size=self.full_size,
+            side_by_side=self.side_by_side,
         )
 
     def has_heatmap(self, verdict: str) -> bool:
         """Whether an image with a verdict, empty for none, gets a heatmap."""
-        heatmaps = self.options.heatmaps
-        return heatmaps == "all" or (heatmaps == "reject" and verdict != "good")
+        return self.heatmaps == "all" or (self.heatmaps == "reject" and verdict != "good")
 
     def wanted(self, prediction: Prediction, name: str) -> Wanted:
         """The pictures of one image.
@@ -178,19 +157,18 @@ class Outputs:
             prediction: of the image.
             name: the path of the pictures in their folders.
         """
-        options, verdict = self.options, prediction.verdict
-        is_drawn = self.has_heatmap(verdict)
+        is_drawn = self.has_heatmap(prediction.verdict)
         switches = {
             "heatmap": is_drawn,
-            "small": is_drawn and options.page,
-            "mask": options.masks,
-            "regions": options.regions,
-            "float32": options.maps == "float32",
-            "uint16": options.maps == "uint16",
+            "small": is_drawn and self.page,
+            "mask": self.masks,
+            "regions": self.regions,
+            "float32": self.maps == "float32",
+            "uint16": self.maps == "uint16",
         }
         kinds = frozenset(kind for kind, wanted in switches.items() if wanted)
-        caption = _caption(prediction) if options.side_by_side else ""
-        return Wanted(kinds, name, verdict == "reject", caption)
+        caption = _caption(prediction) if self.side_by_side else ""
+        return Wanted(kinds, name, prediction.verdict == "reject", caption)
 
     def write_scale(self, model: Model) -> None:
         """Write the heatmaps' colour bar.
@@ -199,7 +177,7 @@ class Outputs:
             OutputError: the disk is full or not writable.
         """
         thresholds = model.thresholds
-        if thresholds is not None and self.options.heatmaps != "none":
+        if thresholds is not None and self.heatmaps != "none":
             bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
             write(self.folder / SCALE, encode_png(bar))
 

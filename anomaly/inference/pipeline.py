@@ -15,7 +15,7 @@ from anomaly.errors import OutputError
 from anomaly.files.outputs import HEATMAPS
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders
-from anomaly.inference.journal import Finished, Record
+from anomaly.inference.journal import Finished, RunJournal, WatchJournal
 from anomaly.inference.outputs import Outputs, Pictures, Wanted
 from anomaly.inference.rows import RegionRow, region_rows, row_of
 from anomaly.maps.heatmap import Thumbnails
@@ -141,7 +141,7 @@ class Run:
 
     model: Model
     outputs: Outputs
-    record: Record
+    record: RunJournal | WatchJournal
     decoders: Decoders
     stopped: Callable[[], bool] = lambda: False
     thumbnails: Thumbnails = field(default_factory=Thumbnails)

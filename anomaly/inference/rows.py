@@ -270,23 +270,46 @@ _UNUSABLE = ("unreadable", "unsupported", "failed")
 _VERDICTS = {"good": "good", "review": "to review", "reject": "rejected"}
 
 
-class Counts(Counter[str]):
-    """Numbers of images by status and by verdict."""
+class Tally:
+    """Numbers of a run's images by status and by verdict.
 
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> Counts:
-        """The numbers of some rows."""
-        return cls(word for row in rows for word in (row.status, row.verdict))
+    Attributes:
+        counts: by status and by verdict.
+        learned: images that the model was trained on.
+        flagged: of new images without a reason for review, whether they aren't called good. What
+            is flagged whatever its score says nothing of the promise.
+
+    Args:
+        model: scores the images.
+        rows: of images, to begin with.
+    """
+
+    def __init__(self, model: Model, rows: Iterable[Row] = ()) -> None:
+        self.counts: Counter[str] = Counter()
+        self.flagged: Counter[bool] = Counter()
+        self.learned = 0
+        self._known = learned_by(model)
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Count one more image."""
+        self.counts.update((row.status, row.verdict))
+        if row.image_sha256 in self._known:
+            self.learned += 1
+        elif row.verdict and not row.reason:
+            self.flagged[row.verdict != "good"] += 1
 
     @property
     def images(self) -> int:
         """Number of images, scored or not."""
-        return sum(self[status] for status in ("ok", *_UNUSABLE))
+        return sum(self.counts[status] for status in ("ok", *_UNUSABLE))
 
     @property
     def exit_code(self) -> int:
         """0 if all images were scored, 3 if some were, 2 if none was."""
-        return 0 if self["ok"] == self.images else 3 if self["ok"] else 2
+        scored = self.counts["ok"]
+        return 0 if scored == self.images else 3 if scored else 2
 
     def line(self, images: int | None = None) -> str:
         """A line on how many images were scored, with which verdicts.
@@ -294,13 +317,14 @@ class Counts(Counter[str]):
         Args:
             images: number of images, if not all have a row.
         """
-        summary = f"{self['ok']} of {self.images if images is None else images} images scored"
+        counts = self.counts
+        summary = f"{counts['ok']} of {self.images if images is None else images} images scored"
         verdicts = ""
-        if any(self[verdict] for verdict in _VERDICTS):
-            verdicts = ", ".join(f"{self[verdict]} {word}" for verdict, word in _VERDICTS.items())
-        elif self["ok"]:
+        if any(counts[verdict] for verdict in _VERDICTS):
+            verdicts = ", ".join(f"{counts[verdict]} {word}" for verdict, word in _VERDICTS.items())
+        elif counts["ok"]:
             verdicts = "no verdicts, because the model has no thresholds"
-        unusable = [f"{self[status]} {status}" for status in _UNUSABLE if self[status]]
+        unusable = [f"{counts[status]} {status}" for status in _UNUSABLE if counts[status]]
         outcomes = ", ".join([word for word in (verdicts, *unusable) if word])
         return f"{summary}: {outcomes}" if outcomes else summary
 

@@ -78,7 +78,7 @@ class Arrivals:
                 if any(path.is_relative_to(folder) for folder in there):
                     del self._returned[path]
         self._returned.update(ready)
-        return dict(sorted(ready.items(), key=lambda one: (one[1].time, one[0])))
+        return dict(sorted(ready.items(), key=lambda one: (one[1][1], one[0])))
 
 
 def watch(

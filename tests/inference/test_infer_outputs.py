@@ -15,7 +15,7 @@ from scipy import ndimage
 
 from anomaly.errors import OutputError
 from anomaly.imaging.read import read_image
-from anomaly.inference.outputs import OutputOptions, Outputs, PictureWriter, Wanted
+from anomaly.inference.outputs import Outputs, PictureWriter, Wanted
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -70,11 +70,11 @@ def test_what_needs_thresholds_is_refused_before_anything_is_deleted(
 ) -> None:
     bare = replace(model, thresholds=None)
     (tmp_path / "results.csv").touch()
-    outputs = Outputs(tmp_path, OutputOptions(masks=True, regions=True))
+    outputs = Outputs(tmp_path, masks=True, regions=True)
     with pytest.raises(OutputError, match="--masks, --regions: the model has no thresholds"):
         outputs.clear(bare)
     assert (tmp_path / "results.csv").exists()
-    Outputs(tmp_path, OutputOptions(maps="float32")).clear(bare)
+    Outputs(tmp_path, maps="float32").clear(bare)
     assert not (tmp_path / "results.csv").exists()
 
 
@@ -89,11 +89,9 @@ def test_a_second_run_replaces_the_first_where_that_is_wanted(
     (inputs / "text.png").rename(inputs / "\udcff.png")  # no text
     base = ["--model", run_folder, "--input", inputs, "--output", output]
     first = ["--heatmap", "reject", "--masks", "--regions", "--maps", "float32"]
-    begun = datetime.now(UTC).replace(microsecond=0)
     code, out, _ = command("infer", [*base, *first])
     assert (code, "pictures in" in out) == (3, True)
-    done = json.loads((output / "results.done.json").read_text())
-    assert (done["model_name"], begun <= datetime.fromisoformat(done["time"])) == ("disc", True)
+    assert "images a second; from file to row, half of them took at most" in out
     assert b"/\xff.png," in (output / "results.csv").read_bytes()
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     assert str(inputs / "\udcff.png") in [row["path"] for row in rows]

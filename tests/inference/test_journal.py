@@ -60,7 +60,7 @@ def test_a_finished_run_says_what_it_was(tmp_path: Path) -> None:
     journal = RunJournal(Outputs(tmp_path), about)
     with journal:
         journal.add([_finished(0)])
-    journal.finish(3, {})
+    journal.finish(3)
     assert not journal.file.exists()
     assert RunJournal.finished(tmp_path, about) == 3
     with pytest.raises(OutputError, match="another images"):
