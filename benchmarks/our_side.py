@@ -18,7 +18,7 @@ import torch
 from anomaly.cli import main
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.load import load_model
 from anomaly.storage.save import save
@@ -78,7 +78,7 @@ def infer(args: argparse.Namespace) -> dict[str, Any]:
 def latency(detector: Model, files: list[Path]) -> dict[str, float]:
     """From file to score and map, an image at a time."""
     times = []
-    decoders = Decoders(Task(detector.loading))
+    decoders = Decoders(detector.loading)
     for file in files:
         start = time.perf_counter()
         item = decoders.load(file)

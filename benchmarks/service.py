@@ -122,7 +122,7 @@ def _until_ready(port: int) -> None:
 
 def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
     """Seconds that a loop of `infer` takes for so many images, once it is warm."""
-    from anomaly.imaging.pool import Decoders, Task
+    from anomaly.imaging.pool import Decoders
     from anomaly.inference.journal import RunJournal
     from anomaly.inference.outputs import Outputs
     from anomaly.inference.pipeline import Inputs, Run
@@ -135,7 +135,7 @@ def inferred_seconds(run: Path, files: Sequence[Path], images: int) -> float:
             inputs = Inputs(paths, [f"{i}.png" for i in range(count)])
             outputs = Outputs(Path(folder) / str(count))
             outputs.folder.mkdir()
-            decoders = Decoders(Task(model.loading, outputs.pictures(model)))
+            decoders = Decoders(model.loading, outputs.pictures(model))
             with RunJournal(outputs, {}) as journal:
                 begun = time.perf_counter()
                 Run(model, outputs, journal, decoders).score(inputs)

@@ -29,7 +29,7 @@ from anomaly.cli import main as command
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.loading import NetworkInput, UnusableImage
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.runtime.devices import device_of
 from anomaly.scoring.image_statistics import statistics_of
 from anomaly.scoring.pipeline import Model
@@ -119,7 +119,7 @@ def main() -> None:
         draw(root / "good", _LEARNED, args.size)
         model = trained(root / "good", args, device)
         paths = sorted((root / "good").iterdir())
-        loaded = list(Decoders(Task(model.loading)).load_all(enumerate(paths)))
+        loaded = list(Decoders(model.loading).load_all(enumerate(paths)))
         batch = [item for item in loaded if not isinstance(item, UnusableImage)]
         batch = (batch * -(-args.batch // len(batch)))[: args.batch]
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:

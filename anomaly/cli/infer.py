@@ -31,7 +31,7 @@ from anomaly.errors import DataError, first_of, visible
 from anomaly.files.outputs import FOLDERS, HEATMAPS, PAGE, left_by_system, locked
 from anomaly.files.writing import from_json, remove_drafts, write
 from anomaly.imaging.listing import is_folder
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.inference.journal import LINES, Finished, RunJournal, WatchJournal
 from anomaly.inference.outputs import Outputs, about_model
 from anomaly.inference.pipeline import Inputs, Predict, Run, resumable
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
                 Run,
                 model,
                 outputs,
-                decoders=Decoders(Task(model.loading, writer)),
+                decoders=Decoders(model.loading, writer),
                 stopped=lambda: stop.signal is not None,
                 thumbnails=thumbnails,
                 predict=None if cluster is None else _by_cluster(cluster, options, model, stop),

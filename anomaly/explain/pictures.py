@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import encode_png
 
@@ -87,7 +87,7 @@ def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
 
 def read_image(source: Path | Image, loading: Preprocessing) -> NetworkInput | UnusableImage:
     """Load one image, with the decoded file; else why it can't be used."""
-    return Decoders(Task(loading, keep_image=True)).load(source)
+    return Decoders(loading, keep_image=True).load(source)
 
 
 def resized(

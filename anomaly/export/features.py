@@ -31,7 +31,7 @@ from anomaly.files.writing import draft
 from anomaly.hooks import capture
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
 from anomaly.storage.load import load_model
 from anomaly.training.fit import StageProgress
@@ -160,7 +160,7 @@ def save_features(
     """
     rows: list[list[Array]] = [[] for _ in source.layers]
     used, refused = list[int](), list[UnusableImage]()
-    decoders = Decoders(Task(source.loading))
+    decoders = Decoders(source.loading)
     for batch in by_shape(decoders.load_all(enumerate(paths)), batch_size):
         if isinstance(batch, UnusableImage):
             refused.append(batch)

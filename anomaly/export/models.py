@@ -25,7 +25,7 @@ from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.export import VERDICTS, Camera
 from anomaly.files.writing import as_json, remove_drafts, write
 from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import read_image
 from anomaly.runtime.parallel import program_threads
 from anomaly.scoring.pipeline import Model
@@ -333,7 +333,7 @@ def compare_whole(
 def _compared_patches(
     reference: Model, graph: Graph, paths: Sequence[Path]
 ) -> Iterator[tuple[Path, float, str]]:
-    decoders = Decoders(Task(reference.loading))
+    decoders = Decoders(reference.loading)
     loaded = reference.fitting(decoders.load_all(enumerate(paths)))
     for batch in tile_by_tile(by_shape(loaded, _BATCH), _BATCH):
         if isinstance(batch, UnusableImage):

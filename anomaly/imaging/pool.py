@@ -81,20 +81,12 @@ class Drawing(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What the processes do with each file.
-
-    Attributes:
-        loading: how files become network inputs.
-        pictures: what to write for each image; None for nothing.
-        keep_image: whether the decoded image is handed over with the network's input.
-        looks: whether what each image looks like is told.
-        number: tells its images from those of other tasks.
-    """
+    """A task of `Decoders` on its way to the processes; its number tells its images apart."""
 
     loading: Preprocessing
-    pictures: Drawing | None = None
-    keep_image: bool = False
-    looks: bool = False
+    pictures: Drawing | None
+    keep_image: bool
+    looks: bool
     number: int = field(default_factory=itertools.count().__next__)
 
 
@@ -102,11 +94,21 @@ class Decoders:
     """The program's decoding processes, at one task.
 
     Args:
-        task: what they do with each file.
+        loading: how files become network inputs.
+        pictures: what to write for each image; None for nothing.
+        keep_image: whether the decoded image is handed over with the network's input.
+        looks: whether what each image looks like is told.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(
+        self,
+        loading: Preprocessing,
+        pictures: Drawing | None = None,
+        *,
+        keep_image: bool = False,
+        looks: bool = False,
+    ) -> None:
+        self._task = Task(loading, pictures, keep_image, looks)
         self._of: dict[int, _DecoderProcess] = {}
 
     def load_all(
@@ -164,7 +166,7 @@ class Decoders:
         Args:
             index: of the image.
             path: of the image; its file's bytes where it was loaded from them.
-            what: for `Task.pictures.write`, behind the image.
+            what: for `pictures.write`, behind the image.
 
         Returns:
             What that returns, once the pictures are on disk; `UnusableImage` when the file can't be

@@ -25,7 +25,7 @@ from typing import Any
 from anomaly.errors import AnomalyError, OutputError, why
 from anomaly.evaluation.splits import caught_defects
 from anomaly.imaging.loading import NetworkInput, UnusableImage
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.inference.pipeline import Pipeline
 from anomaly.inference.rows import Row, region_rows, row_of
@@ -67,7 +67,7 @@ class Version:
     @classmethod
     def of(cls, model: Model, folder: Path, checked: str) -> Version:
         """A loaded model's version."""
-        decoders = Decoders(Task(model.loading, PictureWriter.of(model, _SMALL_PIXELS)))
+        decoders = Decoders(model.loading, PictureWriter.of(model, _SMALL_PIXELS))
         limits = model.thresholds
         if limits is None:
             return cls(model, checked, decoders)

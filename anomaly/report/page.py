@@ -26,7 +26,7 @@ import numpy as np
 from anomaly.errors import ImageError
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
 from anomaly.maps.heatmap import jpeg
 
@@ -203,7 +203,7 @@ def region_page(path: Path, decoding: Decoding) -> str:
     longest = _LONGEST / math.sqrt(max(height, width) / min(height, width))
     area = max(1, round(min(_SIDE, longest, math.sqrt(height * width))))
     sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
-    item = Decoders(Task(Preprocessing(sizing, decoding))).load(path)
+    item = Decoders(Preprocessing(sizing, decoding)).load(path)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     picture = np.rint(item.pixels * 255).astype(np.uint8)

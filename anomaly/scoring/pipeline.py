@@ -26,7 +26,7 @@ from anomaly.imaging.loading import (
     inspectable,
     to_unusable,
 )
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region, beyond
 from anomaly.maps.anomaly_map import without_halo
@@ -212,7 +212,7 @@ class Model:
             One result for each image, `UnusableImage` for those that can't be used; in another
             order than the images', as `index` tells.
         """
-        decoders = Decoders(Task(self.loading, keep_image=keep_images))
+        decoders = Decoders(self.loading, keep_image=keep_images)
         loaded = decoders.load_all(sources(images, self.loading.decoding))
         return self.predict_batches(by_shape(self.fitting(loaded), self.batch_size))
 

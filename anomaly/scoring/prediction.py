@@ -14,7 +14,7 @@ from anomaly.calibration import Thresholds
 from anomaly.errors import ImageError, ModelError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
@@ -170,7 +170,7 @@ class Prediction:
         if self.image is not None:
             return self.image
         assert self.path is not None
-        item = Decoders(Task(self.loading, keep_image=True)).load(self.path, self.index)
+        item = Decoders(self.loading, keep_image=True).load(self.path, self.index)
         if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
         assert isinstance(item, NetworkInput)

@@ -35,7 +35,7 @@ from anomaly.imaging.loading import (
     with_turned,
 )
 from anomaly.imaging.looks import Look
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
@@ -165,7 +165,7 @@ def cached_features(
         return _Embedded(batch, [embeddings] if fitter.compact else maps, embeddings, statistics)
 
     size = embedder.max_batch_size(model.config.batch_size)
-    loaded = Decoders(Task(model.loading, looks=True)).load_all(images.items())
+    loaded = Decoders(model.loading, looks=True).load_all(images.items())
     loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
     batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
     with torch.inference_mode():

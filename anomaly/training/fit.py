@@ -27,7 +27,7 @@ from anomaly.errors import ConfigError, DataError, some
 from anomaly.imaging.geometry import Sizing, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, size_of
 from anomaly.imaging.looks import picture_of
-from anomaly.imaging.pool import Decoders, Task, read_all, rest
+from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region
@@ -183,7 +183,7 @@ def _image_sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 def _trial_images(samples: Sequence[Sample], loading: Preprocessing) -> list[NetworkInput]:
     """A few usable images of one size, from all over the list."""
     trial: list[NetworkInput] = []
-    decoders = Decoders(Task(loading))
+    decoders = Decoders(loading)
     for i in range(0, len(samples), max(1, len(samples) // _TRIAL_IMAGES)):
         item = decoders.load(samples[i].source)
         if isinstance(item, NetworkInput):

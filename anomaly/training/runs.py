@@ -20,7 +20,7 @@ from anomaly.errors import DataError, why
 from anomaly.files.outputs import RUN, TRAIN
 from anomaly.files.writing import as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.loading import NetworkInput
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
@@ -202,7 +202,7 @@ def _draw_suspects(
     thresholds = detector.thresholds
     listed = []
     wanted = [(s.image, samples[s.image].path) for s in training.suspects]
-    decoders = Decoders(Task(detector.loading, keep_image=True))
+    decoders = Decoders(detector.loading, keep_image=True)
     for rank, loaded in enumerate(decoders.load_all(wanted), 1):
         if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
             continue

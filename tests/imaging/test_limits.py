@@ -17,7 +17,7 @@ from anomaly.errors import AnomalyError, ImageError
 from anomaly.imaging import pool, read
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
-from anomaly.imaging.pool import Decoders, Task, read_all, read_one
+from anomaly.imaging.pool import Decoders, read_all, read_one
 from anomaly.imaging.read import COMPUTING_SECONDS, MODEST_PIXELS, Decoding, read_header, read_image
 
 # A parser that a file's name makes do what no file should make it do.
@@ -90,9 +90,8 @@ def test_limits_hold_and_say_which(
     files = {name: tmp_path / f"{name}.png" for name in ("once", *says, "fine")}
     for file in files.values():
         write_part(file, seed=1)
-    task = Task(Preprocessing(Sizing(None, None, 32, 8), Decoding(10**6)))
     asleep = files.pop("asleep")
-    decoders = Decoders(task)
+    decoders = Decoders(Preprocessing(Sizing(None, None, 32, 8), Decoding(10**6)))
     once, *found, fine = decoders.load_all(enumerate(files.values()))
     assert isinstance(once, NetworkInput)  # the second time it was read
     assert isinstance(fine, NetworkInput)

@@ -20,7 +20,7 @@ from anomaly.errors import AnomalyError, OutputError
 from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, load
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
@@ -55,9 +55,9 @@ def children(
     return started
 
 
-def _task(folder: Path, **sizing: object) -> Task:
+def _decoders(folder: Path, **sizing: object) -> Decoders:
     rule = {"resize": None, "crop": None, "area": 32, "multiple": 8, **sizing}
-    return Task(
+    return Decoders(
         Preprocessing(Sizing(**rule), Decoding(10**6)),
         PictureWriter(limit=1.0, output=folder / "out"),
     )
@@ -75,12 +75,11 @@ def test_the_same_as_here_in_order(
 ) -> None:
     monkeypatch.setattr(pool, "program_threads", lambda: processes)
     paths = sorted(folder.glob("*.png"))
-    task = _task(folder)
-    decoders = Decoders(task)
+    decoders = _decoders(folder)
     there = list(decoders.load_all(enumerate(paths)))
     assert [item.index for item in there] == list(range(12))
     for i, item in enumerate(there):
-        here = load(i, paths[i], task.loading)
+        here = load(i, paths[i], decoders._task.loading)
         if isinstance(here, UnusableImage):
             assert item == here
             continue
@@ -98,7 +97,7 @@ def test_the_same_as_here_in_order(
 
 
 def test_tasks_share_the_processes_and_keep_their_images_apart(folder: Path) -> None:
-    first, second = (Decoders(_task(folder / name)) for name in ("a", "b"))
+    first, second = (_decoders(folder / name) for name in ("a", "b"))
     paths = [folder / "00.png", folder / "01.png"]
     items = [each.load(path) for each, path in zip((first, second), paths, strict=True)]
     for path in paths:
@@ -113,7 +112,7 @@ def test_tasks_share_the_processes_and_keep_their_images_apart(folder: Path) -> 
 def test_files_are_looked_for_in_the_folder_of_the_moment(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoders = Decoders(_task(folder))
+    decoders = _decoders(folder)
     for place, usable in ((folder.parent, False), (folder, True)):
         monkeypatch.chdir(place)
         assert isinstance(decoders.load(Path("00.png")), NetworkInput) == usable
@@ -124,7 +123,7 @@ def test_images_that_are_not_kept_are_read_again(
 ) -> None:
     for kept in (1 << 28, 0):
         monkeypatch.setattr(pool, "_KEPT_BYTES", kept)
-        worker, task = pool.Worker(), _task(folder)
+        worker, task = pool.Worker(), _decoders(folder)._task
         paths = [folder / f"{kept} {i}.png" for i in range(2)]
         for path in paths:
             path.write_bytes((folder / "00.png").read_bytes())
@@ -137,10 +136,10 @@ def test_images_that_are_not_kept_are_read_again(
 
 
 def test_tiles_are_the_same_as_here(folder: Path) -> None:
-    task = _task(folder, tile=64, overlap=8)
+    decoders = _decoders(folder, tile=64, overlap=8)
     path = folder / "00.png"
-    there = Decoders(task).load(path)
-    here = load(0, path, task.loading)
+    there = decoders.load(path)
+    here = load(0, path, decoders._task.loading)
     assert isinstance(there, NetworkInput)
     assert isinstance(here, NetworkInput)
     assert isinstance(there.view, Tiling)
@@ -154,7 +153,7 @@ def test_processes_that_are_killed_or_rest_are_replaced(
     folder: Path, children: "list[subprocess.Popen[bytes]]"
 ) -> None:
     path = folder / "00.png"
-    decoders = Decoders(_task(folder))
+    decoders = _decoders(folder)
     first = decoders.load(path)
     assert isinstance(first, NetworkInput)
     children[-1].kill()
@@ -178,7 +177,7 @@ def test_bugs_and_full_disks_are_not_hidden(folder: Path, monkeypatch: pytest.Mo
 
     (folder / "out").write_text("a file where the folder should be")
     path = folder / "00.png"
-    decoders = Decoders(_task(folder))
+    decoders = _decoders(folder)
     item = decoders.load(path)
     with pytest.raises(OutputError, match="can't be written"):
         decoders.finish(0, path, _map(item), Wanted({"heatmap"}, "1.png")).result()
@@ -195,7 +194,7 @@ def test_an_image_that_cannot_be_drawn_is_failed(
 
     monkeypatch.setattr(PictureWriter, "write", fail)
     path = folder / "00.png"
-    decoders = Decoders(_task(folder))
+    decoders = _decoders(folder)
     drawn = decoders.finish(0, path, _map(decoders.load(path)), "0.png").result()
     assert (drawn.status, "no room" in drawn.reason) == ("failed", True)
 
@@ -239,7 +238,7 @@ def test_processes_that_do_not_start_are_not_the_images_fault(
     def refused() -> str:
         pool.close()
         with pytest.raises(AnomalyError) as caught:
-            Decoders(_task(folder)).load(folder / "00.png")
+            _decoders(folder).load(folder / "00.png")
         return str(caught.value)
 
     (folder / "cv2.py").write_text("raise ImportError('libGL.so.1: no such file')")

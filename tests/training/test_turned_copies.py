@@ -18,7 +18,7 @@ from anomaly.errors import ConfigError
 from anomaly.evaluation.splits import TrainingImages
 from anomaly.explain.evidence import GoodImages
 from anomaly.imaging.loading import NetworkInput, turn_of, turned
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 
 SHAPE = (64, 96)
 
@@ -115,7 +115,7 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
     for i, part in enumerate(_parts(4)):
         cv2.imwrite(str(tmp_path / f"{i}.png"), part[..., ::-1])
     detector = anomaly.fit(tmp_path, _settings("quarter_turns"), device="cpu")
-    decoders = Decoders(Task(detector.model.loading, keep_image=True))
+    decoders = Decoders(detector.model.loading, keep_image=True)
     files = TrainingImages(detector.manifest["training_images"], listed(tmp_path, tmp_path))
     good = GoodImages(detector.model, files)
     item = decoders.load(tmp_path / "2.png")

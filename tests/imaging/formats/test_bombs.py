@@ -16,7 +16,7 @@ from tiff_files import DEFLATE, PACK_BITS, file
 from anomaly.imaging import pool
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
-from anomaly.imaging.pool import Decoders, Task
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
 from anomaly.inference.outputs import PictureWriter, Wanted
 from anomaly.maps.anomaly_map import SourceMap
@@ -70,7 +70,7 @@ def test_a_bomb_takes_no_more_than_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", str(_LIMIT // 10**6))
-    decoders = Decoders(Task(_TASK))
+    decoders = Decoders(_TASK)
     for name, (data, said) in _bombs().items():
         (tmp_path / name).write_bytes(data)
         item = decoders.load(tmp_path / name)
@@ -85,7 +85,7 @@ def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cv2.imwrite(str(tmp_path / "a.bmp"), values)
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", str(_LIMIT // 10**6))
     writer = PictureWriter(0.5, None, "s", 0, tmp_path / "out", False, True)
-    decoders = Decoders(Task(_TASK, writer))
+    decoders = Decoders(_TASK, writer)
     (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
     assert isinstance(item, NetworkInput)
     found = SourceMap(np.ones((8, 8), np.float32), item.view, 4.0, 0.0, None)
