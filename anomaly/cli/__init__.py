@@ -18,7 +18,6 @@ from anomaly.cli.help import COMMANDS, examples, overview
 from anomaly.cli.logging_setup import (
     add_logging,
     command_line,
-    log_to_file,
     log_to_terminal,
     plain_output,
 )
@@ -69,8 +68,6 @@ def _main(arguments: list[str]) -> int:
     with ExitStack() as listeners:
         listeners.enter_context(log_to_terminal(quiet=options.quiet, verbose=options.verbose))
         try:
-            if options.log_file is not None:
-                listeners.enter_context(log_to_file(options.log_file, arguments))
             with Stopping(politely=False):
                 code = _run(options)
         except Exception as error:

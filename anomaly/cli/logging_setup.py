@@ -1,4 +1,4 @@
-"""What commands say: how much of it the terminal shows, and a log file that gets all of it.
+"""What commands say, and how much of it the terminal shows.
 
 A command prints its results and logs everything else:
 
@@ -18,7 +18,6 @@ import argparse
 import io
 import logging
 import os
-import platform
 import re
 import shlex
 import sys
@@ -26,20 +25,16 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from pathlib import Path
-from typing import Any, TextIO, cast
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
 
-from anomaly.errors import OutputError, visible, why
-from anomaly.files.writing import at_home
-from anomaly.version import __version__
+from anomaly.errors import visible
 
-NOTE, RESULT, PROGRESS = 27, 25, 22
+NOTE, PROGRESS = 27, 22
 for _level, _name in (
     (logging.ERROR, "error"),
     (logging.WARNING, "warning"),
     (NOTE, "note"),
-    (RESULT, "result"),
     (PROGRESS, "progress"),
     (logging.INFO, "remark"),
     (logging.DEBUG, "detail"),
@@ -56,12 +51,6 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
     how.add_argument("-q", "--quiet", action="store_true", help="only results and errors")
     how.add_argument(
         "-v", "--verbose", action="store_true", help="also decisions with their reasons, and times"
-    )
-    parser.add_argument(
-        "--log-file",
-        type=Path,
-        metavar="FILE",
-        help="append all messages, with UTC times, to a file",
     )
 
 
@@ -136,41 +125,6 @@ def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[N
         own.setLevel(level)
 
 
-@contextmanager
-def log_to_file(file: Path, command: Sequence[str]) -> Iterator[None]:
-    """Append all printed and logged lines, with times, to a file while the block lasts.
-
-    Raises:
-        OutputError: the file can't be written.
-        AnomalyError: its `~` stands for nobody's home folder.
-    """
-    place = at_home(file)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handler = _File(place, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OutputError(f"--log-file {file} can't be written: {why(error)}") from None
-    form = _PlainLines("%(asctime)s.%(msecs)03dZ %(levelname)-8s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    form.converter = time.gmtime
-    handler.setFormatter(form)
-    logging.root.addHandler(handler)
-    logging.getLogger("anomaly").setLevel(logging.DEBUG)
-    log.debug("$ anomaly %s", command_line(command))
-    log.debug("anomaly %s, Python %s, %s", __version__, sys.version.split()[0], platform.platform())
-    try:
-        with redirect_stdout(_Copied(sys.stdout, handler)):
-            yield
-        if not handler.ended:
-            log.log(NOTE, "all messages are in %s", file)
-    except Exception:  # a defect of the program: its traceback isn't only for the terminal
-        handler.handle(_record(logging.ERROR, "unforeseen", sys.exc_info()))
-        raise
-    finally:
-        logging.root.removeHandler(handler)
-        with suppress(OSError):  # said already
-            handler.close()
-
-
 def is_quiet() -> bool:
     """Whether only results and errors are shown."""
     shown = [h.level for h in logging.root.handlers if isinstance(h, _Terminal)]
@@ -181,8 +135,7 @@ class _Terminal(logging.Handler):
     """Shows records, in colour where that is wanted; the level's name stands there as well."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        out = sys.stdout.shown if isinstance(sys.stdout, _Copied) else sys.stdout
-        stream = out if record.levelno == logging.INFO else sys.stderr
+        stream = sys.stdout if record.levelno == logging.INFO else sys.stderr
         text = self.format(record)
         if record.levelno >= NOTE:
             text = f"{_coloured(record.levelname, stream)}: {text}"
@@ -195,38 +148,6 @@ def _coloured(level: str, stream: TextIO) -> str:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     colour = None if plain else _COLOURS.get(level)
     return f"\x1b[{colour}m{level}\x1b[0m" if colour else level
-
-
-class _File(logging.FileHandler):
-    """A file that ends, with one warning, where its disk is full; the command goes on."""
-
-    ended = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self.ended:
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-        self.ended = True
-        log.warning("the log file ends here: %s", why(cast(Exception, sys.exc_info()[1])))
-
-
-class _Copied(_Plain):
-    """A stream whose lines go to a log file, too."""
-
-    def __init__(self, shown: TextIO, file: logging.Handler) -> None:
-        super().__init__(shown)
-        self._file, self._begun = file, ""
-
-    def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
-            self._file.handle(_record(RESULT, line))
-        return super().write(text)
-
-
-def _record(level: int, text: str, error: Any = None) -> logging.LogRecord:
-    return logging.LogRecord(__name__, level, __file__, 0, text, None, error)
 
 
 _PLAIN_SECONDS = 30.0

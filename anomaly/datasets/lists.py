@@ -59,19 +59,10 @@ def open_list(file: Path) -> Dataset:
     unlabelled: list[int] = []
     for line, row in _rows(file, COLUMNS, ("path",)):
         where = f"{file} line {line}"
-        others = () if "label" in row else sorted(row.keys() - {*COLUMNS})
-        for name in others:
-            if {label_of(name), label_of(row[name])} & CLEAR:
-                raise DataError(
-                    f"{where}: there is no column label, but {name} ({row[name]!r}) seems to say "
-                    "which images are good; rename that column to `label`, or remove it"
-                )
-        if not seen and others:
-            log.warning(
-                "%s has no column `label`, so all its images count as good; if %s says which are "
-                "good, rename that column to `label`",
-                file,
-                " or ".join(others),
+        if others := "label" not in row and sorted(row.keys() - {*COLUMNS, ""}):
+            raise DataError(
+                f"{file} has no column `label`, but {' and '.join(others)}: if one says which "
+                "images are good, rename it to `label`, else remove it"
             )
         if not row["path"].strip():
             raise DataError(f"{where} has no path; fill it in or remove the line")

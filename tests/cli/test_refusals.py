@@ -44,7 +44,6 @@ serve --models halves -> half holds parts of a model, but no manifest.json
 train --config folder --set mode.kind=padim -> unknown key 'mode'
 train --config nowhere.yaml -> no config nowhere.yaml
 check --config good -> `anomaly start` writes one
-check --config folder --log-file . -> --log-file . can't be written
 check --config folder -q -v -> not allowed with
 start good --name .. -> --name: name is '..': must be a name
 start good --output runs -> holds the runs e, link, run
