@@ -19,66 +19,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anomaly.backbones.importing import torchvision
-from anomaly.hooks import HookSet, capture
 
 Pair = tuple[str, str]
-
-# By name, for timm isn't imported without need. Its `Conv2dSame` pads as TensorFlow does, its
-# `BatchNormAct2d` is a batch norm that applies an activation itself.
-_CONVOLUTIONS = ("Conv2d", "Conv2dSame")
-_NORMS = ("BatchNorm2d", "BatchNormAct2d")
-
-
-def foldable(network: nn.Module, layers: Sequence[str], image: Tensor) -> tuple[Pair, ...]:
-    """The convolutions whose output goes into a batch norm and nowhere else.
-
-    A dry run shows them, so that it doesn't matter how a network names or nests its modules.
-
-    Args:
-        network: on the meta device, in eval mode.
-        layers: the wanted layers, canonical paths. What they put out must stay what it is.
-        image: (1, 3, H, W) on the meta device.
-
-    Returns:
-        (convolution, batch norm) paths.
-    """
-    made: dict[int, str] = {}
-    pairs: list[Pair] = []
-    alive: list[Any] = []  # so that no two tensors of the run share an id
-    wanted: set[int] = set()
-    calls: Counter[str] = Counter()
-
-    names = {module: path for path, module in network.named_modules()}
-
-    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        path = names[module]
-        calls[path] += 1
-        alive.extend((inputs, output))
-        kind = type(module).__name__
-        if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
-            made[id(output)] = path
-        elif (
-            isinstance(module, nn.BatchNorm2d)
-            and kind in _NORMS
-            and module.running_mean is not None
-        ):
-            pairs.append((made.get(id(inputs[0]), ""), path))
-        if path in layers:
-            wanted.update(id(leaf) for leaf in torch.utils._pytree.tree_leaves(output))
-
-    with torch.no_grad(), Reads() as reads, HookSet(network) as hooks:
-        hooks.forward(nn.Module, note)
-        with capture(network, layers, stop=True, clone=False) as captured:
-            captured.run(image)
-    outputs = {path: output for output, path in made.items()}
-    return tuple(
-        (conv, norm)
-        for conv, norm in pairs
-        if conv
-        and calls[conv] == calls[norm] == 1
-        and reads.count[outputs[conv]] == 1
-        and outputs[conv] not in wanted
-    )
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -109,7 +51,7 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
 
     Args:
         network: in eval mode, with its weights.
-        pairs: what `foldable` found.
+        pairs: of a convolution and a batch norm, see `anomaly.backbones.truncation.DryRun`.
         dtype: of weights and activations.
     """
     network = copy.deepcopy(network)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor, Layout, layout_of
 from anomaly.backbones.layer_table import probes, takes
-from anomaly.backbones.optimise import Reads, foldable
+from anomaly.backbones.optimise import Pair, Reads
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, match
 
@@ -44,18 +44,16 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
             squares only.
     """
     with torch.device("meta"):
-        probe, outputs = truncate_in_place(network, layers)
-        paths = tuple(outputs)
-        layouts = tuple(_layout(path, outputs[path].shape, probe) for path in paths)
+        run = truncate_in_place(network, layers)
+        side, paths = run.side, tuple(run.outputs)
+        layouts = tuple(_layout(path, output.shape, side) for path, output in run.outputs.items())
         only_maps = all(layout.axes == "map" for layout in layouts)
-        if not only_maps and not takes(network, probe, 2 * probe, paths):
+        if not only_maps and not takes(network, side, 2 * side, paths):
             raise LayerError(
-                f"{type(network).__name__} takes images of {probe}×{probe} only, so its tokens "
+                f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
                 "can't be placed on others; choose another network"
             )
-        image = torch.empty(1, 3, probe, probe, device="meta")
-        copies, pairs = _overwritten(network, paths, image), foldable(network, paths, image)
-        return FeatureExtractor(network.eval(), paths, layouts, copies, pairs)
+        return FeatureExtractor(network.eval(), paths, layouts, run.copies, run.pairs)
 
 
 def describe(extractor: FeatureExtractor) -> dict[str, Any]:
@@ -100,73 +98,131 @@ def _layout(path: str, shape: Sequence[int], probe: int) -> Layout:
     )
 
 
-def truncate_in_place(
-    network: nn.Module, layers: Sequence[str], probe: int | None = None
-) -> tuple[int, dict[str, Tensor]]:
+def truncate_in_place(network: nn.Module, layers: Sequence[str], side: int | None = None) -> DryRun:
     """Drop every part of a network that isn't needed to compute `layers`, in place.
 
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        probe: side of the square dry-run image; by default the first of `probes` that it takes.
-
-    Returns:
-        That side; and what each layer puts out for one such image, on the meta device, by canonical
-        path, in the order in which they run.
+        side: of the square dry-run image; by default the first of `probes` that it takes.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, runs several times, so that its path doesn't
             say which output is meant, or puts out several tensors; or the network doesn't take
             images of this size.
     """
-    *others, last = (probe,) if probe else probes(network)
-    for side in others:
-        with suppress(_SideError):
-            return side, _truncated(network, layers, side)
-    return last, _truncated(network, layers, last)
+    paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
+    sides = [side] if side else list(probes(network))
+    while True:
+        try:
+            run = DryRun(network, paths, sides.pop(0))
+        except _SideError:
+            if not sides:
+                raise
+        else:
+            _drop_unused(network, set(run.reads), keep=paths)
+            return run
 
 
 class _SideError(LayerError):
     """A network doesn't take images of this side."""
 
 
-def _truncated(network: nn.Module, layers: Sequence[str], probe: int) -> dict[str, Tensor]:
-    paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
-    # One without weights may run again, as activations do, until the module that it is in ends.
-    ends = [_around(network, path) for path in paths if not _tensors(network.get_submodule(path))]
-    name = type(network).__name__
-    calls: Counter[str] = Counter()  # in the order of the layers' first calls
-    read, needed = Reads(), set[int]()
+# By name, for timm isn't imported without need. Its `Conv2dSame` pads as TensorFlow does, its
+# `BatchNormAct2d` is a batch norm that applies an activation itself.
+_CONVOLUTIONS = ("Conv2d", "Conv2dSame")
+_NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
-    names = {network.get_submodule(path): path for path in paths}
 
-    def note(layer: nn.Module, *_: object) -> None:
-        calls[names[layer]] += 1
-        if len(calls) == len(paths):
-            needed.update(read.count)
+class DryRun:
+    """A pass of a network up to the last wanted layer, of one black image on the meta device.
 
-    try:
-        with torch.no_grad(), torch.device("meta"), read, HookSet(network) as hooks:
-            hooks.forward(paths, note)
-            with capture(network, [*paths, *ends], stop=True) as captured:
-                captured.run(torch.empty(1, 3, probe, probe, device="meta"))
-                if silent := [path for path in paths if not calls[path]]:
-                    raise LayerError(f"layer {silent[0]!r} of {name} never runs; choose another")
-                outputs = captured.pop()
-    except (RuntimeError, AssertionError, ValueError):
-        raise _SideError(
-            f"{name} doesn't take images of {probe}×{probe}; choose another network or size"
-        ) from None
-    for path in paths:
-        if calls[path] > 1:
-            raise LayerError(
-                f"layer {path!r} of {name} runs {calls[path]} times in one pass, so its output is "
-                "ambiguous; choose another layer"
-            )
-        if path not in outputs:
-            raise LayerError(f"layer {path!r} gives several tensors; choose another layer")
-    _drop_unused(network, needed, keep=paths)
-    return {path: outputs[path] for path in calls}
+    It doesn't matter how the network names or nests its modules.
+
+    Args:
+        network: on the meta device.
+        paths: of the wanted layers.
+        side: of the square image.
+
+    Attributes:
+        side: as given.
+        outputs: by path, in the order in which the layers run.
+        reads: how many operations read each tensor, by its id; parameters are among them.
+        copies: whether a later layer overwrites a wanted output in place.
+
+    Raises:
+        LayerError: as `truncate_in_place`.
+    """
+
+    def __init__(self, network: nn.Module, paths: Sequence[str], side: int) -> None:
+        self.side = side
+        self.outputs: dict[str, Tensor] = {}
+        self.reads: Counter[int] = Counter()
+        self.copies = False
+        self._paths = paths
+        self._names = {module: path for path, module in network.named_modules()}
+        self._calls: Counter[str] = Counter()
+        self._versions: dict[str, int] = {}
+        self._made: dict[int, str] = {}  # convolutions by what they put out
+        self._joined: list[tuple[int, str]] = []  # what goes into a batch norm, and its path
+        self._alive: list[Any] = []  # so that no two tensors of the run share an id
+        self._run(network, type(network).__name__)
+
+    def _run(self, network: nn.Module, name: str) -> None:
+        # One without weights may run again, as activations do, until the module around it ends.
+        bare = [path for path in self._paths if not _tensors(network.get_submodule(path))]
+        ends = [_around(network, path) for path in bare]
+        image = torch.empty(1, 3, self.side, self.side, device="meta")
+        counter = Reads()
+        try:
+            with torch.no_grad(), torch.device("meta"), counter, HookSet(network) as hooks:
+                hooks.forward(nn.Module, partial(self._note, counter))
+                with capture(network, [*self._paths, *ends], stop=True) as captured:
+                    captured.run(image)
+        except (RuntimeError, AssertionError, ValueError):
+            raise _SideError(
+                f"{name} doesn't take images of {self.side}×{self.side}; choose another network or "
+                "size"
+            ) from None
+        for path in self._paths:
+            if not self._calls[path]:
+                raise LayerError(f"layer {path!r} of {name} never runs; choose another")
+            if self._calls[path] > 1:
+                raise LayerError(
+                    f"layer {path!r} of {name} runs {self._calls[path]} times in one pass, so its "
+                    "output is ambiguous; choose another layer"
+                )
+            if path not in self.outputs:
+                raise LayerError(f"layer {path!r} gives several tensors; choose another layer")
+
+    def _note(self, counter: Reads, module: nn.Module, inputs: Any, output: Any) -> None:
+        path, kind = self._names[module], type(module).__name__
+        self._calls[path] += 1
+        if self.reads:  # behind the last wanted layer
+            return
+        self._alive.extend((inputs, output))
+        if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
+            self._made[id(output)] = path
+        elif kind in _NORMS and getattr(module, "running_mean", None) is not None:
+            self._joined.append((id(inputs[0]), path))
+        if path in self._paths and isinstance(output, Tensor):
+            self.outputs[path], self._versions[path] = output, output._version
+        if all(self._calls[wanted] for wanted in self._paths):
+            self.reads.update(counter.count)
+            kept = self.outputs.items()
+            self.copies = any(values._version != self._versions[key] for key, values in kept)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The convolutions whose output goes into a batch norm and nowhere else, with that."""
+        wanted = {id(output) for output in self.outputs.values()}
+        return tuple(
+            (self._made[entering], norm)
+            for entering, norm in self._joined
+            if entering in self._made.keys() - wanted
+            and self._calls[self._made[entering]] == self._calls[norm] == 1
+            and self.reads[entering] == 1
+        )
 
 
 def _around(network: nn.Module, path: str) -> str:
@@ -184,16 +240,6 @@ def _is_called(module: nn.Module) -> bool:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _overwritten(network: nn.Module, paths: Sequence[str], image: Tensor) -> bool:
-    with torch.no_grad(), capture(network, paths, stop=True, clone=False) as captured:
-        captured.run(image)
-        try:
-            captured.pop()
-        except LayerError:
-            return True
-    return False
 
 
 def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:

@@ -107,7 +107,7 @@ def from_backbone(
     network = build(name)
     truncate_in_place(network, layers, size)
     # Shown another size than the images', of which there may be as many rows as channels.
-    _, shown = truncate_in_place(build(name), layers)
+    shown = truncate_in_place(build(name), layers).outputs
     axes = {layer: channel_axis(output.shape) for layer, output in shown.items()}
     multiple = side_multiple(build(name), layers)
     if not square and multiple is None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.backbones.extractor import FeatureExtractor
-from anomaly.backbones.optimise import foldable, folded, fused
+from anomaly.backbones.optimise import folded, fused
 from anomaly.backbones.registry import build
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones.truncation import DryRun, truncate
 from anomaly.hooks import capture
 
 
@@ -89,8 +89,7 @@ def test_only_what_nobody_else_reads_is_folded() -> None:
     network = unsettled(Branches()).eval()
     with torch.device("meta"):
         dry = Branches().eval()
-    image = torch.empty(1, 3, 8, 8, device="meta")
-    pairs = foldable(dry, ["wanted", "norm4"], image)
+    pairs = DryRun(dry, ["wanted", "norm4"], 8).pairs
     assert pairs == (("plain", "norm3"),)
     images = torch.rand(1, 3, 8, 8)
     engine = folded(network, pairs, torch.float32)
