@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anomaly.backbones.extractor import FeatureExtractor, Layout, layout_of
 from anomaly.backbones.layer_table import probes, takes
-from anomaly.backbones.optimise import Pair, Reads
+from anomaly.backbones.optimise import Pair
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, match
 
@@ -134,6 +135,26 @@ _CONVOLUTIONS = ("Conv2d", "Conv2dSame")
 _NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
 
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how many operations read each tensor, also those that no module call would show.
+
+    Attributes:
+        count: by the tensor's id.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: Counter[int] = Counter()
+        self._alive: list[Tensor] = []  # so that no two tensors of the run share an id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._alive += tensors
+        self.count.update(map(id, tensors))
+        return func(*args, **(kwargs or {}))
+
+
 class DryRun:
     """A pass of a network up to the last wanted layer, of one black image on the meta device.
 
@@ -173,7 +194,7 @@ class DryRun:
         bare = [path for path in self._paths if not _tensors(network.get_submodule(path))]
         ends = [_around(network, path) for path in bare]
         image = torch.empty(1, 3, self.side, self.side, device="meta")
-        counter = Reads()
+        counter = _Reads()
         try:
             with torch.no_grad(), torch.device("meta"), counter, HookSet(network) as hooks:
                 hooks.forward(nn.Module, partial(self._note, counter))
@@ -195,7 +216,7 @@ class DryRun:
             if path not in self.outputs:
                 raise LayerError(f"layer {path!r} gives several tensors; choose another layer")
 
-    def _note(self, counter: Reads, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _note(self, counter: _Reads, module: nn.Module, inputs: Any, output: Any) -> None:
         path, kind = self._names[module], type(module).__name__
         self._calls[path] += 1
         if self.reads:  # behind the last wanted layer
