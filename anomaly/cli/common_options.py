@@ -19,8 +19,7 @@ from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.pool import warm_up
 from anomaly.runtime.devices import CPU, device_of
 from anomaly.runtime.parallel import cores, use_threads
-from anomaly.storage.exported import is_exported
-from anomaly.storage.folder import find_runs
+from anomaly.storage.folder import EXPORT, find_model, find_runs
 
 if TYPE_CHECKING:
     import torch
@@ -123,5 +122,5 @@ def chosen_device(
 
 def _is_exported(folder: Path) -> bool:
     with suppress(ModelError):  # said where it is loaded
-        return any(is_exported(run) or is_exported(run / "model") for run in find_runs(folder))
+        return any((find_model(run) / EXPORT).exists() for run in find_runs(folder))
     return False

@@ -14,7 +14,6 @@ from anomaly.errors import AnomalyError, DataError
 from anomaly.explain.pictures import PAGE, RgbImage, claim_folder, save_explanation
 from anomaly.files.outputs import locked
 from anomaly.files.writing import short_name
-from anomaly.storage.exported import check_layers
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import keep_missed
 from anomaly.storage.load import load_model
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.input.is_file():
         raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
     if options.model is not None:
-        check_layers(options.model)
+        find_model(options.model, exported=False)
     if options.backbone is not None:
         check_weights(options.weights)
     if options.output is None:

@@ -19,7 +19,7 @@ from anomaly.export import Camera
 from anomaly.export.models import ExportOptions, check_export, export_model
 from anomaly.files.outputs import locked, locked_file
 from anomaly.files.writing import claim
-from anomaly.storage.exported import check_layers
+from anomaly.storage.folder import find_model
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _features(options: argparse.Namespace) -> int:
             if getattr(options, name):
                 option = f"--{name.replace('_', '-')}"
                 raise AnomalyError(f"{option} needs --backbone; a model already has it")
-        check_layers(options.model)
+        find_model(options.model, exported=False)
     if options.output.suffix != ".npz":
         raise AnomalyError(f"--output {options.output} must end in .npz")
     paths = find_inputs(options.input).paths

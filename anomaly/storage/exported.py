@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph, has_no_layers
+from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
 from anomaly.runtime.devices import CPU
@@ -32,7 +32,6 @@ from anomaly.storage.folder import (
     SCORER,
     Recorded,
     check_files,
-    find_model,
     model_id,
     read_manifest,
     read_sealed,
@@ -93,27 +92,9 @@ def _read_export(folder: Path) -> dict[str, Any] | None:
     return values
 
 
-def is_exported(folder: Path) -> bool:
-    """Whether a model folder is an exported one, even if it isn't complete."""
-    return any((folder / name).exists() for name in (EXPORT, *_NETWORKS))
-
-
 def write_export(folder: Path, values: dict[str, Any]) -> None:
     """Write the export.json of an exported model, sealed; `values` are all but `format`."""
     write_sealed(folder / EXPORT, FORMAT, values)
-
-
-def check_layers(folder: Path) -> None:
-    """Refuse an exported model, which has no layers.
-
-    Args:
-        folder: the run, or its model folder.
-
-    Raises:
-        ModelError: there is no model, or it is an exported one.
-    """
-    if ((model := find_model(folder)) / EXPORT).exists():
-        raise has_no_layers(model)
 
 
 def open_network(

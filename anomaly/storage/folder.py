@@ -230,8 +230,8 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
     if (model := _model_at(folder)) is not None:
         if not exported and (model / EXPORT).exists():
             raise ModelError(
-                f"{model} is an exported model, which stays as it is; give the model "
-                "folder that it was exported from, and export that again"
+                f"{model} is an exported model, which stays as it is and has verdicts and no "
+                "layers; give the model folder that it was exported from"
             )
         return model
     if inside := _models_inside(folder):

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.backbones.engine import ExportedNetwork
 from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
@@ -62,8 +61,10 @@ def load_model(
     folder = find_model(folder)
     manifest, export = read_folder(folder)
     chosen, config = _device(folder, export, device), config_in(folder)
+    if export and precision == "bf16":
+        raise ModelError(f"{folder} is an exported model, which computes in fp32 only")
     # Outside the try: a missing engine is no damage, and training again wouldn't help.
-    network = _exported_network(folder, manifest, export, precision) if export else None
+    network = open_network(folder, manifest, export) if export else None
     try:
         if network:
             stages = exported_stages(network, folder, config)
@@ -115,15 +116,6 @@ def _device(
     if str(wanted) not in ("auto", "cpu"):
         raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
     return CPU
-
-
-def _exported_network(
-    folder: Path, manifest: dict[str, Any], export: dict[str, Any], precision: str | None
-) -> ExportedNetwork:
-    """The exported network, which computes in fp32."""
-    if precision == "bf16":
-        raise ModelError(f"{folder} is an exported model, which computes in fp32 only")
-    return open_network(folder, manifest, export)
 
 
 def _torch_stages(

