@@ -20,7 +20,6 @@ from anomaly.calibration.rates import (
 )
 from anomaly.calibration.thresholds import (
     Calibration,
-    Threshold,
     calibrate,
     threshold_at,
     threshold_for_false_reject_rate,
@@ -268,8 +267,10 @@ class Thresholds:
             "label": self.label,
             "source": self.good.source,
             "assumes": _ASSUMES,
-            "review": _threshold_json(self.calibration.review),
-            "reject": _threshold_json(self.calibration.reject),
+            **{
+                name: {**asdict(threshold), "statement": threshold.statement}
+                for name, threshold in vars(self.calibration).items()
+            },
             "pixel": self.pixel,
         }
 
@@ -327,10 +328,6 @@ def _pixels_at(value: float, good: GoodScores) -> float:
         if outside and scores[end] > 0:
             return float(peaks[end] * (value / scores[end]))
     return float(np.interp(value, scores, peaks))
-
-
-def _threshold_json(threshold: Threshold) -> dict[str, Any]:
-    return {**asdict(threshold), "statement": threshold.statement}
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,7 +120,6 @@ def score_test_split(
         raise DataError("the test split is empty: there is nothing to evaluate")
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
-    unmarked: list[str] = []
     first: dict[str, Sample] = {}  # that shows a picture
     good = {sha256: name for name, sha256 in detector.manifest.get("training_images", {}).items()}
     for result in detector.results([s.source for s in samples], keep_images=True):
@@ -138,7 +137,6 @@ def score_test_split(
         else:
             if mask is not None and sample.is_defect and not mask.any():
                 mask = None  # or it would count as a good image's
-                unmarked.append(str(sample.mask_path))
             width = None if mask is None or not sample.is_defect else width_of(mask)
             scored[result.index] = replace(Scored.of(sample, result), width=width)
             anomaly_map = result.anomaly_map
@@ -148,23 +146,17 @@ def score_test_split(
                     log.warning("%s", doubt)
             visit(result, sample, anomaly_map, mask)
         progress(len(scored), len(samples))
-    if unmarked:
+    rows = tuple(scored[i] for i in range(len(samples)))
+    defects = [row for row in rows if row.sample.is_defect and row.score is not None]
+    unmarked = [str(row.sample.path) for row in defects if row.width is None]
+    if 0 < len(unmarked) < len(defects):
         log.warning(
-            "%d masks of defects mark nothing (%s); these images count in image figures, not in "
-            "pixel figures",
+            "%d of %d defects have no mask, or one that marks nothing (%s); they count in image "
+            "figures, not in pixel figures",
             len(unmarked),
+            len(defects),
             some(unmarked),
         )
-    defects = [sample for sample in samples if sample.is_defect]
-    unmasked = [str(sample.path) for sample in defects if sample.mask_path is None]
-    if 0 < len(unmasked) < len(defects):
-        log.warning(
-            "%d of %d defects have no mask (%s); they count in image figures, not in pixel figures",
-            len(unmasked),
-            len(defects),
-            some(unmasked),
-        )
-    rows = tuple(scored[i] for i in range(len(samples)))
     return _evaluation(detector, rows, pixels.result())
 
 

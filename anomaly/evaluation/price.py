@@ -159,14 +159,12 @@ def price(
     """
     compared = {}
     for kind, samples in known.items():
-        shown = partial(progress, kind)
-        old = score(before, samples, progress=shown)
+        old = new = score(before, samples, progress=partial(progress, kind))
         for one in old:
             if one.score is None:
                 log.warning("skipped: %s", one.reason)
-        new = old
         if after.scorer is not before.scorer:
-            new = score(after, samples, progress=shown)
+            new = score(after, samples, progress=partial(progress, kind))
         compared[kind] = compare(old, new, (before.thresholds, after.thresholds))
     return Price(compared)
 
@@ -229,16 +227,15 @@ def known_parts(
         GOLDEN: [part for part in golden if not part.is_defect],
     }
     met: set[str] = set()
-    return {kind: list(_distinct(samples, met)) for kind, samples in kinds.items()}
-
-
-def _distinct(samples: Iterable[Sample], met: set[str]) -> Iterator[Sample]:
-    """The images whose content wasn't met; unreadable files are included, to be reported."""
-    for sample in samples:
-        sha256 = content_hash(sample)
-        if sha256 not in met:
-            yield sample
-        met |= {sha256} - {""}
+    parts: dict[str, list[Sample]] = {}
+    for kind, samples in kinds.items():
+        parts[kind] = []
+        for sample in samples:
+            sha256 = content_hash(sample)
+            if sha256 not in met:
+                parts[kind].append(sample)
+            met |= {sha256} - {""}  # unreadable files stay, to be reported
+    return parts
 
 
 def golden_samples(folder: Path | None) -> list[Sample]:

@@ -108,9 +108,8 @@ class Asked:
         for name, value in values.items():
             if not isinstance(value, Real) or not 0 <= value < float("inf"):
                 raise DataError(f"the {name} is {value!r}; it must be a number of 0 or more")
-        review = values.get("review threshold", 0)
-        if review > values.get("threshold", review):
-            raise DataError(f"the review threshold {review:g} lies above the threshold")
+        if values.get("review threshold", 0) > values.get("threshold", 0):
+            raise DataError("the review threshold lies above the threshold")
         if production != (share is not None):
             raise DataError(
                 "--production and --at-most-defective need each other: look at the images, those "
@@ -230,13 +229,14 @@ def recalibrate(
         ours, theirs = known_scores(model, known[DEFECTS]), good_scores(scored)
         limits, taken = thresholds_from_production(ours, theirs, asked.at_most_defective, *rates)
     else:
-        without = asked.without or ()
-        scores = (
-            good_scores(scored).without(without)
-            if scored
-            else known_scores(model, known[DEFECTS], without)
-        )
-        limits = _found(scores, asked, rates)
+        scores = good_scores(scored) if scored else known_scores(model, known[DEFECTS])
+        scores = scores.without(asked.without or ())
+        if asked.threshold is None:
+            limits = thresholds_from(scores, *rates)
+        else:
+            review = asked.review_threshold
+            review = asked.threshold if review is None else review
+            limits = thresholds_by_hand(scores, review, asked.threshold)
     after = replace(model, thresholds=limits, model_id="", folder=None)
     cost = price(model, after, known, progress=progress)
     if production:
@@ -252,14 +252,6 @@ def recalibrate(
     doubts = [cost.refusal, *_doubts(model, limits, undone=bool(asked.undo))]
     doubts = [doubt for doubt in doubts if doubt]
     return Recalibration(model, after, cost, refused, record, doubts)
-
-
-def _found(scores: GoodScores, asked: Asked, rates: tuple[float, float]) -> Thresholds:
-    """The thresholds asked for: by hand, or by rates."""
-    if asked.threshold is None:
-        return thresholds_from(scores, *rates)
-    review = asked.threshold if asked.review_threshold is None else asked.review_threshold
-    return thresholds_by_hand(scores, review, asked.threshold)
 
 
 def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
@@ -364,30 +356,26 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [place.relative_to(common).as_posix() for place in places]
 
 
-def known_scores(
-    detector: Model, known: Iterable[Sample], without: Sequence[str] = ()
-) -> GoodScores:
+def known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
     """The scores of good images that a detector came with.
 
     Args:
         detector: has thresholds, or none.
         known: defects, which don't count.
-        without: names of images to leave out.
 
     Raises:
-        DataError: it knows no scores, or no image has such a name.
+        DataError: it knows no scores.
     """
     if detector.thresholds is None:
         raise DataError(
             "the model was trained without thresholds, so it has no scores of good images; give "
             "good images with --good"
         )
-    before = detector.thresholds.good
+    good = detector.thresholds.good
     bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
-    found = [name for name, _, _, sha256 in before.rows() if sha256 in bad]
-    if found:
+    if found := [name for name, _, _, sha256 in good.rows() if sha256 in bad]:
         log.warning("left out, known as defects: %s", some(found))
-    return before.without([*without, *found])
+    return good.without(found)
 
 
 def samples_of(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anomaly.calibration import ThresholdChange, Thresholds
-from anomaly.calibration.rates import percent, supported_rate
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, counted
 from anomaly.evaluation.price import (
@@ -82,25 +81,17 @@ class Update:
 
     def lines(self) -> list[str]:
         """Readable lines on what was learned and what changes."""
-        return [*self._learned(), *self.cost.lines()]
-
-    def _learned(self) -> Iterator[str]:
         new, limits = self.learned.good, self.moved.after
-        for name, value in self.learned.suspects.items():
-            yield f"suspect, not learned: {name} (score {value:.4g})"
-        after = _verdicts(map(limits.verdict, new.image))
-        images = counted(len(new.names), "good image")
-        yield f"learned {images}; each scored without itself: {after}"
-        yield f"before the update: {_verdicts(self.verdicts)}"
-        if self.before.label != "calibrated":
-            label = self.before.label
-            yield f"the thresholds were set {label} before; now they are set by rates"
-        yield from limits.lines()
-        yield from self.moved.lines()
-        yield (
-            f"{len(new.names)} new images can't guarantee a false-reject rate below "
-            f"{percent(supported_rate(len(new.names)))}"
-        )
+        suspects = self.learned.suspects.items()
+        return [
+            *(f"suspect, not learned: {name} (score {value:.4g})" for name, value in suspects),
+            f"learned {counted(len(new.names), 'good image')}; each scored without itself: "
+            + _verdicts(map(limits.verdict, new.image)),
+            f"before the update: {_verdicts(self.verdicts)}",
+            *limits.lines(),
+            *self.moved.lines(),
+            *self.cost.lines(),
+        ]
 
 
 def update(

@@ -21,7 +21,7 @@ from anomaly.evaluation.evaluate import score_test_split
 from anomaly.report.report import flattered
 from anomaly.storage.load import load_model
 from anomaly.training.tuning import tune
-from anomaly.training.tuning.tune import Images, Search
+from anomaly.training.tuning.tune import Search
 
 
 @pytest.fixture(autouse=True)
@@ -137,8 +137,8 @@ def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_pat
     *train, far, usual = samples
     image = {"area": 128, "align": "shift"}
     config = Config.model_validate(tiny(image=image))
-    images = Images(tuple(train), (far, usual), (usual, far))
-    scores = Search(config, images, 0.0, torch.device("cpu"), tmp_path).trial(()).scores
+    given = train, [far, usual], [usual, far]
+    scores = Search(config, *given, 0.0, torch.device("cpu"), tmp_path).trial(()).scores
     assert np.isinf(scores.defects).tolist() == [True, False]
     assert np.isinf(scores.good).tolist() == [False, True]
     assert scores.limit(0.01) < np.inf

@@ -50,31 +50,6 @@ _HEAD = ("settings", "defects caught", "good flagged", "spread", "ms", "MB")
 _AS_LONG = 2.0  # another network takes so many times as long: a guess, on the safe side
 
 
-@dataclass(frozen=True)
-class Images:
-    """The images for trying settings.
-
-    Attributes:
-        train: good images to learn from.
-        defects: known ones.
-        good: other good images, which nothing is learned from.
-    """
-
-    train: tuple[Sample, ...]
-    defects: tuple[Sample, ...] = ()
-    good: tuple[Sample, ...] = ()
-
-    @property
-    def every(self) -> tuple[Sample, ...]:
-        """All images, in the order of `Scores.every`."""
-        return (*self.defects, *self.train, *self.good)
-
-    @property
-    def parts(self) -> int:
-        """Number of parts that the known defects are on."""
-        return len({sample.group or i for i, sample in enumerate(self.defects)})
-
-
 @dataclass(frozen=True, eq=False)
 class Trial:
     """Settings that were tried: trained as `train` does, and what they score known images.
@@ -115,7 +90,9 @@ class Search:
 
     Args:
         config: the settings that are there.
-        images: what they are tried on.
+        train: good images to learn from.
+        defects: known ones.
+        good: other good images, which nothing is learned from.
         budget: seconds.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
@@ -128,7 +105,9 @@ class Search:
     """
 
     config: Config
-    images: Images
+    train: Sequence[Sample]
+    defects: Sequence[Sample]
+    good: Sequence[Sample]
     budget: float
     device: torch.device
     scratch: Path
@@ -147,7 +126,8 @@ class Search:
         self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
         self.tried = [self.trial(())]
         self.say(f"trying your settings took {sum(self.tried[0].seconds.values()):.0f} s")
-        enough = self.images.parts >= LEAST_DEFECTS
+        parts = {sample.group or i for i, sample in enumerate(self.defects)}
+        enough = len(parts) >= LEAST_DEFECTS
         planned = [
             step
             for step in steps(self.config, networks_on_disk())
@@ -160,12 +140,12 @@ class Search:
 
     def trial(self, changes: tuple[Change, ...]) -> Trial:
         """Train with changed settings, and score all images by the model."""
-        config, images = changed(self.config, changes), self.images
+        config = changed(self.config, changes)
         if self.tried and config.backbone == self.config.backbone:
             config = config.model_copy(update={"precision": self.tried[0].config.precision})
         training = train(
             config,
-            images.train,
+            self.train,
             device=self.device,
             scratch=self.scratch,
             progress=self.progress,
@@ -173,18 +153,18 @@ class Search:
         model = training.detector
         assert model.thresholds is not None  # `train` was asked for them
         began = time.perf_counter()
-        known = score(model, [*images.defects, *images.good])
+        known = score(model, [*self.defects, *self.good])
         took = time.perf_counter() - began
         good = model.thresholds.good
         of_good = dict(zip(good.names, good.image, strict=True))
         learned = set(model.manifest["training_images"].values())
-        split = len(images.defects)
+        split = len(self.defects)
         values = [
             # A copy of a training image scores too low.
             math.nan if one.sha256 in learned and i >= split else _value(one)
             for i, one in enumerate(known)
         ]
-        held_out = [of_good.get(sample.name, math.nan) for sample in images.train]
+        held_out = [of_good.get(sample.name, math.nan) for sample in self.train]
         return Trial(
             changes,
             config.model_copy(update={"precision": model.config.precision}),
@@ -462,19 +442,23 @@ def tune(
     if data is None:
         data = open_dataset(config.data.format, config.data.root, config.data.category)
     tested = [*data.test, *data.validation]
-    images = Images(
-        tuple(data.train),
-        tuple([s for s in tested if s.is_defect] if defects is None else defects),
-        tuple([s for s in tested if not s.is_defect] if good is None else good),
-    )
-    with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
-        search = Search(config, images, budget, device_of(device), Path(scratch), say, progress)
+    if defects is None:
+        defects = [sample for sample in tested if sample.is_defect]
+    if good is None:
+        good = [sample for sample in tested if not sample.is_defect]
+    with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
+        where = device_of(device), Path(folder)
+        search = Search(config, data.train, defects, good, budget, *where, say, progress)
         search.run()
     common = search.usable()
     tried = [replace(trial, scores=trial.scores.only(common)) for trial in search.tried]
-    if images.defects and not len(tried[0].scores.defects):
+    if defects and not len(tried[0].scores.defects):
         raise DataError("none of the known defects can be used; `anomaly check` says why")
-    groups = [sample.group for sample, used in zip(images.every, common, strict=True) if used]
+    groups = [
+        sample.group
+        for sample, used in zip((*defects, *data.train, *good), common, strict=True)
+        if used
+    ]
     # Of equals the one with the fewest changed values.
     costs = [
         expense(t.config, config) + 1e-3 * sum(len(c.values) for c in t.changes) for t in tried
