@@ -110,8 +110,7 @@ def _marked(explanation: Explanation) -> str:
     count = len(explanation.regions)
     if not count:
         return "Nothing is marked."
-    frames = "Frames" if count > 1 else "The frame"
-    return f"{frames}: what is marked, the worst {'first' if count > 1 else 'place'}."
+    return "Framed: the marked place." if count == 1 else "Framed: marked places, the worst first."
 
 
 def _map(prediction: Prediction) -> str:

@@ -381,7 +381,7 @@ def explain_class(
     found = [
         {
             "index": c,
-            "name": str(known[c]) if c < len(known) else f"class {c}",
+            "name": str(known[c]) if c < len(known) else "",
             "probability": float(chances[c]),
         }
         for c in classes
@@ -393,7 +393,7 @@ def explain_class(
     small, lines = fitted(seen, longest=_SIDE), []
     for target, each in zip(classes, found, strict=True):
         cam = grad_cam(network, image, layer, target)
-        caption = f"{each['name']}, {each['probability']:.0%}"
+        caption = f"{each['name'] or f'class {target}'}, {each['probability']:.0%}"
         lines.append(beside([(caption, small), (f"Grad-CAM at {layer}", glowing(small, cam))]))
     pictures["grad_cam.png"] = stacked(lines)
     return {"classes": found}, pictures, []
