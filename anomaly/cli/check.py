@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,8 @@ from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
+from anomaly.files.writing import write
+from anomaly.report.page import region_page
 from anomaly.scoring.build import decoding_of, region_of
 
 _SHOWN = 5  # files of a fault
@@ -31,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
         0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
     """
     config = load_config(options.config, options.overrides)
+    if options.region is not None:
+        return _draw_region(options.region, config)
     data = config.data
     dataset = open_dataset(data.format, data.root, data.category)
     with ProgressLine() as progress:
@@ -39,6 +46,17 @@ def run(options: argparse.Namespace) -> int:
     if report.has(Severity.WRONG):
         return 2
     return 3 if report.has(Severity.UNUSABLE) else 0
+
+
+def _draw_region(image: Path, config: Config) -> int:
+    """Write a page on which polygons are drawn, and open it where somebody sits at the terminal."""
+    page = region_page(image, decoding_of(config.image))
+    output = Path(tempfile.mkdtemp(prefix="anomaly-")) / "region.html"
+    write(output, page)
+    print(f"draw in {output}, then copy the lines it shows into your config")
+    if sys.stdout.isatty():
+        webbrowser.open(output.as_uri())
+    return 0
 
 
 def reading_of(config: Config) -> Reading:

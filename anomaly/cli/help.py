@@ -15,12 +15,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "check": (
             "look at a data set before training: counts, sizes, faults",
             "check --config part.yaml",
-            "check --config folder.yaml --set data.root=photographs",
-        ),
-        "region": (
-            "draw in an image where the model is to look, for a config",
-            "region photographs/001.png",
-            "region photographs/001.png --output region.html",
+            "check --config part.yaml --region photographs/001.png",
         ),
     },
     "train and judge": {

@@ -90,15 +90,12 @@ def duration(text: str) -> float:
 def _check(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--all", action="store_true", help="name every file, not the first few")
-
-
-def _region(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", type=Path, help="one of the images that a model will see")
-    parser.add_argument("--output", type=Path, default=Path("region.html"), help="the page")
     parser.add_argument(
-        "--bit-depth", type=int, help="bit depth of the camera, as image.bit_depth in the config"
+        "--region",
+        type=Path,
+        metavar="IMAGE",
+        help="instead, draw in this image where the model is to look",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier page there")
 
 
 def _start(parser: argparse.ArgumentParser) -> None:
@@ -440,7 +437,6 @@ def _layers(parser: argparse.ArgumentParser) -> None:
 # By command.
 OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "check": _check,
-    "region": _region,
     "start": _start,
     "train": _train,
     "evaluate": _evaluate,

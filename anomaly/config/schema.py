@@ -96,7 +96,7 @@ class ShapeConfig(_Section):
     png: Path | None = None
     """A picture of the region: every value except 0 belongs to it."""
     polygons: tuple[Annotated[tuple[tuple[float, float], ...], Field(min_length=3)], ...] = ()
-    """Lists of corners [x, y], as shares of width and height; `anomaly region` draws them."""
+    """Lists of corners [x, y], as shares of width and height; `check --region` draws them."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> ShapeConfig:

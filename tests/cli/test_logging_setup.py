@@ -15,7 +15,7 @@ import pytest
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import logging_setup, region
+from anomaly.cli import check, logging_setup
 from anomaly.cli.logging_setup import (
     NOTE,
     ProgressLine,
@@ -159,14 +159,14 @@ def test_nothing_that_is_said_controls_a_terminal(
             cli.log.log(level, "%s", text)
         return 0
 
-    monkeypatch.setattr(region, "run", say)
+    monkeypatch.setattr(check, "run", say)
     if way == "defect":
         with pytest.raises(ZeroDivisionError) as caught:
-            command("region", ["part.png"])
+            command("check", ["--config", "folder"])
         sys.excepthook(caught.type, caught.value, caught.tb)
         out = err = capsys.readouterr().err
     else:
-        _, out, err = command("region", ["part.png"])
+        _, out, err = command("check", ["--config", "folder"])
     said = out + err
     assert controls(said) == set()
     assert ORDINARY in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import yaml
 from browser import Browser
-from conftest import Command, run_command
+from conftest import Command
 
 from anomaly.config.load import parse_config
+from anomaly.imaging.read import Decoding
+from anomaly.report.page import region_page
 
+CONFIG = ["--config", "folder", "--region"]
 WIDTH, HEIGHT = 3000, 1500
 
 
@@ -23,8 +27,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     picture = np.full((HEIGHT, WIDTH, 3), 90, np.uint8)
     cv2.circle(picture, (WIDTH // 2, HEIGHT // 2), 600, (60, 160, 220), -1)
     cv2.imwrite(str(folder / "a <b> part.png"), picture)
-    run_command("region", [folder / "a <b> part.png", "--output", folder / "r.html"])
-    return folder / "r.html"
+    page = folder / "r.html"
+    page.write_text(region_page(folder / "a <b> part.png", Decoding()), "utf-8")
+    return page
 
 
 def press_at(browser: Browser, *spots: tuple[float, float]) -> None:
@@ -81,16 +86,13 @@ def test_polygons_by_keys(browser: Browser, page: Path) -> None:
     assert len(shown(browser)["region"]["polygons"]) == 1
 
 
-def test_what_cannot_be_drawn_on(page: Path, tmp_path: Path, command: Command) -> None:
-    broken, wide, output = tmp_path / "broken.png", tmp_path / "wide.png", tmp_path / "r.html"
+def test_what_cannot_be_drawn_on(tmp_path: Path, command: Command) -> None:
+    broken, wide = tmp_path / "broken.png", tmp_path / "wide.png"
     broken.write_bytes(b"no picture")
-    for arguments, says in (
-        ([broken, "--output", output], "broken.png: it is a text file"),
-        ([broken, "--bit-depth", 99], "image.bit_depth is 99: must be 16 or less"),
-        ([page.with_name("a <b> part.png"), "--output", page], "add --overwrite"),
-    ):
-        code, _, err = command("region", arguments)
-        assert (code, says in err) == (2, True)
-    assert not output.exists()
+    code, _, err = command("check", [*CONFIG, broken])
+    assert (code, "broken.png: it is a text file" in err) == (2, True)
     cv2.imwrite(str(wide), np.full((200, 12600), 90, np.uint8))  # 63 times as wide as high
-    assert command("region", [wide, "--output", output])[0] == 0
+    code, out, _ = command("check", [*CONFIG, wide])
+    page = Path(out.partition("draw in ")[2].partition(",")[0])
+    assert (code, page.name, page.is_file()) == (0, "region.html", True)
+    shutil.rmtree(page.parent)
