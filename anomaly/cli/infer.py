@@ -32,11 +32,18 @@ from anomaly.files.outputs import FOLDERS, HEATMAPS, PAGE, left_by_system, locke
 from anomaly.files.writing import from_json, remove_drafts, write
 from anomaly.imaging.listing import is_folder
 from anomaly.imaging.pool import Decoders
-from anomaly.inference.journal import LINES, Finished, RunJournal, WatchJournal
 from anomaly.inference.outputs import Outputs, about_model
-from anomaly.inference.pipeline import Inputs, Predict, Run, resumable
+from anomaly.inference.pipeline import (
+    LINES,
+    Finished,
+    Inputs,
+    Predict,
+    Run,
+    RunJournal,
+    resumable,
+)
 from anomaly.inference.rows import Row, Tally, learned_by
-from anomaly.inference.watch import watch
+from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.gallery import gallery_html
 from anomaly.report.report import About

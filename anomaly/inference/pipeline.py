@@ -1,23 +1,36 @@
-"""Images -> rows and pictures, for `infer`, `infer --watch` and the service."""
+"""Images -> rows and pictures, for `infer`, `infer --watch` and the service.
+
+A journal notes a run's progress on disk, so that an interrupted run can be resumed.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
-from anomaly.errors import OutputError
-from anomaly.files.outputs import HEATMAPS
+from anomaly.errors import OutputError, why
+from anomaly.files.outputs import DONE, HEATMAPS, JOURNAL
+from anomaly.files.writing import GrowingFile, as_json, from_json, write
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders
-from anomaly.inference.journal import Finished, RunJournal, WatchJournal
 from anomaly.inference.outputs import Outputs, Pictures, Wanted
-from anomaly.inference.rows import RegionRow, region_rows, row_of
+from anomaly.inference.rows import (
+    Part,
+    RegionRow,
+    Row,
+    as_csv,
+    as_jsonl,
+    judge_parts,
+    region_rows,
+    row_of,
+)
 from anomaly.maps.heatmap import Thumbnails
 from anomaly.methods.base import Progress
 from anomaly.runtime.parallel import StoppedError
@@ -29,6 +42,7 @@ Predict: TypeAlias = Callable[
     [Iterable[list[NetworkInput] | UnusableImage]], Iterator[Prediction | UnusableImage]
 ]
 
+RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
 _BEHIND = 16  # scored images whose pictures may still be on their way
 _LAST_SECONDS = 5.0  # for their pictures after a stop
 
@@ -99,6 +113,203 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A finished image: its row is final and its pictures are on disk.
+
+    Attributes:
+        index: its place in the list of files.
+        row: its row of results.
+        regions: its marked regions, if wanted.
+    """
+
+    index: int
+    row: Row
+    regions: tuple[RegionRow, ...] = ()
+
+
+class Journal:
+    """A file whose first line describes the run, and each further line what is finished.
+
+    Each line is a JSON object; an incomplete last line is dropped. Use it in a `with` statement.
+
+    Args:
+        file: created if missing.
+        about: what the results depend on; a journal of another run can't be continued.
+
+    Attributes:
+        done: finished images by index.
+
+    Raises:
+        OutputError: the file is of another run, or isn't a journal.
+    """
+
+    def __init__(self, file: Path, about: Mapping[str, object]) -> None:
+        self.file = file
+        self.done: dict[int, Finished] = {}
+        self.about: dict[str, object] = json.loads(json.dumps(about))
+        self._end = 0
+        if file.exists():
+            try:
+                with file.open("rb") as stream:
+                    self._read(stream)
+            except OSError as error:
+                raise OutputError(f"{file} can't be read: {error.strerror}") from None
+            except (ValueError, KeyError, TypeError) as error:
+                raise OutputError(
+                    f"{file} is damaged ({why(error)}); start again with --overwrite"
+                ) from None
+        self._lines = GrowingFile(file, self._end)
+        if not self._end:
+            self.commit({"about": self.about})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+
+    def commit(self, line: Mapping[str, object]) -> None:
+        """Write one more line; it is in the file when this returns.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        # Plain ASCII, so that any file name survives.
+        text = json.dumps(line, ensure_ascii=True, allow_nan=False)
+        self._lines.append(text.encode() + b"\n")
+
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Write a batch; it is saved when this returns.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        raise NotImplementedError
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Read a line of an earlier run."""
+
+    def _read(self, lines: Iterator[bytes]) -> None:
+        for text in lines:
+            if not text.endswith(b"\n"):
+                return
+            line = from_json(text)
+            if self._end:
+                self.take(line)
+            else:
+                _check_same(self.file.parent, line["about"], self.about)
+            self._end += len(text)
+
+
+class RunJournal(Journal):
+    """The journal of a run over a list of files: a line for each batch.
+
+    The tables are written from it at the end of the `with` block, whatever has ended that.
+
+    Args:
+        outputs: what is written, and where.
+        about: what the rows depend on.
+        groups: the part of each image, by its path.
+    """
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        about: Mapping[str, object],
+        groups: Mapping[str, str] | None = None,
+    ) -> None:
+        self._regions, self._groups = outputs.regions, groups or {}
+        super().__init__(outputs.folder / JOURNAL, about)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        try:
+            self._write_tables()
+        except OutputError:
+            if error == (None, None, None):  # else the first error is that of the block
+                raise
+
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Write a batch."""
+        self.commit({"images": [asdict(image) for image in batch]})
+        self.done |= {image.index: image for image in batch}
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Read a batch of an earlier run."""
+        for image in line["images"]:
+            regions = tuple(RegionRow(**region) for region in image["regions"])
+            self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
+
+    def _write_tables(self) -> None:
+        """Write the tables, in order of the files; none if no image is finished."""
+        images, folder = [self.done[index] for index in sorted(self.done)], self.file.parent
+        if not images:
+            return
+        rows = [image.row for image in images]
+        write(folder / RESULTS, as_csv(rows, Row))
+        write(folder / LINES, as_jsonl(rows))
+        if self._regions:
+            regions = [region for image in images for region in image.regions]
+            write(folder / REGIONS, as_csv(regions, RegionRow))
+        if self._groups:
+            write(folder / "parts.csv", as_csv(judge_parts(rows, self._groups), Part))
+
+    def finish(self, exit_code: int) -> None:
+        """Mark the run as complete in a file of its own, and delete this one.
+
+        Args:
+            exit_code: of the run.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        about = {"about": self.about, "exit_code": exit_code}
+        write(self.file.with_name(DONE), as_json(about))
+        self.file.unlink(missing_ok=True)
+
+    @staticmethod
+    def finished(folder: Path, about: Mapping[str, object]) -> int:
+        """The exit code of a run that is complete.
+
+        Args:
+            folder: of the run.
+            about: what the rows of the wanted run depend on.
+
+        Raises:
+            OutputError: it was another run, or the file that `finish` writes is missing or damaged.
+        """
+        try:
+            record = from_json((folder / DONE).read_bytes())
+            found, code = dict(record["about"]), int(record["exit_code"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise OutputError(
+                f"{folder} holds results, but {DONE}, which describes the run, is missing or "
+                "damaged; give another --output, or add --overwrite to start again"
+            ) from None
+        _check_same(folder, found, json.loads(json.dumps(about)))
+        return code
+
+
+def _check_same(output: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """Check that the run in an output folder is the one to resume.
+
+    Args:
+        output: the folder, for the message.
+        found: what its rows depend on.
+        wanted: what the rows of this run depend on.
+
+    Raises:
+        OutputError: it is another run.
+    """
+    if found != wanted:
+        other = ", ".join(k for k in wanted if found.get(k) != wanted[k])
+        raise OutputError(
+            f"{output} holds a run with another {other or 'program'}, which can't be "
+            "continued with this one; give another --output, or --overwrite to start again"
+        )
+
+
+@dataclass(frozen=True)
 class Inputs:
     """The images to score.
 
@@ -141,7 +352,7 @@ class Run:
 
     model: Model
     outputs: Outputs
-    record: RunJournal | WatchJournal
+    record: Journal
     decoders: Decoders
     stopped: Callable[[], bool] = lambda: False
     thumbnails: Thumbnails = field(default_factory=Thumbnails)

@@ -6,18 +6,35 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
+from anomaly.files.outputs import WATCHED
+from anomaly.files.writing import GrowingFile
 from anomaly.imaging.listing import is_image, list_files
-from anomaly.inference.journal import Stamp, WatchJournal, stamp_of
-from anomaly.inference.pipeline import Inputs, Run
+from anomaly.inference.outputs import Outputs
+from anomaly.inference.pipeline import LINES, REGIONS, RESULTS, Finished, Inputs, Journal, Run
+from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import MANIFEST, model_id
 
 _POLL_SECONDS = 0.5
 # Largest share of the time for listing the folders.
 _POLL_SHARE = 0.2
+
+
+# A file's size in bytes and the time of its last change in nanoseconds.
+Stamp: TypeAlias = tuple[int, int]
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """What changes when a file is written to; None if it is missing or not accessible."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 class Arrivals:
@@ -79,6 +96,74 @@ class Arrivals:
                     del self._returned[path]
         self._returned.update(ready)
         return dict(sorted(ready.items(), key=lambda one: (one[1][1], one[0])))
+
+
+class WatchJournal(Journal):
+    """The journal of watched folders, and the tables that grow with it.
+
+    A line holds finished files and the lengths of the tables: later rows are of a killed process
+    and are dropped.
+
+    Args:
+        outputs: what is written, and where.
+        about: what the rows depend on; tables of another run can't be continued.
+        seen: called with each image, once its row is in the tables.
+
+    Attributes:
+        earlier: files in the tables that were unchanged or missing at the start.
+        arrived: files being scored, in order, with their stamps.
+
+    Raises:
+        OutputError: the tables are of another run, or damaged.
+    """
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        about: Mapping[str, object],
+        seen: Callable[[Finished], None] = lambda finished: None,
+    ) -> None:
+        self._seen = seen
+        headers = {RESULTS: csv_header(Row), LINES: ""}
+        if outputs.regions:
+            headers[REGIONS] = csv_header(RegionRow)
+        self._ends = dict.fromkeys(headers, 0)
+        self.earlier: dict[Path, Stamp] = {}
+        self.arrived: list[tuple[Path, Stamp]] = []
+        super().__init__(outputs.folder / WATCHED, about)
+        self._tables = {
+            name: GrowingFile(outputs.folder / name, end) for name, end in self._ends.items()
+        }
+        for name, header in headers.items():
+            if not self._ends[name]:
+                self._tables[name].append(header.encode())
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for table in self._tables.values():
+            table.close()
+
+    def add(self, batch: Sequence[Finished]) -> None:
+        """Write rows and regions of a batch of `arrived` into the tables."""
+        rows = [image.row for image in batch]
+        texts = {RESULTS: csv_lines(rows), LINES: as_jsonl(rows)}
+        if REGIONS in self._tables:
+            texts[REGIONS] = csv_lines(region for image in batch for region in image.regions)
+        for name, text in texts.items():
+            self._tables[name].append(text.encode("utf-8", "surrogateescape"))
+        files = (self.arrived[image.index] for image in batch)
+        stamps = {str(path): stamp for path, stamp in files}
+        self.commit({"files": stamps, "ends": {n: t.end for n, t in self._tables.items()}})
+        for image in batch:
+            self._seen(image)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Read the files and table lengths of a line."""
+        for name, values in line["files"].items():
+            path, stamp = Path(name), (values[0], values[1])
+            if stamp_of(path) in (stamp, None):  # a missing file may come back
+                self.earlier[path] = stamp
+        self._ends.update(line["ends"])
 
 
 def watch(

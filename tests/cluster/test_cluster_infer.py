@@ -14,7 +14,7 @@ from kit import table
 from thread_cluster import Once, ThreadCluster
 
 from anomaly.cli import infer
-from anomaly.inference.journal import RunJournal
+from anomaly.inference.pipeline import RunJournal
 
 _Infer = Callable[..., tuple[int, str]]
 
