@@ -12,7 +12,6 @@ that aren't used and what follows the end of a picture (previews, films) are lef
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -257,7 +256,6 @@ _COMPONENTS = {1: "grey8", 3: "rgb8", 4: "cmyk8"}
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _FILL = re.compile(rb"\xff+")
 _MOST_SEGMENTS = 10_000
-_MOST_SCANS = 100  # each goes over the whole picture; encoders make about ten
 
 
 @dataclass
@@ -271,7 +269,6 @@ class _Jpeg:
         missing: component -> for each of the 64 coefficients, how many low bits haven't come yet.
         adobe: whether one of Adobe's programs has left its mark.
         exif: metadata.
-        scans: how many there are.
         bare: the file but for its metadata and what is behind the picture. libjpeg would refuse a
             picture for a damaged colour profile that nobody applies.
     """
@@ -282,7 +279,6 @@ class _Jpeg:
     missing: dict[int, Pixels] = field(default_factory=dict)
     adobe: bool = False
     exif: bytes = b""
-    scans: int = 0
     bare: list[memoryview] = field(default_factory=list)
 
     def take(self, marker: int, content: bytes) -> None:
@@ -293,7 +289,6 @@ class _Jpeg:
             self.size = height, width
             self.missing = {content[6 + 3 * i]: np.full(64, 255, np.uint8) for i in range(count)}
         elif marker == _SOS:
-            self.scans += 1
             count = content[0]
             first, last, bits = struct.unpack_from(">BBB", content, 1 + 2 * count)
             for component in content[1 : 1 + 2 * count : 2]:
@@ -346,8 +341,6 @@ def jpeg(data: bytes) -> ImageHeader:
         raise unsupported(f"it is a JPEG of {count} channels")
     if not all(picture.size):
         raise unsupported("its JPEG header gives no height or width")
-    if picture.scans > _MOST_SCANS:
-        raise unsupported(f"it is a JPEG of over {_MOST_SCANS} scans; save it as PNG")
     orientation = _exif_orientation(picture.exif)
     size = _turned(picture.size, orientation)
     return ImageHeader(_COMPONENTS[count], size, 255.0, picture.decode, orientation)
@@ -447,7 +440,6 @@ _CHANNELS = {1: 1, 2: 3}  # of grey and RGB, by TIFF's number of them
 _NUMBERS = {((1,), (8,)): "u1", ((1,), (16,)): "u2", ((3,), (32,)): "f4"}
 _REDUCED = 1  # bit of NewSubfileType: a thumbnail of another picture in the file
 _MOST_PAGES = 20  # looked at
-_LARGEST_TILE = 1 << 24  # pixels, where its picture is far smaller
 # A byte of 0 that leaves no trace in what follows: in LZW between codes that clear the table.
 _ZERO = {_LZW: b"\x80\0\x20\x10\x08\x04\x02\x01\0", _PACK_BITS: b"\0\0"}
 _ROW_BYTES = 1024
@@ -552,9 +544,7 @@ def _blocks(page: Tags, size: tuple[int, int], length: int) -> _Blocks:
     tiled = _first(page, _TILE_WIDTH, 0) > 0
     rows = _first(page, _TILE_HEIGHT if tiled else _ROWS_PER_STRIP, height)
     shape = rows if tiled else min(rows, height), _first(page, _TILE_WIDTH, width)
-    # A tile may be larger than its picture, but one far larger only serves to fill the memory.
-    sane = math.prod(shape) <= max(_LARGEST_TILE, 4 * width * height)
-    if not (width and height and min(shape) and sane):
+    if not (width and height and min(shape)):
         raise damaged("its TIFF header has illegal values")
     count = -(-height // shape[0]) * -(-width // shape[1])
     starts = _values(page, _TILE_OFFSETS if tiled else _STRIP_OFFSETS).tolist()

@@ -99,13 +99,6 @@ _OTHERS = (
     (b"8BPS", "a Photoshop picture"),
     (b"\0\0\0\x0cjP  ", "a JPEG 2000 picture"),
     (b"\xff\x4f\xff\x51", "a JPEG 2000 picture"),
-    (b"\x76\x2f\x31\x01", "an OpenEXR picture"),
-    (b"#?RADIANCE", "a Radiance HDR picture"),
-    (b"PK\x03\x04", "a ZIP archive"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"\0\0\x01\0", "a Windows icon"),
-    (b"\x93NUMPY", "a NumPy array"),
-    (b"\x89HDF", "an HDF5 file"),
 )
 
 
@@ -146,11 +139,8 @@ def _other_kind(head: bytes) -> str | None:
     if head[4:8] == b"ftyp":
         pictures = {b"hei": "a HEIC picture", b"mif": "a HEIF picture", b"avi": "an AVIF picture"}
         return pictures.get(head[8:11], "a video")
-    try:
-        text = head.decode("utf-8")
-    except UnicodeDecodeError as error:
-        text = head[: error.start].decode() if error.start >= len(head) - 3 else "\0"
-    if text.isprintable() or text.translate(dict.fromkeys(map(ord, "\r\n\t\f"))).isprintable():
+    text = head.decode("utf-8", "replace").rstrip("\ufffd")  # its last letter may be cut
+    if "\ufffd" not in text and text.translate(dict.fromkeys(map(ord, "\r\n\t\f"))).isprintable():
         return "a text file"
     return None
 

@@ -1,7 +1,6 @@
 """JPEG headers, colour and chroma layouts."""
 
 import io
-import re
 import struct
 import warnings
 
@@ -132,13 +131,6 @@ def test_a_segment_shorter_than_its_own_length_is_damage(pixels, length):
     data = encoded(pixels, "JPEG")
     with pytest.raises(ImageError, match="inside a JPEG header"):
         jpeg(data[:2] + b"\xff\xe5" + length + data[2:])
-
-
-def test_scans_that_go_over_the_picture_again_and_again_are_refused(pixels):
-    data = encoded(pixels, "JPEG", progressive=True)
-    first, second = (found.start() for found in list(re.finditer(b"\xff\xda", data))[:2])
-    with pytest.raises(ImageError, match="over 100 scans; save"):
-        jpeg(data[:first] + data[first:second] * 100 + data[first:])
 
 
 def test_mutants_have_the_pixels_of_another_libjpeg(pixels):
