@@ -7,7 +7,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -92,25 +91,26 @@ def learn(
     images = {i: sample.source for i, sample in numbered.items()}
     with closing(cached_features(detector, fitter, images, scratch, seen)) as patches:
         patches.checked()
+        learned = {i: names[i] for i in sorted(patches.hashes)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
-        trial = _trial(detector, patches, names, groups, progress)
-        suspects = {} if include_suspects else _suspects(trial.good, limit, rate)
-        if len(suspects) == len(trial.good.names):
+        new, good = _trial(detector, patches, learned, groups, progress)
+        suspects = {} if include_suspects else _suspects(good, limit, rate)
+        if len(suspects) == len(good.names):
             raise DataError(
                 f"all new images look unlike the learned ones and may be defects: "
                 f"{', '.join(suspects)}. If they are good, add --include-suspects"
             )
         if suspects:
-            kept = {i: name for i, name in names.items() if name not in suspects}
-            trial = _trial(detector, patches, kept, groups, progress)
+            learned = {i: name for i, name in learned.items() if name not in suspects}
+            new, good = _trial(detector, patches, learned, groups, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
-        hashes = {names[i]: patches.hashes[i] for i in trial.numbers}
-        statistics = TrainingStatistics.of([patches.statistics[i] for i in trial.numbers])
+        hashes = {name: patches.hashes[i] for i, name in learned.items()}
+        statistics = TrainingStatistics.of([patches.statistics[i] for i in learned])
     left_out = {name: i for i, name in names.items() if name not in hashes}
     manifest, known_statistics = detector.manifest, detector.training_statistics
     new = replace(
-        trial.detector,
-        thresholds=_thresholds(detector, trial.good),
+        new,
+        thresholds=_thresholds(detector, good),
         training_statistics=known_statistics and known_statistics.merged(statistics),
         manifest={
             **manifest,
@@ -121,15 +121,7 @@ def learn(
         model_id="",
         folder=None,
     )
-    return Learned(new, trial.good, hashes, suspects, refused)
-
-
-class _Trial(NamedTuple):
-    """A detector that has learned some images, and each one's score by a detector without it."""
-
-    detector: Model
-    good: GoodScores
-    numbers: tuple[int, ...]
+    return Learned(new, good, hashes, suspects, refused)
 
 
 def _trial(
@@ -138,28 +130,26 @@ def _trial(
     names: Mapping[int, str],
     groups: Mapping[int, str],
     progress: StageProgress,
-) -> _Trial:
-    """Learn the images that have a name."""
+) -> tuple[Model, GoodScores]:
+    """A detector that has learned the named images, and each one's score by one without it."""
     known = len(detector.manifest["training_images"])
     fitter = fitter_of(detector.config).incremental(detector.scorer, known)
     new = replace(detector, scorer=fitter.fit(patches.only(names)))
-    numbers = tuple(sorted(i for i in patches.hashes if i in names))
-    learned_names = {i: names[i] for i in numbers}
-    if len(learned_names) > 1:
+    if len(names) > 1:
         good = cross_fit(
             new,
             patches,
             fitter,
-            learned_names,
+            names,
             patches.hashes,
-            groups={i: group for i, group in groups.items() if i in learned_names},
+            groups={i: group for i, group in groups.items() if i in names},
             progress=partial(progress, "calibration"),
         )
     else:  # otherwise the detector stays unchanged
-        scored = scores_of(detector, patches.only(learned_names), patches.views)
-        good = good_scores(list(learned_names.values()), list(scored.values()), "")
-    hashes = tuple(patches.hashes[i] for i in numbers)  # some may have been used for calibration
-    return _Trial(new, replace(good, hashes=hashes), numbers)
+        scored = scores_of(detector, patches.only(names), patches.views)
+        good = good_scores([*names.values()], [*scored.values()], "")
+    hashes = tuple(patches.hashes[i] for i in names)  # some may have been used for calibration
+    return new, replace(good, hashes=hashes)
 
 
 def _suspects(new: GoodScores, limit: float, rate: float) -> dict[str, float]:
@@ -193,9 +183,7 @@ def lineage(detector: Model) -> frozenset[str]:
     """The ids of a detector and of the models it was updated from."""
     ids: list[str] = []
     for line in detector.history.splitlines():
-        with suppress(
-            ValueError, AttributeError
-        ):  # the history isn't protected: a line may be edited
+        with suppress(ValueError, AttributeError):  # an edited line: the history isn't protected
             ids.append(str(from_json(line).get("model_before", "")))
     return frozenset({detector.model_id, detector.manifest.get("parent", ""), *ids} - {""})
 

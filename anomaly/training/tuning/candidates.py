@@ -12,15 +12,9 @@ from anomaly.scoring.build import turns_of
 
 _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
 _GRAIN = 32  # sides that networks take, see `image.area`
-_MORE_OF_THE_BANK = 0.1
-# Axes of changes: those that good images alone can judge, and one whose time can't be foreseen.
-TURNS, POSE, NETWORK = "turns", "pose", "network"
-SCORE = "image score"  # the best one may depend on everything else
-_IMAGE_SCORES = {
-    "map_top_percent": "for defects of any size",
-    "map_max": "for defects of a few pixels",
-    "map_top_relative": "for parts that differ as a whole, in light or grain",
-}
+# Axes of changes. Good images alone can judge turns and poses; the time of a network can't be
+# foreseen; the best image score may depend on everything else.
+TURNS, POSE, NETWORK, SCORE, BANK = "turns", "pose", "network", "image score", "bank"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +33,24 @@ class Change:
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in self.values.items() if value)
+
+
+_STEPS = (
+    Change(SCORE, {"model.image_score": "map_top_percent"}, "for defects of any size"),
+    Change(SCORE, {"model.image_score": "map_max"}, "for defects of a few pixels"),
+    Change(
+        SCORE,
+        {"model.image_score": "map_top_relative"},
+        "for parts that differ as a whole, in light or grain",
+    ),
+    Change(BANK, {"model.coreset_ratio": 0.1}, "for good parts with details that are rare"),
+    Change(TURNS, {"model.turned_copies": "quarter_turns"}, "for parts that lie in four ways"),
+    Change(
+        TURNS, {"model.turned_copies": "quarter_turns_and_mirrors"}, "for parts that lie any way"
+    ),
+    Change(POSE, {"image.align": "shift"}, "for parts that lie in other places"),
+    Change(POSE, {"image.align": "rigid"}, "for parts that are turned, too"),
+)
 
 
 def changed(config: Config, changes: Iterable[Change]) -> Config:
@@ -70,44 +82,27 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
         config: the settings that are there.
         networks: those whose weights are at hand, see `anomaly.backbones.networks`.
     """
-    model, image = config.model, config.image
-    found: list[Change] = []
-    if model.smallest_defect is None:  # beside it, no other image score has an effect
-        found += [
-            Change(SCORE, {"model.image_score": name}, reason)
-            for name, reason in _IMAGE_SCORES.items()
-            if name != config.image_score_in_force
-        ]
-    if model.coreset_ratio < _MORE_OF_THE_BANK and model.kind in readers("model.coreset_ratio"):
-        rare = "for good parts with details that are rare"
-        found.append(Change("bank", {"model.coreset_ratio": _MORE_OF_THE_BANK}, rare))
-    found += _sizes(config)
-    if not METHODS[model.kind].one_grid and model.turned_copies == "none":
-        found += [
-            Change(TURNS, {"model.turned_copies": how}, reason)
-            for how, reason in (
-                ("quarter_turns", "for parts that lie in four ways"),
-                ("quarter_turns_and_mirrors", "for parts that lie any way"),
+    model, has_bank = config.model, readers("model.coreset_ratio")
+    fits = {
+        SCORE: model.smallest_defect is None,  # beside it, no other image score has an effect
+        BANK: model.coreset_ratio < 0.1 and model.kind in has_bank,
+        TURNS: not METHODS[model.kind].one_grid and model.turned_copies == "none",
+        POSE: config.image.align == "none",
+    }
+    there = {"model.image_score": config.image_score_in_force}
+    return [
+        *(step for step in _STEPS if fits[step.axis] and step.values != there),
+        *_sizes(config),
+        *(
+            Change(
+                NETWORK,
+                {"backbone.name": name, "backbone.weights": "imagenet", "backbone.layers": None},
+                "another network sees other details",
             )
-        ]
-    if image.align == "none":
-        found += [
-            Change(POSE, {"image.align": how}, reason)
-            for how, reason in (
-                ("shift", "for parts that lie in other places"),
-                ("rigid", "for parts that are turned, too"),
-            )
-        ]
-    found += [
-        Change(
-            NETWORK,
-            {"backbone.name": name, "backbone.weights": "imagenet", "backbone.layers": None},
-            "another network sees other details",
-        )
-        for name in networks
-        if name != config.backbone.name
+            for name in networks
+            if name != config.backbone.name
+        ),
     ]
-    return found
 
 
 def _sizes(config: Config) -> list[Change]:
