@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from anomaly.methods.patchcore.coreset import greedy_k_center, random_projection
-from anomaly.methods.patchcore.search import METHODS, ExactIndex, NearestNeighbors, is_screened
+from anomaly.methods.patchcore.search import ExactIndex, NearestNeighbors, is_screened
 from benchmarks.coreset import PATCHES_AN_IMAGE, embeddings, generated, whole_images
 from benchmarks.process import machine
 
 # Seconds before each timed search: OpenMP's threads spin for a while after a product, in which they
 # take the next method's cores.
 _REST = 0.3
+METHODS = ("exact", "faiss", "ivf")
 WAYS = ("screen", "product")  # of `exact`
 
 

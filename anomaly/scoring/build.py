@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,14 +84,10 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     )
 
 
-# Bytes of patches held while a coreset is selected, of 500,000 of 128 numbers; more are streamed.
-_MEMORY = 256 * 1024**2
-
-
 def fitter_of(config: Config) -> Fitter[Any]:
     """The fitter of a config's method, with its settings."""
     fitter: Fitter[Any] = import_module(METHODS[config.model.kind].module).fitter(
-        config.model.model_dump(), seed=config.seed, memory_limit=_MEMORY
+        config.model.model_dump(), seed=config.seed
     )
     return fitter
 
@@ -109,14 +103,11 @@ def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) 
     Raises:
         ModelError: the tensors aren't those of the method.
     """
-    cache = None  # for what can be made again from the tensors, such as an index
-    with suppress(RuntimeError):  # a user without a home folder
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anomaly"
     method = METHODS[config.model.kind]
     scorer: Scorer = import_module(method.arrays or method.module).scorer(
-        tensors, config.model.model_dump(), device=device, cache=cache
+        tensors, config.model.model_dump()
     )
-    return scorer
+    return scorer.to(device)
 
 
 def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArrayScorer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,12 +62,10 @@ class MeanFitter(Fitter[MeanEmbedding]):
         return MeanEmbedding(sum(s for s, _ in sums) / sum(count for _, count in sums))
 
 
-def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MeanFitter:
+def fitter(settings: Mapping[str, Any], *, seed: int) -> MeanFitter:
     return MeanFitter()
 
 
-def scorer(
-    tensors: dict[str, Tensor], settings: Mapping[str, Any], *, device: torch.device, cache: Path
-) -> MeanEmbedding:
+def scorer(tensors: dict[str, Tensor], settings: Mapping[str, Any]) -> MeanEmbedding:
     check_tensors(tensors, {"mean": (torch.float32, (-1,))})
-    return MeanEmbedding(tensors["mean"]).to(device)
+    return MeanEmbedding(tensors["mean"])

@@ -162,13 +162,12 @@ class LeaveOneOut(PatchGaussian):
         return squared * (n / (n - 1)) ** 2 / rest
 
 
-def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> GaussianFitter:
+def fitter(settings: Mapping[str, Any], *, seed: int) -> GaussianFitter:
     """The fitter of a config's section `model`.
 
     Args:
         settings: its values by key.
         seed: of the projection.
-        memory_limit: isn't used: it is of patches that a coreset is selected from.
     """
     return GaussianFitter(settings["dimensions"], settings["regularisation"], seed)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,20 +173,12 @@ class PatchGaussian(Scorer):
         }
 
 
-def scorer(
-    tensors: Mapping[str, Array],
-    settings: Mapping[str, Any],
-    *,
-    device: torch.device | None = None,
-    cache: Path | None = None,
-) -> PatchGaussian:
+def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> PatchGaussian:
     """The Gaussians in saved tensors.
 
     Args:
         tensors: as `PatchGaussian.tensors` gave them; arrays for a scorer that takes arrays.
         settings: the config's section `model`, by key; not used.
-        device: where tensors go; None for arrays.
-        cache: not used: nothing has to be derived.
 
     Raises:
         ModelError: the tensors aren't those of Gaussians.
@@ -211,7 +202,6 @@ def scorer(
     whitening = xp.zeros((positions, dimensions, dimensions), dtype=xp.float32)
     whitening[:, rows, columns] = as_float32(tensors["factor"])
     whitening *= tensors["scale"][..., None]
-    gaussian = PatchGaussian(
+    return PatchGaussian(
         tensors["projection"], (height, width), tensors["mean"], whitening, tensors["scale"]
     )
-    return gaussian if device is None else gaussian.to(device)

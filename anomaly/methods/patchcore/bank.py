@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from anomaly.arrays import Array, module_of
-from anomaly.errors import ModelError
 from anomaly.methods.base import (
     Align,
     PatchScores,
@@ -45,7 +45,6 @@ class MemoryBank(Scorer):
             among the projected embeddings that the coreset was selected on.
         exact: the selection saw all training patches at once, not a part at a time.
         search: how neighbours are found, see `NearestNeighbors`.
-        cache: folder for what an approximate search has to train first; it can be deleted.
         embedding: how feature maps become embeddings: `sharp`, `concat` or `adaptive`, see
             `anomaly.methods.patchcore.embedding`.
         spacing_neighbours: how many neighbours of each vector `spacing` is the mean distance to; 0
@@ -59,7 +58,6 @@ class MemoryBank(Scorer):
     covering_radius: float
     exact: bool = True
     search: str = "exact"
-    cache: Path | None = None
     embedding: str = "sharp"
     spacing_neighbours: int = 0
     spacing: Array | None = None
@@ -92,7 +90,9 @@ class MemoryBank(Scorer):
 
     @locked_cached_property
     def _neighbours(self) -> NearestNeighbors:
-        return NearestNeighbors(self.vectors, self.search, self.cache)
+        # Arrays stand where faiss may be absent; a GPU multiplies faster than faiss looks on a CPU.
+        by_faiss = not isinstance(self.vectors, np.ndarray) and self.vectors.device.type == "cpu"
+        return NearestNeighbors(self.vectors, self.search if by_faiss else "exact")
 
     def score(self, embeddings: Array) -> PatchScores:
         """The distance of each patch to its nearest bank vector (PatchCore, section 3.3).
@@ -262,48 +262,16 @@ class MemoryBank(Scorer):
         }
 
 
-def scorer(
-    tensors: Mapping[str, Array],
-    settings: Mapping[str, Any],
-    *,
-    device: torch.device | None = None,
-    cache: Path | None = None,
-) -> MemoryBank:
+def scorer(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> MemoryBank:
     """The memory bank in saved tensors.
 
     Args:
         tensors: as `MemoryBank.tensors` gave them; arrays for a scorer that takes arrays.
         settings: the config's section `model`, by key.
-        device: where tensors go; None for arrays.
-        cache: folder for what an approximate search has to train first.
 
     Raises:
         ModelError: the tensors aren't those of a memory bank.
     """
-    _check_saved(tensors)
-    # A GPU multiplies faster than faiss looks for neighbours on the CPU, and takes tensors.
-    search = settings["search"] if device is not None and device.type == "cpu" else "exact"
-    wants_spacing = settings["spacing_neighbours"] and len(tensors["vectors"]) > 1
-    if wants_spacing and "spacing" not in tensors:
-        raise ModelError(
-            "its memory bank doesn't hold its vectors' spacing (model.spacing_neighbours); "
-            "train again"
-        )
-    bank = MemoryBank(
-        tensors["vectors"],
-        tensors["origins"],
-        float(tensors["covering_radius"]),
-        bool(tensors["exact"]),
-        search=search,
-        cache=cache if search == "ivf" else None,
-        embedding=settings["embedding"],
-        spacing_neighbours=settings["spacing_neighbours"],
-        spacing=tensors["spacing"] if wants_spacing else None,
-    )
-    return bank if device is None else bank.to(device)
-
-
-def _check_saved(tensors: Mapping[str, Array]) -> None:
     count = axis_length(tensors, "origins")
     spacing = {"spacing": ("float32", (count,))} if "spacing" in tensors else {}
     check_tensors(
@@ -315,4 +283,14 @@ def _check_saved(tensors: Mapping[str, Array]) -> None:
             "exact": ("bool", ()),
             **spacing,
         },
+    )
+    return MemoryBank(
+        tensors["vectors"],
+        tensors["origins"],
+        float(tensors["covering_radius"]),
+        bool(tensors["exact"]),
+        search=settings["search"],
+        embedding=settings["embedding"],
+        spacing_neighbours=settings["spacing_neighbours"],
+        spacing=tensors.get("spacing") if settings["spacing_neighbours"] else None,
     )

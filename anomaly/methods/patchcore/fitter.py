@@ -27,18 +27,16 @@ from anomaly.methods.patchcore.held_out import (
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
 
-def fitter(settings: Mapping[str, Any], *, seed: int, memory_limit: int) -> MemoryBankFitter:
+def fitter(settings: Mapping[str, Any], *, seed: int) -> MemoryBankFitter:
     """The fitter of a config's section `model`.
 
     Args:
         settings: its values by key.
         seed: of the projection and the first pick.
-        memory_limit: bytes of projected patches held at once.
     """
     return MemoryBankFitter(
         settings["coreset_ratio"],
         seed=seed,
-        memory_limit=memory_limit,
         embedding=settings["embedding"],
         spacing_neighbours=settings["spacing_neighbours"],
     )
@@ -52,8 +50,9 @@ class MemoryBankFitter(Fitter[MemoryBank]):
         coreset_ratio: share of the training patches that the bank keeps.
         projection_dim: dimensions in which the coreset is selected (PatchCore, section 3.2).
         seed: of the projection and the first pick.
-        memory_limit: bytes of projected patches held at once. With more, the selection is nearly
-            as good, see `select_streamed`, and reads their points twice more.
+        memory_limit: bytes of projected patches held at once, of 500,000 of 128 numbers. With
+            more, the selection is nearly as good, see `select_streamed`, and reads their points
+            twice more.
         embedding: how feature maps become embeddings, see `MemoryBank`.
         spacing_neighbours: of the bank's image scores, see `MemoryBank`.
         base: the bank that `fit` adds to; None where it makes one.

@@ -19,13 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.arrays import Array, as_numpy, like, module_of
-from anomaly.errors import ConfigError, nearest
 from anomaly.methods.base import device_of
 from anomaly.runtime.parallel import get_threads, one_blas_thread, parallel_map
 
 Floats = NDArray[np.float32]
 
-METHODS = ("exact", "faiss", "ivf")
 # Numbers of one product, queries × bank: 16 MiB stay in a CPU's cache; a GPU wants few launches.
 _BLOCK = {"cpu": 1 << 22, "cuda": 1 << 27}
 # Queries of one product at most.
@@ -75,30 +73,16 @@ class NearestNeighbors:
     Args:
         bank: (M, D) float32, a tensor on the device where queries will be, or an array.
         method: `exact`, or `faiss` (Flat, CPU), or `ivf` (faiss inverted lists, approximate, CPU).
-        cache: a folder for trained `ivf` indices; they are trained anew where it is None.
         index: what finds candidates; None to make it.
-
-    Raises:
-        ConfigError: an unknown method, or one that doesn't run on the bank's device.
     """
 
-    def __init__(
-        self,
-        bank: Array,
-        method: str = "exact",
-        cache: Path | None = None,
-        index: Index | None = None,
-    ) -> None:
-        if method not in METHODS:
-            raise ConfigError(f"search method {method!r} is unknown; {nearest(method, METHODS)}")
-        if method != "exact" and device_of(bank).type != "cpu":
-            raise ConfigError(f"search method {method!r} runs on the CPU only; use 'exact'")
+    def __init__(self, bank: Array, method: str = "exact", index: Index | None = None) -> None:
         self._bank = bank
         if index is None and method == "exact":
             index = ExactIndex(bank, is_screened(bank))
         elif index is None:
             index = FaissIndex(
-                bank, ExactIndex(bank, screened=False) if method == "faiss" else None, cache
+                bank, ExactIndex(bank, screened=False) if method == "faiss" else None
             )
         self._index = index
 
@@ -292,10 +276,9 @@ class FaissIndex:
         bank: (M, D) float32 on the CPU.
         exact: finds what faiss's float32 products can't tell apart; None to search inverted lists,
             of which the 4 nearest of about 4√M are: approximate.
-        cache: folder for the trained inverted lists.
     """
 
-    def __init__(self, bank: Array, exact: Index | None, cache: Path | None = None) -> None:
+    def __init__(self, bank: Array, exact: Index | None) -> None:
         # Heavy, and wanted by few.
         import faiss
 
@@ -307,7 +290,7 @@ class FaissIndex:
         self._farthest = float(_squared_norms(vectors).max())
         self._index: Any
         if exact is None:
-            self._index = _inverted(vectors, cache)
+            self._index = _inverted(vectors)
         else:
             self._index = faiss.IndexFlatL2(vectors.shape[1])
             self._index.add(vectors)
@@ -338,15 +321,17 @@ class FaissIndex:
         return like(nearest.clip(0), queries)
 
 
-def _inverted(vectors: Floats, cache: Path | None) -> Any:
-    """Inverted lists of vectors (M, D), trained or from the cache."""
+def _inverted(vectors: Floats) -> Any:
+    """Inverted lists of vectors (M, D), trained or from the user's cache."""
     import faiss  # heavy, and wanted by few
 
     key = hashlib.sha256(vectors.data).hexdigest()[:32]
-    file = cache and cache / f"ivf-{key}-faiss{faiss.__version__}.index"
     index: Any = None
-    if file is not None and file.is_file():
-        with suppress(RuntimeError):  # one that is damaged is made, and written, anew
+    file: Path | None = None
+    with suppress(RuntimeError):  # a user without a home; a damaged one is made, and written, anew
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        file = cache / "anomaly" / f"ivf-{key}-faiss{faiss.__version__}.index"
+        if file.is_file():
             index = faiss.read_index(str(file))
     if index is None:
         count, dim = vectors.shape

@@ -100,7 +100,7 @@ def test_which_samples_share_a_batch_changes_no_bit(count):
 def test_tensors_are_the_whole_model(count):
     model, test = whole().fit(batched(embeddings(count))), embeddings(4, seed=1)
     tensors = model.tensors()
-    again = scorer(tensors, {}, device=test.device)
+    again = scorer(tensors, {})
     assert torch.equal(again.score(test).scores, model.score(test).scores)
     assert torch.equal(model.to("cpu").score(test).scores, model.score(test).scores)
     assert all(torch.equal(again.tensors()[k], tensors[k]) for k in tensors)
