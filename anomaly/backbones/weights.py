@@ -155,21 +155,18 @@ def _download(url: str, name: str) -> Path:
             )
         draft.replace(target)
     except urllib.error.HTTPError as error:
-        raise WeightsError(
-            f"{url} answered {error.code} {error.reason}. {_where_to_put(name)}"
-        ) from None
-    except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException) as error:
+        reason = f"it answered {error.code} {error.reason}"
+    except (OSError, HTTPException) as error:  # of the network, or of the disk
         inner = getattr(error, "reason", error)
         reason = why(inner) if isinstance(inner, OSError) else "no answer"
-        raise WeightsError(
-            f"the weights {name} are missing and can't be downloaded from {url} ({reason}). "
-            f"{_where_to_put(name)}"
-        ) from None
-    except OSError as error:
-        raise WeightsError(f"{name} can't be saved in {target.parent}: {why(error)}") from None
+    else:
+        return target
     finally:
         draft.unlink(missing_ok=True)
-    return target
+    raise WeightsError(
+        f"the weights {name} are missing and can't be downloaded from {url} ({reason}). "
+        f"{_where_to_put(name)}"
+    )
 
 
 def _opened(url: str) -> Any:
