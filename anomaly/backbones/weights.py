@@ -39,9 +39,6 @@ _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 _PATIENCE, _PAUSE = 10.0, 30.0
 
 
-_CHECKOUT = Path(__file__).parents[2]
-
-
 def check_weights(weights: str) -> None:
     """Check that `backbone.weights` is `imagenet`, `random`, or a file that is there.
 
@@ -77,12 +74,10 @@ def weights_path(path: Path) -> Path:
 def search_folders() -> list[Path]:
     """Where official files are looked for, first match wins.
 
-    `$ANOMALY_WEIGHTS`, `weights/` in the working directory and in the checkout that this runs from,
-    and torch's own download cache.
+    `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own download cache.
     """
     named = os.environ.get("ANOMALY_WEIGHTS")
-    own = [_CHECKOUT / "weights"] if (_CHECKOUT / "pyproject.toml").is_file() else []
-    return [*([at_home(Path(named))] if named else []), Path("weights"), *own, _downloads()]
+    return [*([at_home(Path(named))] if named else []), Path("weights"), _downloads()]
 
 
 def _downloads() -> Path:

@@ -154,8 +154,8 @@ def _extractor(folder: Path, backbone: dict[str, Any], name: str) -> FeatureExtr
 
     try:
         extractor = truncate_again(build(name), backbone)
-        full = build(name)
-        load_state(extractor.network, _tensors(folder / BACKBONE), full, str(folder / BACKBONE))
+        file, network = folder / BACKBONE, extractor.network
+        load_state(network, _tensors(file), network, str(file))
         return extractor
     except (AnomalyError, MemoryError, torch.OutOfMemoryError):
         raise

@@ -158,17 +158,3 @@ def test_own_files_that_cannot_be_meant(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pth")
     with pytest.raises(WeightsError, match="more than tensors"):
         own_state("whole.pth")
-
-
-def test_a_checkouts_weights_are_found_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights, "_CHECKOUT", tmp_path / "checkout")
-    file = tmp_path / "checkout" / "weights" / "some-0123abcd.pth"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert file.parent not in weights.search_folders()  # an installed package has none
-    (tmp_path / "checkout" / "pyproject.toml").touch()
-    assert weights.official_file(f"https://host/{file.name}", download=False) == file
