@@ -139,14 +139,6 @@ def test_everything_in_a_run_can_be_read_by_others(run_folder: Path) -> None:
     assert (run_folder / "model").stat().st_mode & 0o777 == 0o777 & ~mask
 
 
-def test_train_json_gives_values_of_scalars_and_shapes_of_the_rest(run_folder: Path) -> None:
-    scorer = json.loads((run_folder / "train.json").read_text())["scorer"]
-    tensors = load_model(str(run_folder), "cpu").scorer.tensors()
-    assert scorer["covering_radius"] == float(tensors["covering_radius"])
-    assert scorer["exact"] is True
-    assert scorer["vectors"] == list(tensors["vectors"].shape)
-
-
 def test_files_may_be_written_over_while_the_model_is_in_use(
     run_folder: Path, padim_folder: Path, product: Path, tmp_path: Path
 ) -> None:
