@@ -98,7 +98,7 @@ def stages(
         "search alone": lambda: model.scorer.score(rows),
         "statistics alone": lambda: statistics_of(batch, rows, None),
         "from memory to patch scores": lambda: model.scorer.score(embedder(batch)),
-        "from memory to predictions' scores": lambda: model.patches_of(model.embedded(batch)),
+        "from memory to predictions": lambda: model.score(batch),
     }
 
 
@@ -131,7 +131,7 @@ def main() -> None:
             for name, run in stages(model, batch, device).items():
                 print(f"| {name} | {rate(run, len(batch), device):.0f} |", flush=True)
             if args.profile:
-                profile(stages(model, batch, device)["from memory to predictions' scores"])
+                profile(stages(model, batch, device)["from memory to predictions"])
         if args.files:
             save(model, root / "model")
             draw(root / "files", args.files, args.size)

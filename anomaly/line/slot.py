@@ -76,23 +76,6 @@ class Version:
         drift = RecordedDrift(promise.levels, ids)
         return cls(model, checked, decoders, drift, json.dumps(asdict(promise)))
 
-    def short(self) -> dict[str, Any]:
-        """Its entry in the list of models."""
-        model = self.model
-        names = {"model_id": model.model_id, "model_name": model.config.name}
-        return names | {"method": model.method, "unit": model.unit}
-
-    def long(self) -> dict[str, Any]:
-        """Its further facts: settings, thresholds, and how these were found."""
-        model, limits = self.model, self.model.thresholds
-        return {
-            "checked": self.checked,
-            "config": to_dict(model.config),
-            "thresholds": None if limits is None else limits.to_json(),
-            "calibration": [] if limits is None else limits.lines(),
-            "training_images": len(model.manifest.get("training_images", ())),
-        }
-
 
 @dataclass(eq=False)
 class _Part:
@@ -312,15 +295,27 @@ class ModelSlot:
 
     def short(self) -> dict[str, Any]:
         """Its entry in the list of models."""
-        now, trouble = self.now, self.trouble
+        now = self.now
         short: dict[str, Any] = {"name": self.name, "state": self.state}
-        return short | {"refused": self.refused, "reason": trouble} | (now.short() if now else {})
+        short |= {"refused": self.refused, "reason": self.trouble}
+        if now is not None:
+            short |= {"model_id": now.model.model_id, "model_name": now.model.name}
+            short |= {"method": now.model.method, "unit": now.model.unit}
+        return short
 
     def long(self) -> dict[str, Any]:
-        """All its facts."""
-        now = self.now
-        facts = {"checked": ""} if now is None else now.long()
-        return {**self.short(), "drift": self.drifted(), **facts}
+        """All its facts: also settings, thresholds, and how these were found."""
+        now, long = self.now, {**self.short(), "drift": self.drifted(), "checked": ""}
+        if now is not None:
+            limits = now.model.thresholds
+            long |= {
+                "checked": now.checked,
+                "config": to_dict(now.model.config),
+                "thresholds": None if limits is None else limits.to_json(),
+                "calibration": [] if limits is None else limits.lines(),
+                "training_images": len(now.model.manifest.get("training_images", ())),
+            }
+        return long
 
     def drifted(self) -> dict[str, Any]:
         """The drift of its newest parts, as in a report.

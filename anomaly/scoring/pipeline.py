@@ -59,23 +59,6 @@ _TILES_AT_ONCE = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Embedded:
-    """Patch embeddings and statistics of a few images or tiles of one size.
-
-    Attributes:
-        embeddings: (B, h, w, D).
-        inside: (B, h, w) bool, the patches that count; None for all.
-        statistics: of each as a whole.
-        pieces: where each comes from.
-    """
-
-    embeddings: Array
-    inside: Array | None
-    statistics: Sequence[ImageStatistics]
-    pieces: Sequence[Piece]
-
-
-@dataclass(frozen=True, eq=False)
 class Model:
     """A trained model: backbone, alignment, patch scores, image scores, predictions.
 
@@ -266,49 +249,35 @@ class Model:
         """
         if isinstance(batch[0].view, Tiling):
             return [self._score_tiles(item) for item in batch]
-        with self.embedder.inference_mode():
-            embedded = self.embedded(batch)
-            scored = self.patches_of(embedded)
-        return list(map(self.prediction, batch, embedded.statistics, *scored))
+        return [self.prediction(*scored) for scored in self._scored(batch)]
 
     def _score_tiles(self, item: NetworkInput) -> Prediction:
         """Score one large image in tiles."""
-
-        def score(tiles: list[NetworkInput]) -> _ScoredTiles:
-            with self.embedder.inference_mode():
-                embedded = self.embedded(tiles)
-                return tiles, embedded.statistics, *self.patches_of(embedded)
-
         tiled = _TiledPatches(*(len(pieces) for pieces in item.view.axes))
         whole: ImageStatistics | None = None
         batches = item.tiles(min(self.batch_size, _TILES_AT_ONCE))
-        for tiles, statistics, patches, scores in in_parallel(score, batches, self.device):
-            for tile in statistics:
-                whole = tile if whole is None else whole + tile
-            tiled.put(tiles, patches, scores)
+        for scored in in_parallel(self._scored, batches, self.device):
+            for tile, statistics, patches, score in scored:
+                whole = statistics if whole is None else whole + statistics
+                tiled.put(tile, patches, score)
         assert whole is not None
         return self.prediction(item, whole, tiled.patches, tiled.best)
 
-    def embedded(self, batch: Sequence[NetworkInput]) -> Embedded:
-        """Embeddings and statistics of images or tiles of one network size.
+    def _scored(self, batch: Sequence[NetworkInput]) -> list[_Scored]:
+        """Images or tiles of one network size, each with its statistics, patches and score.
 
         Raises:
-            DataError: the region to look at holds none of an image's patches.
+            DataError: the region to look at holds none of an image's patches, or the scorer
+                doesn't take its grid.
         """
-        embeddings, pieces = self.embedder(batch), pieces_of(batch)
-        inside = patches_inside(pieces, embeddings, self.region)
-        return Embedded(embeddings, inside, statistics_of(batch, embeddings, inside), pieces)
-
-    def patches_of(self, embedded: Embedded) -> tuple[list[Patches], list[float]]:
-        """The patches of images or tiles, with their scores.
-
-        Raises:
-            DataError: the scorer doesn't take their grid.
-        """
-        batch, scores = self.score_patches(embedded.embeddings, embedded.pieces, embedded.inside)
-        nearest = [None] * len(scores) if batch.nearest is None else as_numpy(batch.nearest)
-        patches = list(map(Patches, as_numpy(batch.scores), nearest))
-        return patches, scores.tolist()
+        with self.embedder.inference_mode():
+            embeddings, pieces = self.embedder(batch), pieces_of(batch)
+            inside = patches_inside(pieces, embeddings, self.region)
+            statistics = statistics_of(batch, embeddings, inside)
+            found, scores = self.score_patches(embeddings, pieces, inside)
+            nearest = [None] * len(scores) if found.nearest is None else as_numpy(found.nearest)
+            patches = map(Patches, as_numpy(found.scores), nearest)
+            return list(zip(batch, statistics, patches, scores.tolist(), strict=True))
 
     def prediction(
         self,
@@ -460,10 +429,8 @@ def _without_score(prediction: Prediction) -> UnusableImage:
     )
 
 
-# Tiles, and the statistics, patches and scores of each.
-_ScoredTiles: TypeAlias = tuple[
-    list[NetworkInput], Sequence[ImageStatistics], list[Patches], list[float]
-]
+# An image or a tile, with its statistics, patches and score.
+_Scored: TypeAlias = tuple[NetworkInput, ImageStatistics, Patches, float]
 
 
 class _TiledPatches:
@@ -488,18 +455,15 @@ class _TiledPatches:
         assert self._patches is not None
         return self._patches
 
-    def put(
-        self, tiles: Sequence[NetworkInput], patches: Sequence[Patches], scores: list[float]
-    ) -> None:
-        """Fill in some tiles."""
-        self.best = float(np.max([self.best, *scores]))  # NaN stays NaN
-        for tile, part in zip(tiles, patches, strict=True):
-            if self._patches is None:  # all tiles have one grid
-                nearest = None if part.nearest is None else np.tile(part.nearest, self._times)
-                self._patches = Patches(np.tile(part.scores, self._times), nearest)
-            height, width = part.scores.shape
-            row, column = tile.tile
-            here = np.s_[row * height : (row + 1) * height, column * width : (column + 1) * width]
-            self._patches.scores[here] = part.scores
-            if self._patches.nearest is not None and part.nearest is not None:
-                self._patches.nearest[here] = part.nearest
+    def put(self, tile: NetworkInput, patches: Patches, score: float) -> None:
+        """Fill in a tile."""
+        self.best = float(np.max([self.best, score]))  # NaN stays NaN
+        if self._patches is None:  # all tiles have one grid
+            nearest = None if patches.nearest is None else np.tile(patches.nearest, self._times)
+            self._patches = Patches(np.tile(patches.scores, self._times), nearest)
+        height, width = patches.scores.shape
+        row, column = tile.tile
+        here = np.s_[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        self._patches.scores[here] = patches.scores
+        if self._patches.nearest is not None and patches.nearest is not None:
+            self._patches.nearest[here] = patches.nearest

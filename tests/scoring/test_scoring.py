@@ -1,8 +1,10 @@
 """The patches and tiles that an image score is made of, and the size an image is scored at."""
 
 import math
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from anomaly.imaging.geometry import Sizing
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.build import loading_of
 from anomaly.scoring.pipeline import Model, _TiledPatches
+from anomaly.scoring.prediction import Patches
 
 
 @pytest.mark.parametrize(
@@ -31,12 +34,12 @@ def test_a_broken_patch_counts_where_it_lies_inside_the_region(how: str) -> None
 
 
 def test_a_tile_without_a_score_leaves_the_image_without_one() -> None:
-    tiling = _TiledPatches(1, 3)
-    for scores in ([1.0, 3.0], [2.0]):
-        tiling.put([], [], scores)
-    assert tiling.best == 3.0
-    tiling.put([], [], [math.nan])
-    tiling.put([], [], [1.0])
+    tiling = _TiledPatches(1, 5)
+    for place, score in enumerate((1.0, 3.0, 2.0, math.nan, 1.0)):
+        tile: Any = SimpleNamespace(tile=(0, place))
+        tiling.put(tile, Patches(np.ones((1, 1), np.float32), None), score)
+        if place == 2:
+            assert tiling.best == 3.0
     assert math.isnan(tiling.best)
 
 
