@@ -305,7 +305,7 @@ def evaluated(run_folder: Path, made_once: MadeOnce) -> Path:
 @pytest.fixture(scope="session")
 def explained(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
     """The explanation of one defective image; read only."""
-    arguments = ["--model", run_folder, "--input", product / "test/spot/000.png", "--output"]
+    arguments = [product / "test/spot/000.png", "--model", run_folder, "--output"]
     return made_once("explained/disc", lambda folder: run_command("explain", [*arguments, folder]))
 
 

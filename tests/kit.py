@@ -27,6 +27,11 @@ def table(folder: Path, name: str = "results.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def with_data(run: Path, folder: Path) -> None:
+    """Make a run remember another folder of its data set."""
+    (run / "train.json").write_text(json.dumps({"data_folder": str(folder)}))
+
+
 def touch(root: Path, *names: str) -> None:
     """Make empty files, and the folders that they lie in."""
     for name in names:

@@ -7,15 +7,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from anomaly.cli.options import add_device, add_output, add_settings, number
+from anomaly.cli.options import add_device, add_output, number
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
     )
-    add_settings(parser, "a setting to train with; may be repeated")
-    add_device(parser)
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +33,6 @@ def _export(parser: argparse.ArgumentParser) -> None:
         metavar="WxH",
         help="with --whole: the graph takes raw camera images of this size (RGB, 8 bits) "
         "and returns verdict, score and map",
-    )
-    parser.add_argument(
-        "--bgr",
-        action="store_true",
-        help="with --pixels: channels are in the order blue, green, red",
     )
     parser.add_argument(
         "--golden",
@@ -88,22 +81,7 @@ def _features(parser: argparse.ArgumentParser) -> None:
         "--weights",
         help="of --backbone: imagenet (default), random, or a .safetensors or .pth file",
     )
-    parser.add_argument(
-        "--input-size",
-        type=int,
-        metavar="N",
-        help="of --backbone: images keep their aspect, at the area of a square of side N (224)",
-    )
-    parser.add_argument(
-        "--square",
-        action="store_true",
-        help="of --backbone: squash images to N×N instead, as vision transformers need",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="images computed together (8)"
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier file there")
-    add_device(parser)
 
 
 def _camera_size(text: str) -> tuple[int, int]:
@@ -149,13 +127,6 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--max-body", type=number, default=64, metavar="MB", help="largest image file (64)"
     )
     more.add_argument(
-        "--queue",
-        type=int,
-        default=64,
-        metavar="N",
-        help="most parts that may wait for a model (default: 64)",
-    )
-    more.add_argument(
         "--keep-good",
         type=number,
         default=0.02,
@@ -187,7 +158,6 @@ def _deploy(parser: argparse.ArgumentParser) -> None:
         help="deploy even if a known defect that is caught now would pass, or it may be another "
         "product's model",
     )
-    add_device(parser)
 
 
 def _feedback(parser: argparse.ArgumentParser) -> None:

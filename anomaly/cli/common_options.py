@@ -103,7 +103,7 @@ def chosen_device(
     Raises:
         AnomalyError: a GPU was asked for and isn't there, or isn't for the model.
     """
-    threads = cores()
+    threads, wanted = cores(), getattr(options, "device", "auto")
     use_threads(threads)  # torch and faiss follow when they are imported
     cv2.setNumThreads(1)  # files are decoded in parallel already
     warm_up(images)
@@ -112,10 +112,10 @@ def chosen_device(
         models = model if isinstance(model, list) else [model]
     exported = [_is_exported(folder) for folder in models]
     if not any(exported):
-        device = device_of(options.device)
-        log.debug("on %s (--device %s), %d threads", device, options.device, threads)
+        device = device_of(wanted)
+        log.debug("on %s (--device %s), %d threads", device, wanted, threads)
         return device
-    if options.device == "cuda":
+    if wanted == "cuda":
         raise AnomalyError("an exported model computes on the CPU; leave --device out")
     return CPU if all(exported) else device_of("cpu")
 

@@ -33,11 +33,6 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate every model named."""
     if options.masks and not options.defects:
         raise ConfigError("--masks needs --defects; give the images that the masks belong to")
-    if (options.good or options.defects) and options.data_root:
-        raise ConfigError(
-            "--data-root can't be given with --good or --defects; test either with a data set or "
-            "with folders of images"
-        )
     if options.good or options.defects:  # before torch is imported, which takes seconds
         open_test_images(options.good, options.defects, options.masks)
     with locked(options.output):
@@ -99,7 +94,6 @@ def _evaluate(source: str, options: argparse.Namespace, device: torch.device) ->
     samples, data_folder = images_to_test(
         model,
         folder,
-        data_root=options.data_root,
         good=options.good,
         defects=options.defects,
         masks=options.masks,

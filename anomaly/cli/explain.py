@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
-    options.input = options.input or options.image
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
     if options.backbone is None and (options.classes or options.weights != "imagenet"):
@@ -33,14 +32,14 @@ def run(options: argparse.Namespace) -> int:
         raise AnomalyError(
             f"{'--good' if options.good else '--keep'} needs a model; give --model too"
         )
-    if not options.input.is_file():
-        raise AnomalyError(f"--input {options.input} isn't a file; explain takes one image")
+    if not options.image.is_file():
+        raise AnomalyError(f"{options.image} isn't a file; explain takes one image")
     if options.model is not None:
         find_model(options.model, exported=False)
     if options.backbone is not None:
         check_weights(options.weights)
     if options.output is None:
-        options.output = Path("explained") / short_name(options.input.stem)
+        options.output = Path("explained") / short_name(options.image.stem)
     with locked(options.output):
         return _explain(options)
 
@@ -52,12 +51,12 @@ def _explain(options: argparse.Namespace) -> int:
 
     device = chosen_device(options)
     claim_folder(options.output, overwrite=options.overwrite)
-    facts: dict[str, Any] = {"image": str(options.input)}
+    facts: dict[str, Any] = {"image": str(options.image)}
     pictures: dict[str, RgbImage] = {}
     notes: list[str] = []
     page, steps = "", list[tuple[str, str]]()
     if options.model is not None:
-        why = explained(load_model(options.model, device), options.input, *options.good)
+        why = explained(load_model(options.model, device), options.image, *options.good)
         facts |= why.facts()
         pictures |= {f"{name}.png": picture for name, picture in why.pictures.items()}
         notes += why.notes
@@ -67,9 +66,8 @@ def _explain(options: argparse.Namespace) -> int:
     if options.backbone is not None:
         seen, drawn, unseen = explain_class(
             options.backbone,
-            options.input,
+            options.image,
             weights=options.weights,
-            size=options.input_size,
             device=device,
             classes=options.classes,
             # Beside a model's pictures, whose layers may have the same names.
@@ -86,7 +84,7 @@ def _explain(options: argparse.Namespace) -> int:
     for text, command in steps:
         print(f"{text} {command}".rstrip())
     if options.keep:
-        _keep(options.model, options.input, facts["verdict"])
+        _keep(options.model, options.image, facts["verdict"])
     return 0
 
 

@@ -11,7 +11,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "start photographs",
             "start photographs --output runs/part --set image.area=512",
         ),
-        "demo": ("try all of it on a generated product", "demo", "demo --device cpu"),
+        "demo": ("try all of it on a generated product", "demo", "demo --output runs/tried"),
         "check": (
             "look at a data set before training: counts, sizes, faults",
             "check --config part.yaml",

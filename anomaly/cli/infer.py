@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -76,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         with Stopping() as stop, ExitStack() as opened:
             images = len(found.paths) if found else cores()
             device = chosen_device(options, images=images)
-            model = load_model(options.model, device, options.precision)
+            model = load_model(options.model, device)
             if found is None:
                 folders = sorted(str(folder.absolute()) for folder in options.input)
                 about = outputs.about(model, {"folders": folders})
@@ -175,7 +174,6 @@ def _by_cluster(
     job = there.ScoringJob(
         model=options.model.resolve(),
         device=model.device.type,
-        precision=options.precision,
         about=about_model(model),
     )
     predict: Predict = there.predicted_by(cluster, job, lambda: stop.signal is not None)
@@ -250,7 +248,7 @@ def _watch(
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
         outputs.write_scale(model)
-        watch(run, journal, options.input, settle=options.settle, trouble=log.warning)
+        watch(run, journal, options.input, trouble=log.warning)
     page = _page(options, model, _rows_so_far(options.output), about, run)
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     shown = f", all shown in {page}" if page else ""
@@ -296,8 +294,6 @@ def _is_within(place: Path, other: Path) -> bool:
 def _check_watch(options: argparse.Namespace) -> None:
     if options.ray is not None:
         raise DataError("--ray can't be given with --watch, which scores on this machine")
-    if not 0 <= options.settle < math.inf:
-        raise DataError(f"--settle is {options.settle:g}; it must be 0 or more seconds")
     if options.list is not None or not options.input:
         raise DataError("--watch follows folders; give them with --input, and leave out --list")
     for folder in options.input:

@@ -134,11 +134,6 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
         help="runs, their model/ folders, or folders of runs",
     )
     add_output(parser, "where the reports go", "earlier reports")
-    parser.add_argument(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, where it has moved since training",
-    )
     good = "test with the good images in these folders, not with the data set's"
     add_paths(parser, "--good", good, "FOLDER")
     defects = "test with the defects in these folders; subfolders name their types"
@@ -176,12 +171,6 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="IMAGE",
         help="good images to leave out, by the names that train prints; --undo counts them again",
     )
-    add(
-        "--data-root",
-        type=Path,
-        help="the data sets' folder, if it has moved since training: good test images must not "
-        "set thresholds",
-    )
     rates = parser.add_argument_group("by rates (default: the model's rates)")
     add = rates.add_argument
     add("--false-reject-rate", type=number, metavar="R", help="good parts that may be rejected")
@@ -202,7 +191,6 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         help="save even if known defects that are caught now would pass, or the reject threshold "
         "rises by more than chance explains",
     )
-    add_device(parser)
 
 
 def share_of(text: str) -> float:
@@ -269,7 +257,6 @@ def _update(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write the model even if a known defect that is caught now would be called good",
     )
-    add_device(parser)
 
 
 def _infer(parser: argparse.ArgumentParser) -> None:
@@ -291,25 +278,12 @@ def _infer(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="follow the folders given with --input and score what arrives, until Ctrl-C",
     )
-    parser.add_argument(
-        "--settle",
-        type=number,
-        default=0.5,
-        metavar="SECONDS",
-        help="with --watch: a file counts as complete after so many seconds without a change "
-        "(default: 0.5)",
-    )
     parser.add_argument("--output", type=Path, required=True, help="where results go")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--overwrite", action="store_true", help="replace earlier results there")
     start.add_argument("--resume", action="store_true", help="continue an interrupted run there")
     add_cluster(parser, "compute scores on the workers of this Ray cluster (docs/scale.md)")
     _add_outputs(parser)
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        help="compute in this number format instead of the model's own",
-    )
     add_device(parser)
 
 
@@ -321,16 +295,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="which images get one: none, those not called good (reject and review), or all "
         "(default)",
-    )
-    parser.add_argument(
-        "--side-by-side",
-        action="store_true",
-        help="heatmaps of image, heatmap and colour bar, with verdict and score",
-    )
-    parser.add_argument(
-        "--full-size",
-        action="store_true",
-        help="heatmaps of the image's own size (default: shrunk to twice what the network sees)",
     )
     parser.add_argument(
         "--no-page",
@@ -359,9 +323,7 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backbone", metavar="NAME", help="a torchvision classifier: explains the class it sees"
     )
-    image = parser.add_mutually_exclusive_group(required=True)
-    image.add_argument("image", nargs="?", type=Path, metavar="IMAGE", help="one image file")
-    image.add_argument("--input", type=Path, metavar="IMAGE", help="the same")
+    parser.add_argument("image", type=Path, metavar="IMAGE", help="one image file")
     parser.add_argument(
         "--output",
         type=Path,
@@ -386,13 +348,6 @@ def _explain(parser: argparse.ArgumentParser) -> None:
         help="with --backbone: imagenet (default), random, or a .safetensors or .pth file",
     )
     parser.add_argument(
-        "--input-size",
-        type=int,
-        default=224,
-        metavar="N",
-        help="with --backbone: side of the image in pixels (default: 224)",
-    )
-    parser.add_argument(
         "--class",
         dest="classes",
         type=int,
@@ -401,7 +356,6 @@ def _explain(parser: argparse.ArgumentParser) -> None:
         metavar="INDEX",
         help="with --backbone: the classes to explain (default: the likeliest, at most three)",
     )
-    add_device(parser)
 
 
 def _selfcheck(parser: argparse.ArgumentParser) -> None:
@@ -422,7 +376,6 @@ def _selfcheck(parser: argparse.ArgumentParser) -> None:
         help="largest change of a score (default 0.01, which is 1 %%); give more for new "
         "photographs of the parts",
     )
-    add_device(parser)
 
 
 def _layers(parser: argparse.ArgumentParser) -> None:

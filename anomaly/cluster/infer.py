@@ -33,13 +33,11 @@ class ScoringJob:
     Attributes:
         model: model or run folder, as it is on all machines.
         device: `cpu` or `cuda`.
-        precision: instead of the model's own; None for that.
         about: what scores depend on, see `about_model`.
     """
 
     model: Path
     device: str
-    precision: str | None
     about: Mapping[str, object]
 
 
@@ -96,7 +94,7 @@ class ScoringWorker:
         use_threads(1)
         cv2.setNumThreads(1)
         try:
-            model = load_model(job.model, job.device, job.precision)
+            model = load_model(job.model, job.device)
         except ModelError as error:
             raise ModelError(
                 f"the worker on {host}: {error} (all machines need the model folder)"

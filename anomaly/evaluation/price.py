@@ -248,25 +248,16 @@ def golden_samples(folder: Path | None) -> list[Sample]:
     return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
 
 
-def evaluated_on(model: Model, data_root: Path | None = None) -> Sequence[Sample]:
+def evaluated_on(model: Model) -> Sequence[Sample]:
     """The images that a model is evaluated on, where its run remembers them and they are there.
 
     A warning says where they aren't.
-
-    Args:
-        model: that was trained.
-        data_root: the data sets' folder, where it has moved.
-
-    Raises:
-        DataError: they aren't in `data_root`.
     """
     if model.folder is None:
         return ()
     try:
-        return dataset_of(model, model.folder, data_root).test
+        return dataset_of(model, model.folder).test
     except AnomalyError as error:
-        if data_root is not None:
-            raise
         log.warning(
             "the test split isn't compared; make sure that these images aren't part of it: %s",
             error,

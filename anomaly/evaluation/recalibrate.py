@@ -64,7 +64,6 @@ class Asked:
         without: names of good images to leave out.
         at_most_defective: the largest share of production images that may be defective.
         undo: bring the earlier thresholds back.
-        data_root: the data sets' folder, where it has moved.
     """
 
     false_reject_rate: float | None = None
@@ -74,7 +73,6 @@ class Asked:
     without: Sequence[str] | None = None
     at_most_defective: float | None = None
     undo: bool | None = None
-    data_root: Path | None = None
 
     def check(self, *, good: bool, production: bool) -> None:
         """Refuse wishes that contradict each other, before anything is loaded.
@@ -131,8 +129,7 @@ class Asked:
 
     def values(self) -> dict[str, Any]:
         """What is asked for, by name, for the record."""
-        asked = {name: value for name, value in asdict(self).items() if value is not None}
-        return asked | ({"data_root": str(self.data_root)} if self.data_root else {})
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +204,7 @@ def recalibrate(
             undone.
     """
     rates = model.rates(asked.review_rate, asked.false_reject_rate)
-    known = known_parts([model], evaluated_on(model, asked.data_root), defects)
+    known = known_parts([model], evaluated_on(model), defects)
     kind = "production" if production else "good"
     scored: list[Scored] = []
     refused: list[str] = []

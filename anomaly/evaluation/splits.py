@@ -24,7 +24,6 @@ def images_to_test(
     model: Model,
     folder: Path,
     *,
-    data_root: Path | None = None,
     good: Sequence[Path] = (),
     defects: Sequence[Path] = (),
     masks: Path | None = None,
@@ -34,7 +33,6 @@ def images_to_test(
     Args:
         model: trained.
         folder: the run, or the model folder, that it was loaded from.
-        data_root: where the data sets are, if they have moved since training.
         good: folders of good images.
         defects: folders of defects, whose subfolders name the types.
         masks: folder of the defects' masks.
@@ -48,7 +46,7 @@ def images_to_test(
     if good or defects:
         samples = not_learned(model, folder, open_test_images(good, defects, masks, tell=True))
         return samples, ", ".join(map(str, [*good, *defects]))
-    dataset = dataset_of(model, folder, data_root)
+    dataset = dataset_of(model, folder)
     if unused := strays(dataset.unused_masks):
         log.warning("%s", unused)
     if dataset.test:
@@ -119,16 +117,13 @@ def _last_change(model: Model) -> Mapping[str, Any]:
     return dict(json.loads(model.history.splitlines()[-1]))
 
 
-def dataset_of(model: Model, folder: Path, data_root: Path | None) -> Dataset:
-    """The data set that a model was trained on: where it was, or in another root folder.
+def dataset_of(model: Model, folder: Path) -> Dataset:
+    """The data set that a model was trained on.
 
     Raises:
         DataError: it isn't there, or nothing says where it is.
     """
-    data = model.config.data
-    if data_root is None:
-        return open_dataset(data.format, trained_on(folder), None)
-    return open_dataset(data.format, data_root, data.category)
+    return open_dataset(model.config.data.format, trained_on(folder), None)
 
 
 def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sample]:
@@ -156,7 +151,7 @@ def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sam
     return samples
 
 
-def dataset_images(model: Model, folder: Path, data_root: Path | None) -> list[Sample]:
+def dataset_images(model: Model, folder: Path) -> list[Sample]:
     """All images of the data set that a model was trained on, whichever split they are in.
 
     A split that was drawn may have been drawn anew since.
@@ -164,12 +159,11 @@ def dataset_images(model: Model, folder: Path, data_root: Path | None) -> list[S
     Args:
         model: trained.
         folder: the run, or the model folder, that it was loaded from.
-        data_root: where the data sets are, if they have moved since training.
 
     Raises:
         DataError: the data set isn't there, or nothing says where it is.
     """
-    splits = dataset_of(model, folder, data_root).splits
+    splits = dataset_of(model, folder).splits
     return [sample for samples in splits.values() for sample in samples]
 
 

@@ -206,7 +206,7 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     of_dataset: list[Sample] = []
     if detector.folder is not None:
         with suppress(DataError):
-            of_dataset = dataset_images(detector, detector.folder, None)
+            of_dataset = dataset_images(detector, detector.folder)
     hashes = detector.manifest["training_images"]
     return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
 

@@ -325,12 +325,15 @@ def _class_score(output: object, target_class: int | None) -> Tensor:
 _SIDE = 320
 
 
+# Images come to the area of a square of this side, as torchvision's classifiers were trained.
+_CLASSIFIER_SIZE = 224
+
+
 def explain_class(
     name: str,
     path: Path,
     *,
     weights: str,
-    size: int,
     device: torch.device,
     classes: Sequence[int] | None = None,
     before: str = "",
@@ -341,7 +344,6 @@ def explain_class(
         name: of the network.
         path: the image.
         weights: `imagenet`, `random`, or a file.
-        size: images are brought to the area of a square of this side.
         device: where to compute.
         classes: the indices of those to look for; by default the likeliest, at most three.
         before: what the names of the feature maps' pictures begin with.
@@ -355,6 +357,7 @@ def explain_class(
         ImageError: the image can't be used.
         AnomalyError: there is no such network, class or weights file.
     """
+    size = _CLASSIFIER_SIZE
     table = layer_table(build(name), size)
     multiple = side_multiple(build(name))
     sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)

@@ -15,7 +15,6 @@ from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, counted
-from anomaly.export import Camera
 from anomaly.export.models import ExportOptions, check_export, export_model
 from anomaly.files.outputs import locked, locked_file
 from anomaly.files.writing import claim
@@ -28,12 +27,10 @@ def _export(options: argparse.Namespace) -> int:
     """Export a model, or report how the export differs."""
     if options.pixels and not options.whole:
         raise ConfigError("--pixels is for the whole graph; add --whole")
-    if options.bgr and not options.pixels:
-        raise ConfigError("--bgr needs --pixels; add --pixels WxH")
     wanted = ExportOptions(
         options.to,
         whole=options.whole,
-        camera=Camera(options.pixels, options.bgr) if options.pixels else None,
+        camera=options.pixels,
         golden=options.golden,
         overwrite=options.overwrite,
     )
@@ -65,20 +62,15 @@ def _print_export(values: dict[str, Any], folder: Path) -> None:
 
 def _features(options: argparse.Namespace) -> int:
     """Save features."""
-    for name in ("input_size", "batch_size"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise AnomalyError(f"--{name.replace('_', '-')} must be 1 or more")
     if "" in (options.layers or ()):
         raise AnomalyError("--layers has an empty name; name layers, such as layer3")
     if options.model is None:
         options.weights = options.weights or "imagenet"
-        options.input_size = options.input_size or 224
         check_weights(options.weights)
     else:
-        for name in ("layers", "weights", "input_size", "square"):
+        for name in ("layers", "weights"):
             if getattr(options, name):
-                option = f"--{name.replace('_', '-')}"
-                raise AnomalyError(f"{option} needs --backbone; a model already has it")
+                raise AnomalyError(f"--{name} needs --backbone; a model already has it")
         find_model(options.model, exported=False)
     if options.output.suffix != ".npz":
         raise AnomalyError(f"--output {options.output} must end in .npz")
@@ -94,14 +86,7 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
 
     device = chosen_device(options)
     if options.model is None:
-        source = from_backbone(
-            options.backbone,
-            options.weights,
-            options.input_size,
-            device,
-            square=options.square,
-            layers=options.layers,
-        )
+        source = from_backbone(options.backbone, options.weights, device, options.layers)
     else:
         source = from_model(options.model, device)
     with ProgressLine() as progress:
@@ -110,7 +95,6 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
             paths,
             options.output,
             pool=options.pool,
-            batch_size=options.batch_size,
             progress=progress,
         )
     for each in refused:

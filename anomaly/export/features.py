@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 Array: TypeAlias = NDArray[np.float32]
 Pooling: TypeAlias = Literal["mean", "none"]
 
+_AT_ONCE = 8  # images
 _STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
 _MOST_BYTES = 4 * 1024**3  # of features, which memory holds twice until they are written
 
@@ -74,7 +75,7 @@ def from_model(folder: Path, device: torch.device) -> Source:
     if model.loading.sizing.tile is not None:
         raise ConfigError(
             f"{folder} cuts its images into tiles, but features are of whole images; use "
-            f"--backbone {model.config.backbone.name} with an --input-size"
+            f"--backbone {model.config.backbone.name}"
         )
     if model.region is not None:
         log.warning("%s inspects a region of each image, but features are of whole images", folder)
@@ -84,24 +85,22 @@ def from_model(folder: Path, device: torch.device) -> Source:
 def from_backbone(
     name: str,
     weights: str,
-    size: int,
     device: torch.device,
-    *,
-    square: bool = False,
     layers: Sequence[str] | None = None,
+    size: int = 224,
 ) -> Source:
     """Layers of a network of torchvision or timm.
 
     Args:
         name: of the network.
         weights: `imagenet`, `random`, or a file.
-        size: images are resized to the area of a square with this side.
         device: where to compute.
-        square: squash images to that square instead.
         layers: names or patterns of layers; by default those of the first three stages.
+        size: images are brought to the area of a square with this side, or to that square where
+            the network takes squares only.
 
     Raises:
-        AnomalyError: there is no such network, layer or weights file, or it takes squares only.
+        AnomalyError: there is no such network, layer or weights file.
     """
     layers = layers or _default_layers(name)
     network = build(name)
@@ -110,10 +109,6 @@ def from_backbone(
     shown = truncate_in_place(build(name), layers).outputs
     axes = {layer: channel_axis(output.shape) for layer, output in shown.items()}
     multiple = side_multiple(build(name), layers)
-    if not square and multiple is None:
-        raise ConfigError(
-            f"{name} takes square images only; add --square to squash them to {size}×{size}"
-        )
     load_state(
         network, read_weights(name, weights, 0)[0], build(name), f"the weights file for {name}"
     )
@@ -127,7 +122,8 @@ def from_backbone(
             found = captured.pop()
         return [found[layer] for layer in axes]
 
-    sizing = Sizing(size if square else None, None, size, multiple or _STRIDE)
+    # A network without a multiple takes squares only.
+    sizing = Sizing(size if multiple is None else None, None, size, multiple or _STRIDE)
     return Source(axes, Preprocessing(sizing, DEFAULT), outputs)
 
 
@@ -137,7 +133,6 @@ def save_features(
     file: Path,
     *,
     pool: Pooling = "mean",
-    batch_size: int = 8,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> list[UnusableImage]:
     """Save a network's features of images; the file appears when they are complete.
@@ -147,7 +142,6 @@ def save_features(
         paths: image files.
         file: where the features go; replaced if it is there.
         pool: `mean` over the positions of a map, or `none` to keep the whole map.
-        batch_size: images at once.
         progress: called with (stage, images done, all of them).
 
     Returns:
@@ -161,7 +155,7 @@ def save_features(
     rows: list[list[Array]] = [[] for _ in source.layers]
     used, refused = list[int](), list[UnusableImage]()
     decoders = Decoders(source.loading)
-    for batch in by_shape(decoders.load_all(enumerate(paths)), batch_size):
+    for batch in by_shape(decoders.load_all(enumerate(paths)), _AT_ONCE):
         if isinstance(batch, UnusableImage):
             refused.append(batch)
         else:

@@ -17,7 +17,6 @@ from anomaly.backbones.engine import ENGINES, installed
 from anomaly.backbones.optimise import folded
 from anomaly.backbones.registry import build, load_state
 from anomaly.errors import ModelError
-from anomaly.export import Camera
 from anomaly.export.pixels import PixelsToVerdict
 from anomaly.hooks import HookSet, capture
 from anomaly.scoring.pipeline import Model
@@ -228,7 +227,7 @@ def write_graph(
     engine: str,
     *,
     whole: bool = False,
-    camera: Camera | None = None,
+    camera: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Write a detector's graph, as `network` or `whole`.
 
@@ -237,8 +236,8 @@ def write_graph(
         folder: for the files, which depend on the engine.
         engine: a key of `anomaly.backbones.engine.ENGINES`.
         whole: whether the graph includes patch scores.
-        camera: the raw images that a whole graph takes and judges; None for network inputs and
-            patch scores.
+        camera: (H0, W0) of the raw RGB images that a whole graph takes and judges; None for network
+            inputs and patch scores.
 
     Returns:
         Its file, inputs and outputs, as in export.json.

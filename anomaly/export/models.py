@@ -22,7 +22,7 @@ from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
-from anomaly.export import VERDICTS, Camera
+from anomaly.export import VERDICTS
 from anomaly.files.writing import as_json, remove_drafts, write
 from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
 from anomaly.imaging.pool import Decoders
@@ -65,14 +65,15 @@ class ExportOptions:
     Attributes:
         engine: a key of `anomaly.backbones.engine.ENGINES`.
         whole: whether to write a second graph, up to patch scores, for other programs.
-        camera: the raw images that the second graph takes and judges; None for network inputs.
+        camera: (H0, W0) of the raw RGB images that the second graph takes and judges; None for
+            network inputs.
         golden: a folder of images to compare on; None for training images.
         overwrite: replace an earlier export.
     """
 
     engine: str
     whole: bool = False
-    camera: Camera | None = None
+    camera: tuple[int, int] | None = None
     golden: Path | None = None
     overwrite: bool = False
 
@@ -217,7 +218,7 @@ def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
     draw, present = random.Random(model.config.seed), list[Path]()
     with suppress(DataError):
         hashes = model.manifest["training_images"]
-        training_images = TrainingImages(hashes, dataset_images(model, folder, None))
+        training_images = TrainingImages(hashes, dataset_images(model, folder))
         for name in draw.sample(sorted(hashes), len(hashes)):
             if isinstance(sample := training_images.find(name), Sample):
                 present.append(sample.path)
@@ -291,7 +292,7 @@ def compare(
 
 
 def compare_whole(
-    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera | None
+    reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int] | None
 ) -> float:
     """Check that a whole graph says what a detector says.
 
@@ -324,7 +325,7 @@ def compare_whole(
     if camera is not None and largest < 0:
         raise DataError(
             f"none of {len(paths)} golden images has 8 bits and "
-            f"{camera.size[1]}×{camera.size[0]} pixels, as in --pixels; give a folder of the "
+            f"{camera[1]}×{camera[0]} pixels, as in --pixels; give a folder of the "
             f"camera's images with --golden"
         )
     return largest
@@ -346,9 +347,9 @@ def _compared_patches(
 
 
 def _compared_pixels(
-    reference: Model, graph: Graph, paths: Sequence[Path], camera: Camera
+    reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int]
 ) -> Iterator[tuple[Path, float, str]]:
-    fitting = [path for path in paths if size_of(path) == camera.size]
+    fitting = [path for path in paths if size_of(path) == camera]
     for prediction in reference.results(fitting):
         if not isinstance(prediction, Prediction):
             continue
@@ -356,7 +357,7 @@ def _compared_pixels(
         pixels = read_image(path).pixels
         if pixels.dtype != np.uint8:
             continue
-        codes, scores, reasons, maps, _ = graph(pixels[None, ..., :: -1 if camera.bgr else 1])
+        codes, scores, reasons, maps, _ = graph(pixels[None])
         pairs = ((scores, np.array([prediction.score])), (maps[0], prediction.anomaly_map))
         share = max(_apart(found, wanted, _scale(reference)) for found, wanted in pairs)
         verdict, changed = VERDICTS[int(codes[0])], ""

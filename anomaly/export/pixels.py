@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from anomaly.config.schema import METHODS
 from anomaly.errors import ModelError
-from anomaly.export import Camera
 from anomaly.imaging.geometry import View, resampling_matrix
 from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
 from anomaly.methods.base import PatchScores
@@ -57,17 +56,17 @@ class PixelsToVerdict(nn.Module):
     Args:
         detector: on the CPU, in fp32; `check_pixels` has passed it.
         embed: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D), in a tuple.
-        camera: size and channels of the pixels.
+        camera: (H0, W0) of the pixels.
 
     Raises:
         DataError: the model doesn't take images of this size.
     """
 
-    def __init__(self, detector: Model, embed: nn.Module, camera: Camera) -> None:
+    def __init__(self, detector: Model, embed: nn.Module, camera: tuple[int, int]) -> None:
         super().__init__()
         self.embed, self.score = embed, detector.scorer.graph()
         self._detector, self._camera = detector, camera
-        self._view = view = cast(View, detector.loading.sizing.view(camera.size))
+        self._view = view = cast(View, detector.loading.sizing.view(camera))
         self._grid = grid = detector.embedder.grid(view.size)
         self._resample = [_tensor(resampling_matrix(axis)) for axis in (view.rows, view.columns)]
         smoothing = detector.config.model.smoothing
@@ -79,7 +78,7 @@ class PixelsToVerdict(nn.Module):
         self._seen: Tensor | bool = True
         if detector.region is not None:
             self._inside = torch.from_numpy(detector.region.patches(view, grid))[None]
-            self._seen = torch.from_numpy(detector.region.inside(camera.size))
+            self._seen = torch.from_numpy(detector.region.inside(camera))
         self._top = self._count_top()
         self._statistics = _Statistics(detector, self._inside, view.size)
 
@@ -97,15 +96,14 @@ class PixelsToVerdict(nn.Module):
 
     def example(self) -> Tensor:
         """Two images of noise."""
-        return torch.randint(0, 256, (2, *self._camera.size, 3), dtype=torch.uint8)
+        return torch.randint(0, 256, (2, *self._camera, 3), dtype=torch.uint8)
 
     def described(self) -> dict[str, tuple[str, list[int | str]]]:
         """Meaning and lengths of the axes of the input and of the outputs, by name."""
-        height, width = self._camera.size
-        channels = "BGR" if self._camera.bgr else "RGB"
+        height, width = self._camera
         return {
             "pixels": (
-                f"{channels}, 8 bits, raw camera pixels",
+                "RGB, 8 bits, raw camera pixels",
                 ["batch", height, width, 3],
             ),
             "verdict": ("0 good, 1 review, 2 reject", ["batch"]),
@@ -129,8 +127,6 @@ class PixelsToVerdict(nn.Module):
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         """The graph's outputs, in the order of `described`."""
         images = pixels.permute(0, 3, 1, 2).float() / 255
-        if self._camera.bgr:
-            images = images.flip(1)
         rows, columns = self._resample
         images = rows @ images @ columns.T
         (embeddings,) = self.embed(images)

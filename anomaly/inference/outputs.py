@@ -26,14 +26,12 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import (
     Thumbnail,
     colour_bar,
-    display,
     encode_float32,
     encode_png,
     encode_uint16,
     heatmap,
     shrunk,
     thumbnail,
-    with_colour_bar,
 )
 from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
 from anomaly.version import __version__
@@ -50,8 +48,6 @@ class Outputs:
     Attributes:
         folder: the output folder.
         heatmaps: which images have one: none, those not called good, or all.
-        side_by_side: heatmaps of image, heatmap and colour bar.
-        full_size: heatmaps of the image's own size, not at most twice the network's input.
         masks: whether to write marked areas as PNG.
         regions: whether to write regions.csv.
         maps: how to write anomaly maps, if at all.
@@ -60,8 +56,6 @@ class Outputs:
 
     folder: Path
     heatmaps: Literal["none", "reject", "all"] = "all"
-    side_by_side: bool = False
-    full_size: bool = False
     masks: bool = False
     regions: bool = False
     maps: Literal["float32", "uint16"] | None = None
@@ -112,8 +106,7 @@ class Outputs:
             model: scores the images.
             inputs: names the images.
         """
-        switches = ("side_by_side", "full_size", "masks", "regions")
-        names = [name for name in switches if getattr(self, name)]
+        names = [name for name in ("masks", "regions") if getattr(self, name)]
         outputs = [self.heatmaps, *names, *filter(None, [self.maps])]
         return {**inputs, **about_model(model), "set of outputs": outputs}
 
@@ -139,12 +132,7 @@ class Outputs:
                 f"{', '.join(needing)}: the model has no thresholds; train it without "
                 "--no-calibrate"
             )
-        return replace(
-            PictureWriter.of(model, small),
-            output=self.folder,
-            full_size=self.full_size,
-            side_by_side=self.side_by_side,
-        )
+        return replace(PictureWriter.of(model, small), output=self.folder, full_size=False)
 
     def has_heatmap(self, verdict: str) -> bool:
         """Whether an image with a verdict, empty for none, gets a heatmap."""
@@ -167,8 +155,7 @@ class Outputs:
             "uint16": self.maps == "uint16",
         }
         kinds = frozenset(kind for kind, wanted in switches.items() if wanted)
-        caption = _caption(prediction) if self.side_by_side else ""
-        return Wanted(kinds, name, prediction.verdict == "reject", caption)
+        return Wanted(kinds, name, prediction.verdict == "reject")
 
     def write_scale(self, model: Model) -> None:
         """Write the heatmaps' colour bar.
@@ -208,13 +195,11 @@ class Wanted:
             `uint16` for the anomaly map.
         name: the path of the pictures in their folders.
         rejected: whether the image's verdict is `reject`.
-        caption: a line above a heatmap that stands beside its image.
     """
 
     kinds: Set[str]
     name: str = ""
     rejected: bool = False
-    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,28 +227,24 @@ class PictureWriter:
         limit: the anomaly map's value where marking starts; None takes the image's own highest
             patch score, for models without thresholds.
         review: a lower value, which a heatmap outlines fainter; None for none.
-        unit: of the scores.
         small: most pixels of a small heatmap.
         output: the folder for folders of heatmaps, masks and maps; None to hand them back.
         full_size: heatmaps of the image's own size, not at most twice the network's input.
-        side_by_side: heatmaps of image, heatmap and colour bar.
     """
 
     limit: float | None = None
     review: float | None = None
-    unit: str = ""
     small: int = 0
     output: Path | None = None
     full_size: bool = True
-    side_by_side: bool = False
 
     @classmethod
     def of(cls, model: Model, small: int) -> PictureWriter:
         """The writer of a model's pictures."""
         limits = model.thresholds
         if limits is None:
-            return cls(unit=model.unit, small=small)
-        return cls(limits.pixel, limits.review_pixel, model.unit, small)
+            return cls(small=small)
+        return cls(limits.pixel, limits.review_pixel, small)
 
     def write(self, image: Image, anomaly_map: SourceMap, wanted: Wanted) -> Pictures:
         """Draw one image's pictures.
@@ -308,9 +289,6 @@ class PictureWriter:
         image = shrunk(image, anomaly_map.view.source)
         areas = outlined_areas(anomaly_map, limit, self.review, rejected=wanted.rejected)
         picture = heatmap(image, anomaly_map, limit, areas)
-        if self.side_by_side:
-            legend = limit, self.unit, self.review, wanted.caption
-            picture = with_colour_bar(display(image), picture, *legend)
         whole = b""
         if "heatmap" in wanted.kinds:
             whole = self._put(HEATMAPS, wanted.name, encode_png(picture))
@@ -322,11 +300,3 @@ class PictureWriter:
             return data
         write(self.output / folder / name, data)
         return b""
-
-
-def _caption(prediction: Prediction) -> str:
-    limits, verdict = prediction.thresholds, prediction.verdict
-    caption = f"score {prediction.score:.4g}"
-    if limits is not None and limits.image:
-        caption += f" = {prediction.score / limits.image:.2f} x the reject threshold"
-    return f"{verdict}: {caption}" if verdict else caption

@@ -20,6 +20,7 @@ from anomaly.scoring.pipeline import Model
 from anomaly.storage.folder import MANIFEST, model_id
 
 _POLL_SECONDS = 0.5
+SETTLE = 0.5  # seconds without a change after which a file counts as complete
 # Largest share of the time for listing the folders.
 _POLL_SHARE = 0.2
 
@@ -171,7 +172,6 @@ def watch(
     journal: WatchJournal,
     folders: list[Path],
     *,
-    settle: float = 0.5,
     trouble: Callable[[str], None] = lambda message: None,
 ) -> None:
     """Score the files in the folders and new ones until the run is stopped.
@@ -183,14 +183,13 @@ def watch(
         run: scores the images.
         journal: the run's record.
         folders: the folders to follow.
-        settle: seconds without a change after which a file counts as complete.
         trouble: called with the folders' error, once until it ends; and when the model's folder
             holds another model.
 
     Raises:
         OutputError: results can't be written.
     """
-    arrivals, model = Arrivals(folders, journal.earlier, settle), run.model
+    arrivals, model = Arrivals(folders, journal.earlier, SETTLE), run.model
     assert model.folder is not None  # it was loaded
     manifest = model.folder / MANIFEST
     known = stamp_of(manifest)

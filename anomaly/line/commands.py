@@ -49,7 +49,7 @@ def _serve(options: argparse.Namespace) -> int:
         listener = listening(options.host, options.port)
         body_bytes = round(options.max_body * 1e6)
         held_bytes = max(Limits.held_bytes, 2 * body_bytes)  # one is scored, another one waits
-        limits = Limits(body_bytes, held_bytes=held_bytes, waiting_parts=options.queue)
+        limits = Limits(body_bytes, held_bytes=held_bytes)
         service = InspectionService(
             folders,
             Record(record, Keeping(options.keep_good, options.keep_pictures)),
@@ -85,7 +85,6 @@ def _check_serve(options: argparse.Namespace) -> None:
     for name, value, low, high in (
         ("--port", options.port, 0, 65535),
         ("--max-body", options.max_body, 0.001, 4000),
-        ("--queue", options.queue, 1, 10000),
         ("--keep-good", options.keep_good, 0, 1),
         ("--keep-pictures", options.keep_pictures, 0, 10**7),
     ):

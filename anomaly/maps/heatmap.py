@@ -29,43 +29,6 @@ _PAPER, _INK, _GREY = 255, (30, 30, 30), 128
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 
-def with_colour_bar(
-    picture: RgbImage,
-    marked: RgbImage,
-    threshold: float,
-    unit: str,
-    review: float | None = None,
-    caption: str = "",
-) -> RgbImage:
-    """An image, the same with its heatmap, and the legend; both at their own resolution.
-
-    Args:
-        picture: (H0, W0, 3) RGB.
-        marked: the same size, as `overlay` makes it.
-        threshold: the one that `marked` was drawn with.
-        unit: of the scores.
-        review: as for `overlay`.
-        caption: a line above them, shrunk where it is too long; none where it is empty.
-
-    Returns:
-        (H, W, 3) RGB, W a little over 2 · W0, H that of the image and its caption.
-    """
-    height = picture.shape[0]
-    gap = np.full((height, max(2, round(height / 100)), 3), _PAPER, np.uint8)
-    parts = picture, gap, marked, colour_bar(height, threshold, unit, review)
-    width, above = sum(part.shape[1] for part in parts), 0
-    if caption:
-        scale = max(_scale(height), 0.3)
-        (wide, tall), below = cv2.getTextSize(caption, _FONT, scale, 1)
-        scale *= min(1, (width - 8) / wide)
-        above = tall + below + 10
-    plate = np.full((above + height, width, 3), _PAPER, np.uint8)
-    np.concatenate(parts, axis=1, out=plate[above:])
-    if caption:
-        _write(plate, caption, (4, tall + 5), scale, max(1, round(height / 400)))
-    return plate
-
-
 def colour_bar(height: int, threshold: float, unit: str, review: float | None = None) -> RgbImage:
     """What the colours mean, on a mid-grey ground: scores from 0 to twice the threshold.
 

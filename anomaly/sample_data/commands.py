@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from anomaly.cli import execute
-from anomaly.cli.common_options import passed_on
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.files.outputs import locked
 from anomaly.sample_data import write_sample_data
@@ -19,17 +18,16 @@ def _demo(options: argparse.Namespace) -> int:
     """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
     model, evaluation = options.output / "plate", options.output / "evaluation"
     results = model / "results"
-    settings, computes = passed_on(options)
     with locked(_DATA.parent), ProgressLine() as progress:
         write_sample_data(_DATA, overwrite=True, progress=partial(progress, "images"))
     print(f"sample images in {_DATA}")
     steps: list[list[object]] = [
-        ["train", "--config", _CONFIG, *settings, "--output", model],
+        ["train", "--config", _CONFIG, "--output", model],
         ["infer", "--model", model, "--input", _DATA / "test", "--output", results],
         ["evaluate", "--model", model, "--output", evaluation],
     ]
     for step in steps:
-        if code := execute([*map(str, step), *computes, "--overwrite"]):
+        if code := execute([*map(str, step), "--overwrite"]):
             return code
     print(f"\nLook at {(evaluation / _CONFIG.stem / 'report.html').absolute()},")
     print(f"the heatmaps in {results}/heatmaps, the verdicts in {results}/results.csv.")

@@ -148,7 +148,7 @@ def trained_on(folder: Path) -> Path:
     place = training_record(folder).get("data_folder")
     if not isinstance(place, str):
         raise DataError(
-            f"{folder} has no train.json that says where its data set is; give --data-root"
+            f"{folder} has no train.json that says where its data set is; give --good and --defects"
         )
     return Path(place)
 

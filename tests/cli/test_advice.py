@@ -38,7 +38,7 @@ def test_no_printed_command_loses_a_known_defect(
         return sum(p.verdict != "good" for p in anomaly.load(run, device="cpu").predict(spots))
 
     lowest, second, _ = sorted(p.score for p in anomaly.load(run, device="cpu").predict(spots))
-    by_hand = ["--threshold", (lowest + second) / 2, "--device", "cpu", "--yes"]
+    by_hand = ["--threshold", (lowest + second) / 2, "--yes"]
     assert command("calibrate", ["--model", run, *by_hand])[0] == 0
     most = caught()
     assert most == 2

@@ -19,7 +19,7 @@ from conftest import (
     write_part,
     write_product,
 )
-from kit import bgr, contents, table
+from kit import bgr, contents, table, with_data
 
 import anomaly
 from anomaly.training.feature_cache import CachedFeatures
@@ -53,7 +53,7 @@ def calibrate(run: Path, says: Says) -> Calibrate:
     """Runs the command on one's own run, or another, to an exit code; all that it says."""
 
     def change(code: int, *options: object, model: Path = run) -> str:
-        return says(code, "calibrate", ["--model", model, *options, "--device", "cpu"])
+        return says(code, "calibrate", ["--model", model, *options])
 
     return change
 
@@ -182,11 +182,9 @@ def test_a_data_set_that_has_moved_is_still_kept_from_the_thresholds(
     (moved / product.name / "test" / "spot" / "000.png").symlink_to(tmp_path / "nowhere.png")
     (tmp_path / "some").mkdir()
     shutil.copy(product / "test" / "spot" / "001.png", tmp_path / "some" / "innocent.png")
-    for root, says in (
-        (moved, "none of 1 good images can be used: 1 of the test split"),
-        (tmp_path / "absent", str(tmp_path / "absent")),
-    ):
-        assert says in calibrate(2, "--good", tmp_path / "some", "--data-root", root)
+    with_data(run, moved / product.name)
+    said = calibrate(2, "--good", tmp_path / "some")
+    assert "none of 1 good images can be used: 1 of the test split" in said
 
 
 def test_one_odd_good_image_is_named_and_can_be_left_out(
@@ -449,12 +447,13 @@ def test_production_images_find_thresholds_though_some_are_defective(
     flagged = re.search(r"production images flagged: (\d+) of 40 before, ", said)
     assert flagged is not None
     assert int(flagged[1]) > 20
-    said = calibrate(0, *arguments, "--yes", "--data-root", product.parent)
+    with_data(run, product)
+    said = calibrate(0, *arguments, "--yes")
     assert "calibrated on 40 production images, at most 2 of them defective" in said
     assert re.search(r"taken as defects, half of .*: 0(07|31).png", said)
     assert "known defects caught: 3 of 3 before, 3 after" in said
     record = _history(run)[-1]
-    assert record["asked"] == {"at_most_defective": 0.05, "data_root": str(product.parent)}
+    assert record["asked"] == {"at_most_defective": 0.05}
     assert len(record["images"]["production"]) == 40
     predictions = anomaly.load(run, device="cpu").predict(sorted(production.iterdir()))
     caught = {p.path.name for p in predictions if p.verdict != "good"}

@@ -37,7 +37,7 @@ def test_each_model_of_a_folder_is_evaluated_and_one_failing_does_not_lose_the_o
     shutil.copytree(run_folder, runs / "disc")
     shutil.copytree(padim_folder, runs / "gaussian")
     said = says(3, "evaluate", ["--model", alone, runs, "--output", output])
-    assert "--data-root" in said
+    assert "give --good and --defects" in said
     assert "mean" not in said  # of figures of the same images
     metrics = json.loads((output / "metrics.json").read_text())
     assert list(metrics["categories"]) == ["disc", f"disc ({runs / 'gaussian'})"]

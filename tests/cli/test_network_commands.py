@@ -42,8 +42,7 @@ def test_features_are_those_of_the_network(product: Path, tmp_path: Path, comman
     code, out, _ = command(
         "features",
         ["--backbone", "resnet18", "--weights", tmp_path / "own.pth", "--layers", "layer1[-1]",
-         "avgpool", "--input", images, "--output", tmp_path / "out.npz", "--input-size", 96,
-         "--square", "--batch-size", 2],
+         "avgpool", "--input", images, "--output", tmp_path / "out.npz"],
     )  # fmt: skip
     assert code == 0
     assert "3 images saved" in out
@@ -52,7 +51,7 @@ def test_features_are_those_of_the_network(product: Path, tmp_path: Path, comman
     preset = torchvision.transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     for row, path in enumerate(saved["paths"]):
         picture = cv2.cvtColor(cv2.imread(path), cv2.COLOR_BGR2RGB).astype(np.float32) / 255
-        small = cv2.resize(picture, (96, 96), interpolation=cv2.INTER_AREA)
+        small = cv2.resize(picture, (256, 192), interpolation=cv2.INTER_LINEAR)
         x = preset(torch.from_numpy(small).permute(2, 0, 1)[None])
         with torch.no_grad():
             x = network.maxpool(network.relu(network.bn1(network.conv1(x))))
@@ -89,21 +88,20 @@ def test_what_a_network_cannot_do_is_told(
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"not a picture")
     random = ["--weights", "random", "--input", part, "--output"]
-    features, explain = [*random, tmp_path / "f.npz"], [*random, tmp_path, "--input-size", 64]
-    model = ["--model", run_folder, "--output", tmp_path / "o", "--input"]
+    features = [*random, tmp_path / "f.npz"]
+    explain = [part, "--weights", "random", "--output", tmp_path]
+    model = ["--model", run_folder, "--output", tmp_path / "o"]
     for name, arguments, says in (
         ("layers", ["--backbone", "resnet19"], "did you mean"),
         ("layers", ["--backbone", "resnet18", "--input-size", 0], "--input-size is 0"),
         ("layers", ["--backbone", "vit_b_16", "--input-size", 96], "doesn't take images of 96×96"),
-        ("features", ["--backbone", "vit_b_32", "--layers", "encoder.ln", *features],
-         "add --square to squash"),
         ("features", ["--backbone", "squeezenet1_1", *features],
          "anomaly layers --backbone squeezenet1_1"),
         ("features", ["--backbone", "resnet18", "--layers", "layer9", *features], "did you mean"),
         ("features", ["--backbone", "resnet18", "--layers", "", *features], "has an empty name"),
         ("features", ["--model", run_folder, "--input", broken, *features[4:]],
          "no image can be used"),
-        ("explain", ["--backbone", "resnet18", "--class", 1000, *explain],
+        ("explain", [*explain, "--backbone", "resnet18", "--class", 1000],
          "resnet18 has classes 0 to 999"),
         ("explain", [*model, tmp_path], "isn't a file"),
         ("explain", [*model, broken], "broken.png"),
@@ -133,7 +131,7 @@ def test_explain_calls_what_isnt_our_part_what_infer_calls_it(
     image = tmp_path / "black.png"
     cv2.imwrite(str(image), np.zeros((96, 120, 3), np.uint8))
     output = tmp_path / "why"
-    code, out, _ = command("explain", ["--model", run_folder, "--input", image, "--output", output])
+    code, out, _ = command("explain", [image, "--model", run_folder, "--output", output])
     facts = json.loads((output / "explanation.json").read_text())
     assert (code, facts["verdict"], "a blank image" in facts["reason"]) == (0, "reject", True)
     assert facts["reason"] in out
@@ -145,7 +143,7 @@ def test_explain_with_a_model_and_a_classifier_of_like_layers(
     image = product / "test" / "spot" / "000.png"
     output = tmp_path / "why"
     arguments = ["--model", run_folder, "--backbone", "resnet18", "--weights", "random"]
-    said = says(0, "explain", [*arguments, "--input", image, "--output", output])
+    said = says(0, "explain", [image, *arguments, "--output", output])
     assert re.search(r"^class \d+ .+: [\d.]+ %$", said, re.MULTILINE)
     ours, theirs = (
         (output / f"{before}feature_maps_layer2.png").read_bytes() for before in ("", "classifier_")
@@ -153,7 +151,7 @@ def test_explain_with_a_model_and_a_classifier_of_like_layers(
     assert ours != theirs
     facts = json.loads((output / "explanation.json").read_text())
     assert {p.name for p in output.glob("*.png")} == set(facts["pictures"])
-    again = [*arguments[:2], "--input", image, "--output", output, "--overwrite"]
+    again = [image, *arguments[:2], "--output", output, "--overwrite"]
     assert command("explain", again)[0] == 0
     assert not list(output.glob("classifier_*"))
 
@@ -172,7 +170,7 @@ def test_explain_says_what_it_cannot_show(
         (alone, tmp_path / "empty", "not found); name their folder with --good"),
     ):
         image = product / "test" / "spot" / "001.png"
-        arguments = ["--model", model, "--input", image, "--good", good]
+        arguments = [image, "--model", model, "--good", good]
         output = tmp_path / f"why {model.name}"
         code, out, _ = command("explain", [*arguments, "--output", output])
         assert (code, "not shown: " in out, says in out) == (0, True, True), out

@@ -53,14 +53,11 @@ features --model model --input nowhere --output o.npz -> nowhere doesn't exist
 features --model export --input good --output o.npz -> and no layers
 features --model model --input good --output features -> must end in .npz
 features --model model --input good --output o.npz --layers l -> --layers needs --backbone; a model
-features --model model --input good --output o.npz --input-size 64 -> --input-size needs --backbone
-features --model model --input good --output o.npz --square -> --square needs --backbone
-features --backbone resnet18 --batch-size 0 --input good --output o.npz -> must be 1 or more
-explain --backbone resnet18 --weights n.pth --input good/part.png --output o -> n.pth does
-explain --model export --input good/part.png --output o -> and no layers
-explain --model model --input good/part.png --output o --class 3 -> --class needs a
-explain --backbone resnet18 --input good/part.png --output o --good . -> give --model too
-explain --input good/part.png --output o -> give --model, --backbone, or both
+explain --backbone resnet18 --weights n.pth good/part.png --output o -> n.pth does
+explain --model export good/part.png --output o -> and no layers
+explain --model model good/part.png --output o --class 3 -> --class needs a
+explain --backbone resnet18 good/part.png --output o --good . -> give --model too
+explain good/part.png --output o -> give --model, --backbone, or both
 train --config folder --set data.root=good --set backbone.weights=n.pth -> n.pth doesn't exist
 evaluate --model model --good nowhere --output o -> nowhere doesn't exist
 evaluate --model model --defects nowhere --output o -> nowhere doesn't exist
@@ -69,7 +66,6 @@ evaluate --model model --good empty --output o -> no images in
 evaluate --model model --good NG --output o -> NG would be taken as good
 evaluate --model model --good good --masks good --output o -> --masks needs --defects
 evaluate --model model --defects NG --masks good --output o -> none of 1 defects has a
-evaluate --model model --good good --data-root . --output o -> --data-root can't be given
 update --model model --output o -> --good, --feedback, or both
 update --model model --good nowhere --output o -> --good nowhere doesn't exist
 update --model model --good good --defects nowhere --output o -> --defects nowhere doesn't exist
@@ -98,7 +94,6 @@ calibrate --model model --production good --at-most-defective 5% --good good -> 
 calibrate --model model --production good --at-most-defective 5% --threshold 9 -> known to be
 export --to onnx --model runs/run --output runs/e -> e/model exists already
 export --to onnx --model runs/run --output o --pixels 120x96 -> add --whole
-export --to onnx --model runs/run --output o --whole --bgr -> add --pixels
 export --to onnx --model runs/run --output o --whole --pixels 120 -> isn't width x height
 export --to onnx --model runs/e --output o -> e/model is an exported model
 export --to onnx --model runs/run --output o --golden nowhere -> --golden nowhere doesn't exist

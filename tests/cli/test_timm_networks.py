@@ -33,8 +33,8 @@ def test_the_whole_way(product: Path, tmp_path: Path, says: Says) -> None:
     assert found.patch_scores.shape == tuple(side // 16 for side in found.view.size)
     assert np.isfinite(found.anomaly_map).all()
 
-    arguments = ["--model", run, "--backbone", name, "--weights", "random", "--input", part]
-    says(0, "explain", [*arguments, "--input-size", 112, "--output", tmp_path / "w"])
+    arguments = [part, "--model", run, "--backbone", name, "--weights", "random"]
+    says(0, "explain", [*arguments, "--output", tmp_path / "w"])
     facts = json.loads((tmp_path / "w" / "explanation.json").read_text())
     drawn = {f"feature_maps_{layer}.png" for layer in hooked}
     assert {"grad_cam.png", "score_gradient.png", *drawn} <= set(facts["pictures"])

@@ -56,7 +56,7 @@ def update(says: Says, tmp_path: Path) -> Update:
 
     def run(code: int, model: Path, *options: object, output: str = "new") -> tuple[str, Path]:
         to = tmp_path / output
-        arguments = ["--model", model, "--output", to, *options, "--device", "cpu"]
+        arguments = ["--model", model, "--output", to, *options]
         return says(code, "update", arguments), to
 
     return run
@@ -108,7 +108,7 @@ def test_images_that_the_model_was_calibrated_with_count_once(
     run = shutil.copytree(padim_folder, tmp_path / "calibrated")
     for i in range(12):
         write_part(tmp_path / "more" / f"{i}.png", seed=550 + i)
-    says(0, "calibrate", ["--model", run, "--good", tmp_path / "more", "--device", "cpu"])
+    says(0, "calibrate", ["--model", run, "--good", tmp_path / "more"])
     _, new = update(0, run, "--good", tmp_path / "more", "--include-suspects")
     thresholds = load_model(new, "cpu").thresholds
     assert thresholds is not None

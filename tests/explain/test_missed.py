@@ -33,7 +33,7 @@ def faint(tmp_path: Path) -> Path:
 
 
 def explain(command: Command, image: Path, run: Path, *options: object) -> tuple[int, str]:
-    arguments = [image, "--model", run, "--device", "cpu", "--overwrite", *options]
+    arguments = [image, "--model", run, "--overwrite", *options]
     code, out, err = command("explain", arguments)
     return code, out + err
 
@@ -75,11 +75,11 @@ def test_a_kept_one_binds_later_versions(
     # A second time changes nothing.
     assert keep_missed(run / "model", "again.png", faint.read_bytes()) == kept
 
-    check = ["--model", run, "--golden", run / "golden", "--device", "cpu"]
+    check = ["--model", run, "--golden", run / "golden"]
     uncaught = f"known defects caught: 0 of 1; not caught yet: missed/{kept.name} ("
     code, out, _ = command("selfcheck", check)
     assert (code, uncaught in out) == (0, True)
-    update = ["--model", run, "--output", tmp_path / "new", "--device", "cpu", "--good"]
+    update = ["--model", run, "--output", tmp_path / "new", "--good"]
     code, _, err = command("update", [*update, faint])
     assert (code, "1 of the test split or known as defects" in err) == (2, True)
     # Once it is caught it may not pass again.

@@ -29,7 +29,7 @@ def test_channels_are_told_by_the_shape_of_a_square_image() -> None:
 
 def test_channels_are_told_where_there_are_as_many_as_rows() -> None:
     """At 384 Swin's first stage puts out (1, 96, 96, 96)."""
-    source = from_backbone("swin_t", "random", 384, CPU, square=True, layers=["features.1"])
+    source = from_backbone("swin_t", "random", CPU, ["features.1"], 384)
     assert source.layers == {"features.1": 3}
 
 
@@ -53,7 +53,7 @@ def images(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
 
 def test_maps_of_several_shapes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     paths = images(tmp_path, (96, 96), (96, 96), (48, 192))
-    source = from_backbone("tiny", "random", 64, CPU, layers=["layer1", "fc"])
+    source = from_backbone("tiny", "random", CPU, ["layer1", "fc"], 64)
     with pytest.raises(DataError, match="differ in size"):
         save_features(source, paths, tmp_path / "maps.npz", pool="none")
     assert sorted(f.suffix for f in tmp_path.iterdir()) == [".png"] * 3
@@ -68,11 +68,10 @@ def test_features_that_no_memory_holds_are_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "_MOST_BYTES", 8 * 16 * 4)
+    monkeypatch.setattr(features, "_AT_ONCE", 1)
     paths = images(tmp_path, *[(96, 120)] * 9)
-    source = from_backbone("tiny", "random", 64, CPU, layers=["layer1"])
+    source = from_backbone("tiny", "random", CPU, ["layer1"], 64)
     stages: list[tuple[str, int, int]] = []
     with pytest.raises(DataError, match="the features of 9 images take"):
-        save_features(
-            source, paths, tmp_path / "all.npz", batch_size=1, progress=lambda *s: stages.append(s)
-        )
+        save_features(source, paths, tmp_path / "all.npz", progress=lambda *s: stages.append(s))
     assert stages == []

@@ -21,7 +21,7 @@ from kit import bgr
 import anomaly
 from anomaly.backbones.engine import Graph
 from anomaly.errors import DataError, ModelError
-from anomaly.export import VERDICTS, Camera
+from anomaly.export import VERDICTS
 from anomaly.export.graph import write_graph
 from anomaly.export.models import compare_whole
 from anomaly.storage.load import load_model
@@ -110,12 +110,12 @@ def test_in_javascript(exported: tuple[Path, Path], picture: Path) -> None:
     check_said(done.stdout, exported[0], picture)
 
 
-def check_graph(run: Path, export: Path, images: list[Path], *, bgr: bool) -> list[str]:
+def check_graph(run: Path, export: Path, images: list[Path]) -> list[str]:
     """See that verdicts, scores, maps and patch scores are those of the files; gives verdicts."""
     said = json.loads((export / "export.json").read_text())
     graph = Graph(export / said["whole"]["file"], said["engine"], 2)
     expected = anomaly.load(run, "cpu", "fp32").predict(images)
-    pixels = [np.asarray(cv2.imread(str(file)))[..., :: 1 if bgr else -1] for file in images]
+    pixels = [np.asarray(cv2.imread(str(file)))[..., ::-1] for file in images]
     for batch in (1, len(images)):
         for one, values, verdict, score, reason, shown, patches in zip(
             expected[:batch], pixels, *graph(np.stack(pixels[:batch])), strict=False
@@ -134,7 +134,7 @@ def test_the_graph_says_what_infer_says_of_files(
     exported: tuple[Path, Path], product: Path
 ) -> None:
     images = sorted((product / "test").rglob("*.png"))
-    assert set(check_graph(*exported, images, bgr=False)) == {"good", "reject"}
+    assert set(check_graph(*exported, images)) == {"good", "reject"}
 
 
 def test_foreign_images_are_for_review_where_no_score_is_rejected(
@@ -152,8 +152,8 @@ def test_foreign_images_are_for_review_where_no_score_is_rejected(
         changed = 20 + value * (picture - 20) if name == "flat" else value * picture
         cv2.imwrite(str(tmp_path / f"{name}.png"), changed.astype(np.uint8))
         images.append(tmp_path / f"{name}.png")
-    model = export(tmp_path, product, "openvino", "--bgr")
-    verdicts = check_graph(tmp_path / "run", model, images, bgr=True)
+    model = export(tmp_path, product, "openvino")
+    verdicts = check_graph(tmp_path / "run", model, images)
     assert verdicts == ["good"] * 3 + ["review"] * 3
     before = signal.signal(signal.SIGINT, lambda *_: verdicts.clear())
     signal.raise_signal(signal.SIGINT)  # handled, though the engine has prepared AMX
@@ -167,12 +167,12 @@ def test_a_planted_difference_or_another_camera_is_no_export(
     model = load_model(exported[0], "cpu", "fp32")
     graph = Graph(exported[1] / "whole.onnx", "onnx", 1)
     images = sorted((product / "test" / "spot").iterdir())
-    assert compare_whole(model, graph, images, Camera((96, 120))) < 1e-4
+    assert compare_whole(model, graph, images, (96, 120)) < 1e-4
     section = model.config.model.model_copy(update={"halo_damping": 0.6})
     config = model.config.model_copy(update={"model": section})
     with pytest.raises(ModelError, match="the whole graph's scores differ"):
-        compare_whole(replace(model, config=config), graph, images, Camera((96, 120)))
+        compare_whole(replace(model, config=config), graph, images, (96, 120))
     with pytest.raises(DataError, match="none of 3 golden images has 8 bits and 96×120 pixels"):
-        compare_whole(model, graph, images, Camera((120, 96)))
+        compare_whole(model, graph, images, (120, 96))
     with pytest.raises(DataError, match="too thin"):
-        write_graph(model, tmp_path, "onnx", whole=True, camera=Camera((1000, 12)))
+        write_graph(model, tmp_path, "onnx", whole=True, camera=(1000, 12))

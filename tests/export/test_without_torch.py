@@ -81,7 +81,7 @@ def test_infer_selfcheck_and_evaluate(
     check_rows(table(tmp_path / "bare"), table(inferred))
 
     golden = shutil.copytree(product / "test", tmp_path / "golden")
-    record = ["--model", run_folder, "--golden", golden, "--record", "--device", "cpu"]
+    record = ["--model", run_folder, "--golden", golden, "--record"]
     assert command("selfcheck", record)[0] == 0
     said = anomaly("selfcheck", *model, "--golden", golden, "--tolerance", "0.05")
     assert "6 of 6 images score as recorded" in said

@@ -165,7 +165,7 @@ def test_every_command_that_writes_minds_the_lock(
         ("infer", [*infer, "--resume"], out),
         ("infer", [*infer, "--watch"], out),
         ("evaluate", [*run, *results], out),
-        ("explain", [*run, "--input", image, *results], out),
+        ("explain", [image, *run, *results], out),
         ("calibrate", [*run, "--review-rate", 0.2], model),
         ("calibrate", ["--model", model / "model", "--review-rate", 0.2], model),
         ("selfcheck", [*run, "--golden", golden, "--record"], golden),

@@ -208,7 +208,7 @@ def test_rows_from_before_a_recalibration_count(
     found = rows(model_id(run / "model"), [1.0, 1.1, 1.2])
     (tmp_path / "results.jsonl").write_text(as_jsonl(found))
     for threshold in (7, 8):
-        arguments = ["--model", run, "--threshold", threshold, "--device", "cpu", "--yes"]
+        arguments = ["--model", run, "--threshold", threshold, "--yes"]
         assert command("calibrate", arguments)[0] == 0
     report = ["--record", tmp_path, "--model", run, "--from", "2026-01-01", "--to", "2026-01-01"]
     report += ["--output", tmp_path / "report", "--overwrite"]

@@ -42,7 +42,7 @@ def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: C
         # The record is in use all the while.
         new, record = models / "disc_lamp", models / "line.sqlite"
         arguments = ["--model", models / "disc", "--feedback", record, "--output", new]
-        code, out, err = command("update", [*arguments, "--device", "cpu"])
+        code, out, err = command("update", [*arguments])
     assert code == 0, err
     assert "learned 8 good images" in out
     assert "known defects caught: 5 of 5 before, 5 after" in out  # the test split's, too

@@ -73,10 +73,10 @@ def test_a_version_that_loses_a_known_defect_isnt_deployed(
     run = Path(shutil.copytree(run_folder, tmp_path / "line"))
     new = Path(shutil.copytree(run_folder, tmp_path / "new"))
     kept = keep_missed(run / "model", "faint.png", faint.read_bytes()).name
-    arguments = ["--to", run, "--device", "cpu", "--model"]
+    arguments = ["--to", run, "--model"]
     code, out, _ = command("deploy", [*arguments, new])
     assert (code, "holds this model already; nothing was changed" in out) == (0, True)
-    by_hand = ["--model", new, "--device", "cpu", "--yes", "--threshold", 9.0]
+    by_hand = ["--model", new, "--yes", "--threshold", 9.0]
     assert command("calibrate", by_hand)[0] == 0
     code, out, err = command("deploy", [*arguments, new])
     assert (code, "add --yes" in err) == (1, True)
@@ -89,7 +89,7 @@ def test_a_version_that_loses_a_known_defect_isnt_deployed(
     write_part(tmp_path / "other.png", seed=4343)
     later = keep_missed(run / "model", "other.png", (tmp_path / "other.png").read_bytes()).name
     # The one before misses only what this one misses, too: it needs no word.
-    code, out, err = command("deploy", ["--to", run, "--device", "cpu", "--back"])
+    code, out, err = command("deploy", ["--to", run, "--back"])
     assert (code, "Still missed, as before: 2." in out) == (0, True), err
     assert sorted(p.name for p in (run / "golden" / "missed").iterdir()) == sorted([kept, later])
 

@@ -34,10 +34,10 @@ def other(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
     def make(run: Path) -> None:
         shutil.copytree(run_folder, run)
         limits = ["--threshold", 0.001, "--review-threshold", 0.0005]
-        run_command("calibrate", ["--model", run, *limits, "--yes", "--device", "cpu"])
+        run_command("calibrate", ["--model", run, *limits, "--yes"])
         shutil.copytree(product / "test", run / "golden")
         golden = ["--golden", run / "golden", "--record"]
-        run_command("selfcheck", ["--model", run, *golden, "--device", "cpu"])
+        run_command("selfcheck", ["--model", run, *golden])
 
     return made_once("versions/disc-2", make)
 
@@ -65,7 +65,7 @@ def test_a_new_version_and_the_way_back_without_a_gap(
         until(lambda: len(answers) >= seen + 10)
         return said()
 
-    arguments = ["--to", line / "disc", "--device", "cpu"]
+    arguments = ["--to", line / "disc"]
     with serving(line) as served, ThreadPoolExecutor() as pool:
         senders = [pool.submit(send) for _ in range(2)]
         try:
@@ -108,7 +108,7 @@ def test_a_bad_version_isnt_deployed(
     old = model_id(line / "disc" / "model")
     bad = Path(shutil.copytree(other, tmp_path / "bad"))
     shutil.copy(product / "train" / "good" / "003.png", bad / "golden" / "spot" / "000.png")
-    to = ["--to", line / "disc", "--device", "cpu"]
+    to = ["--to", line / "disc"]
     for wrong, said in (
         (["--model", bad], "golden parts' scores or verdicts differ"),
         ([], "give either --model"),

@@ -169,11 +169,10 @@ def test_the_map_of_a_long_strip_takes_little_memory() -> None:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("relative", [False, True])
-def test_the_map_for_a_picture_is_the_map_shrunk(moved: bool, relative: bool) -> None:
+def test_the_map_for_a_picture_is_the_map_shrunk(moved: bool) -> None:
     size, drawn = (300, 420), (128, 179)
-    corners = np.array([(60, 30), (400, 50), (250, 290)]) / ((420, 300) if relative else (1, 1))
-    region = Region(Polygons((tuple(map(tuple, corners.tolist())),), relative), None)
+    corners = np.array([(60, 30), (400, 50), (250, 290)]) / (420, 300)
+    region = Region(Polygons((tuple(map(tuple, corners.tolist())),)), None)
     pose = Pose(Motion(0.2, 12.0, -7.0), size) if moved else None
     view = View(AxisView(300, 64, 0, 64), AxisView(420, 64, 0, 64), pose)
     scores = np.random.default_rng(0).random((8, 8), np.float32)

@@ -18,7 +18,6 @@ from anomaly.maps.heatmap import (
     heatmap,
     layer,
     overlay,
-    with_colour_bar,
 )
 from anomaly.maps.regions import outlined_areas
 
@@ -188,25 +187,3 @@ def _coloured(score: float) -> np.ndarray:
     """The overlay's colour in the middle of a wide area, away from its contour."""
     picture = np.full((41, 41, 3), 128, np.uint8)
     return np.asarray(overlay(picture, np.full((41, 41), score, np.float32), 7.0)[20, 20])
-
-
-def test_side_by_side_keeps_every_pixel() -> None:
-    rng = np.random.default_rng(0)
-    picture = rng.integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    marked = cv2.flip(picture, 0)
-    plate = with_colour_bar(picture, np.asarray(marked, np.uint8), 3.0, "distance")
-    assert plate.shape[0] == 60
-    np.testing.assert_array_equal(plate[:, :80], picture)
-    np.testing.assert_array_equal(plate[:, 82:162], marked)
-
-
-def test_a_caption_fits_above() -> None:
-    picture = np.full((300, 200, 3), 90, np.uint8)
-    plain = with_colour_bar(picture, picture, 4.0, "distance", 3.0)
-    assert not np.array_equal(plain, with_colour_bar(picture, picture, 4.0, "distance"))
-    for caption in ("reject: score 5", "x" * 400):
-        plate = with_colour_bar(picture, picture, 4.0, "distance", 3.0, caption)
-        head = plate.shape[0] - 300
-        assert 10 < head < 40
-        np.testing.assert_array_equal(plate[head:], plain)
-        assert plate[:head].min() < 200

@@ -44,7 +44,7 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
     assert "distance to the mean" in report
 
     image = product / "test" / "spot" / "000.png"
-    run("explain", "--model", model, "--input", image, "--output", tmp_path / "why")
+    run("explain", image, "--model", model, "--output", tmp_path / "why")
     run("calibrate", "--model", model, "--without", "train/good/000.png")
 
     config = parse_config({"model": {"kind": "mean"}}, "a test")

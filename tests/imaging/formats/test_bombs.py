@@ -84,7 +84,7 @@ def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     values = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), np.uint8)
     cv2.imwrite(str(tmp_path / "a.bmp"), values)
     monkeypatch.setenv("ANOMALY_DECODER_MEMORY", str(_LIMIT // 10**6))
-    writer = PictureWriter(0.5, None, "s", 0, tmp_path / "out", False, True)
+    writer = PictureWriter(0.5, None, 0, tmp_path / "out")
     decoders = Decoders(_TASK, writer)
     (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
     assert isinstance(item, NetworkInput)
