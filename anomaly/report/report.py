@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
@@ -23,7 +23,7 @@ from anomaly.calibration.rates import percent, rate_of
 from anomaly.datasets import GOOD, Sample
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
-from anomaly.evaluation.metrics.images import Confusion, image_curves
+from anomaly.evaluation.metrics.images import Confusion
 from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
 from anomaly.evaluation.weaknesses import Run, Weakness, of_images
 from anomaly.files.writing import claim, clear, write
@@ -49,9 +49,6 @@ from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record
 from anomaly.version import __version__
-
-if TYPE_CHECKING:
-    from anomaly.evaluation.metrics.curves import Curve
 
 # All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
 _PIXELS = 120_000_000
@@ -408,7 +405,6 @@ def report_html(category: Category) -> str:
         "images": list(_images(category)),
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
-        "curves": _curves(category),
         "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
         "by_type": list(_by_type(category)),
         "glossary": glossary(),
@@ -557,17 +553,6 @@ def _by_type(category: Category) -> Iterator[dict[str, Any]]:
     for name, metrics in category.evaluation.by_type.items():
         counted = {"type": name, "images": kinds.count(name)}
         yield {**counted, **metrics.values, "reasons": metrics.reasons}
-
-
-def _curves(category: Category) -> dict[str, Any]:
-    usable = category.evaluation.usable
-    both = image_curves([score for _, score in usable], [row.sample.is_defect for row, _ in usable])
-    roc, pr = map(_points, both) if both else (None, None)
-    return {"roc": roc, "pr": pr}
-
-
-def _points(curve: Curve) -> list[list[float]]:
-    return [[round(x, 5), round(y, 5)] for x, y in zip(curve.x, curve.y, strict=True)]
 
 
 def _facts(category: Category) -> dict[str, dict[str, Any]]:

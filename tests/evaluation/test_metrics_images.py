@@ -16,7 +16,6 @@ from sklearn.metrics import roc_curve as sklearn_roc_curve
 
 from anomaly.evaluation.metrics.images import (
     confusion,
-    image_curves,
     image_intervals,
     image_metrics,
     metrics_by_type,
@@ -72,8 +71,6 @@ def test_undefined_metrics_have_reasons():
     recall = recall_at_false_reject_rates([1.0, 2.0], [True, True])
     assert recall.reasons.keys() == recall.values.keys()
     assert image_metrics([], []).values["image_auroc"] is None
-    for labels in ([True, True], [False, False], []):
-        assert image_curves([1.0] * len(labels), labels) is None
 
 
 def test_unusable_arrays_are_refused():
@@ -164,30 +161,6 @@ def test_intervals_are_seeded_keep_every_draw_and_are_undefined_without_a_class(
         assert interval == pytest.approx(once[name], abs=0.03)
     assert set(image_intervals(scores, labels & False).values()) == {None}
     assert set(image_intervals([], []).values()) == {None}
-
-
-def test_curves_are_scikit_learns():
-    rng = np.random.default_rng(2)
-    labels = rng.random(200) < 0.4
-    scores = np.round(rng.normal(labels * 1.0, 1.0), 1)
-    roc, pr = image_curves(scores, labels, points=10_000)
-    x, y, _ = sklearn_roc_curve(labels, scores, drop_intermediate=False)
-    np.testing.assert_allclose([roc.x, roc.y], [x, y], atol=1e-12)
-    precision, recall, _ = precision_recall_curve(labels, scores)
-    np.testing.assert_allclose([pr.x, pr.y], [recall[::-1], precision[::-1]], atol=1e-12)
-
-
-def test_thinned_curve_keeps_ends_and_true_points():
-    rng = np.random.default_rng(2)
-    labels = rng.random(3000) < 0.4
-    scores = rng.normal(labels * 1.0, 1.0)
-    roc, _ = image_curves(scores, labels, points=50)
-    assert 40 <= len(roc.x) <= 50
-    assert (roc.x[0], roc.y[0], roc.x[-1], roc.y[-1]) == (0, 0, 1, 1)
-    assert max(np.abs(np.diff(roc.x)).max(), np.abs(np.diff(roc.y)).max()) < 0.06
-    for x, y, threshold in zip(roc.x, roc.y, roc.thresholds, strict=True):
-        assert x == pytest.approx((scores[~labels] > threshold).mean())
-        assert y == pytest.approx((scores[labels] > threshold).mean())
 
 
 def test_confusion_counts_by_type():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from browser import Browser
 from report_cases import HOSTILE, LIMIT, case, limits
+from sklearn.metrics import precision_recall_curve, roc_curve
 
 from anomaly.datasets import Sample
 from anomaly.evaluation.metrics.images import confusion
@@ -106,6 +107,16 @@ def test_counts_are_those_of_python_wherever_the_sliders_stand(
     browser.click("#reset")
     assert shown(browser) == expected(category, 8.5, 11.0)
     browser.click("#tab-curves")
+    drawn = browser.evaluate(
+        "[...document.querySelectorAll('polyline')].map((n) =>[...n.points].map((p) => [p.x, p.y]))"
+    )
+    roc, pr = ([((x - 54) / 300, 1 - (y - 8) / 300) for x, y in line] for line in drawn)
+    labels = [row.sample.is_defect for row in category.evaluation.scored]
+    scores = [row.score for row in category.evaluation.scored]
+    x, y, _ = roc_curve(labels, scores, drop_intermediate=False)
+    np.testing.assert_allclose(roc, np.column_stack([x, y]), atol=1e-3)
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    np.testing.assert_allclose(pr, np.column_stack([recall, precision])[::-1], atol=1e-3)
     lines = "[...document.querySelectorAll('#by-type tbody tr')]"
     cells = browser.evaluate(f"{lines}.map((row) => [...row.cells].map((c) => c.textContent))")
     assert cells == [

@@ -89,29 +89,6 @@ class Tally:
         return np.concatenate([self.highest[:1], parting, under_all.astype(np.float64)])
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Points of a curve for a plot, in order of falling threshold.
-
-    Attributes:
-        x: (n,) false-positive rate, or recall.
-        y: (n,) recall, or precision.
-        thresholds: (n,) scores above which a part counts as flagged.
-    """
-
-    x: Floats
-    y: Floats
-    thresholds: Floats
-
-    def thinned(self, points: int) -> Curve:
-        """At most `points` of the points, evenly spread along the curve; both ends are kept."""
-        steps = np.abs(np.diff(self.x)) + np.abs(np.diff(self.y))
-        path = np.concatenate([[0.0], np.cumsum(steps)])
-        wanted = np.searchsorted(path, np.linspace(0.0, path[-1], points - 1))
-        kept = np.union1d(wanted, len(path) - 1)
-        return Curve(self.x[kept], self.y[kept], self.thresholds[kept])
-
-
 def cumulative(weights: Floats) -> Floats:
     """(..., K + 1) weight of the first 0 … K groups."""
     start = np.zeros((*weights.shape[:-1], 1))
@@ -154,13 +131,3 @@ def f1_scores(good: Floats, defect: Floats) -> Floats:
     """(..., K + 1) F1 when the first 0 … K groups are flagged."""
     true, false = cumulative(defect), cumulative(good)
     return np.asarray(2 * true / (true + false + true[..., -1:]))
-
-
-def roc(good: Floats, defect: Floats, thresholds: Floats) -> Curve:
-    """Recall over false-positive rate."""
-    return Curve(cumulative_share(good), cumulative_share(defect), thresholds)
-
-
-def precision_recall(good: Floats, defect: Floats, thresholds: Floats) -> Curve:
-    """Precision over recall; starts at (0, 1), where nothing is flagged."""
-    return Curve(cumulative_share(defect), precision(good, defect), thresholds)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from anomaly.evaluation.metrics import curves
-from anomaly.evaluation.metrics.curves import Curve, Floats, Metrics, Tally
+from anomaly.evaluation.metrics.curves import Floats, Metrics, Tally
 
 NO_GOOD = "no good images"
 NO_DEFECTS = "no defective images"
@@ -203,29 +203,6 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
     pieces = rng.standard_gamma(np.append(weights, 1.0), size=(count, len(weights) + 1))
     pieces *= weights.sum() / pieces.sum(axis=1, keepdims=True)
     return pieces[:, :-1], pieces[:, -1:]
-
-
-def image_curves(
-    scores: ArrayLike, labels: ArrayLike, points: int = 500
-) -> tuple[Curve, Curve] | None:
-    """Recall over the rate of false rejects, and precision over recall, for plots.
-
-    Args:
-        scores: (n,) finite, higher is more anomalous.
-        labels: (n,) bool, whether each image is defective.
-        points: of each curve, at most.
-
-    Returns:
-        None without good or without defective images.
-    """
-    tally = _tally(scores, labels)
-    if _missing_class(tally):
-        return None
-    (good, defect), thresholds = tally.weights, tally.thresholds()
-    return (
-        curves.roc(good, defect, thresholds).thinned(points),
-        curves.precision_recall(good, defect, thresholds).thinned(points),
-    )
 
 
 def _tally(scores: ArrayLike, labels: ArrayLike) -> Tally:

@@ -2,13 +2,29 @@
 const SIDE = 300, LEFT = 54, BELOW = 34;
 const plots = [];
 
+// How many images lie above each threshold, from the highest on; empty where a kind is missing.
+function countsAbove() {
+  const scored = [...images].sort((a, b) => b.score - a.score);
+  const defect = scored.filter((image) => image.defect).length, sound = scored.length - defect;
+  if (!defect || !sound) return [];
+  const counts = [{ sound, defect, found: 0, falseAlarms: 0 }];
+  scored.forEach((image, i) => {
+    const last = counts.at(-1), next = { ...last };
+    next[image.defect ? "found" : "falseAlarms"] += 1;
+    // Equal scores are above the same thresholds.
+    if (i && image.score === scored[i - 1].score) counts.pop();
+    counts.push(next);
+  });
+  return counts;
+}
+
 function drawCurves() {
   if (!data.labelled) return;
-  const value = (key) => data.figures.find((f) => f.key === key);
+  const value = (key) => data.figures.find((f) => f.key === key), counts = countsAbove();
   plots.push(
-    plot("ROC", data.curves.roc, "false rejects, share of good parts", "recall, share of defects found", value("image_auroc"),
+    plot("ROC", counts, "false rejects, share of good parts", "recall, share of defects found", value("image_auroc"),
       (n) => ({ x: n.falseAlarms / n.sound, y: n.found / n.defect })),
-    plot("Precision and recall", data.curves.pr, "recall, share of defects found", "precision, share of flagged that are defective", value("image_ap"),
+    plot("Precision and recall", counts, "recall, share of defects found", "precision, share of flagged that are defective", value("image_ap"),
       (n) => ({ x: n.found / n.defect, y: n.found + n.falseAlarms ? n.found / (n.found + n.falseAlarms) : 1 })),
   );
   byId("curves").replaceChildren(...plots.map((p) => p.node));
@@ -27,12 +43,12 @@ function showTypeFigures() {
     element("table", {}, element("thead", {}, element("tr", {}, ...[["", "Type"], ["", "images"], ...TYPE_FIGURES].map(heading))), element("tbody", {}, ...rows))));
 }
 
-function plot(title, points, xLabel, yLabel, figure, where) {
+function plot(title, counts, xLabel, yLabel, figure, where) {
   const node = element("figure", { class: "curve card" });
   const heading = element("h2", {}, title);
   if (figure && figure.value !== null) heading.append(element("span", { class: "soft" }, " · ", ...term(figure.key, figure.label, "curve"), ` ${figure.value.toFixed(4)}`));
   node.append(element("figcaption", {}, heading));
-  if (!points) {
+  if (!counts.length) {
     node.append(element("p", { class: "soft" }, (figure && figure.reason) || "undefined for these images"));
     return { node, move() {} };
   }
@@ -49,7 +65,7 @@ function plot(title, points, xLabel, yLabel, figure, where) {
   svg.append(
     drawing("text", { x: x(0.5), y: y(0) + 31, "text-anchor": "middle" }, xLabel),
     drawing("text", { transform: `translate(9 ${y(0.5)}) rotate(-90)`, "text-anchor": "middle" }, yLabel),
-    drawing("polyline", { class: "line", points: points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }),
+    drawing("polyline", { class: "line", points: counts.map(where).map((at) => `${x(at.x).toFixed(1)},${y(at.y).toFixed(1)}`).join(" ") }),
   );
   const dots = {}, lines = {};
   const list = element("ul");
