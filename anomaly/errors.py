@@ -180,7 +180,7 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
 
 # How a path begins that isn't one of this system, and what to do about it.
 _FOREIGN = {
-    r"[a-z][a-z0-9+.-]+:/": "; it is a URL, which `anomaly manifest` takes",
+    r"[a-z][a-z0-9+.-]+:/": "; it is a URL: download the images first",
     r"~": "; ~ stands for no folder here, write the path in full",
     r"[A-Za-z]:|.*\\": "; it is a Windows path, write it as this system has it",
 }

@@ -19,7 +19,7 @@ def test_whatever_a_list_names_has_its_row(
         "x" * 5000: "too long",
         "a\0b.png": "null character",
         "~/a.png": "~ stands for no folder here",
-        "https://host/a.png": "it is a URL, which `anomaly manifest` takes",
+        "https://host/a.png": "it is a URL: download the images first",
         "file:///none.png": "No such file",
         r"C:\parts\1.png": "it is a Windows path, write it as this system has it",
         os.fsdecode(b"caf\xe9.png"): "No such file",
