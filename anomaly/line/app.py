@@ -41,6 +41,11 @@ _START = 64
 _LONGEST_NAME = 255
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
+# Of a route that answers with a picture.
+_JPEG: dict[str, Any] = {
+    "response_class": Response,
+    "responses": {200: {"content": {"image/jpeg": {}}}},
+}
 Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
 
@@ -231,20 +236,14 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
             raise HTTPException(404, f"there is no part {number}")
         return row
 
-    @app.get(
-        "/v1/parts/{number}/heatmap",
-        summary="A part's heatmap, reduced in size",
-        response_class=Response,
-        responses={200: {"content": {"image/jpeg": {}}}},
-    )
+    @app.get("/v1/parts/{number}/heatmap", summary="A part's heatmap, reduced in size", **_JPEG)
     async def heatmap(number: Number) -> Response:
         return _picture(number, await read(service.heatmap, number))
 
     @app.get(
         "/v1/parts/{number}/photograph",
         summary="A part's image as a JPEG of at most 4 megapixels",
-        response_class=Response,
-        responses={200: {"content": {"image/jpeg": {}}}},
+        **_JPEG,
     )
     async def photograph(number: Number) -> Response:
         return _picture(number, await draw(service.photograph, number))

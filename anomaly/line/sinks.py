@@ -235,20 +235,19 @@ class Outbox:
     Args:
         record: of the rows; sends those from now on, or from where the last process has stopped.
         sink: the receiver.
+
+    Attributes:
+        name: the receiver's, in messages.
     """
 
     def __init__(self, record: Record, sink: Sink) -> None:
         self._record, self._sink = record, sink
+        self.name = sink.shown
         self._state = (0, 0)
         self._failed = 0  # tries since the receiver last accepted a row
         self._refused = 0  # tries at which it refused the row itself
         self._news, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name=f"send {sink.shown}", daemon=True)
-
-    @property
-    def name(self) -> str:
-        """The receiver's name in messages."""
-        return self._sink.shown
+        self._thread = threading.Thread(target=self._work, name=f"send {self.name}", daemon=True)
 
     def __enter__(self) -> Outbox:
         self._record.send_to(self._sink.name)
@@ -278,10 +277,10 @@ class Outbox:
                 pause = self._send_next()
             except AnomalyError as error:  # the record is in trouble, or closed
                 if not self._closing.is_set():
-                    log.error("can't send to %s: %s", self._sink.shown, error)
+                    log.error("can't send to %s: %s", self.name, error)
                 pause = _LOOK_SECONDS
             except Exception as error:  # an error in this program; its text may hold secrets
-                log.error("sending to %s failed: %s", self._sink.shown, type(error).__name__)
+                log.error("sending to %s failed: %s", self.name, type(error).__name__)
                 pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
                 self._sink.close()
@@ -308,17 +307,13 @@ class Outbox:
             self._refused += error.for_good
             if self._refused < _TRIES:
                 if self._failed == 1:
-                    log.warning(
-                        "%s doesn't accept parts: %s; trying again", self._sink.shown, error
-                    )
+                    log.warning("%s doesn't accept parts: %s; trying again", self.name, error)
                 return min(_FIRST_SECONDS * 2.0 ** min(self._failed - 1, 20), _LONGEST_SECONDS)
-            log.error(
-                "%s refused part %d: %s; the part is skipped", self._sink.shown, number, error
-            )
+            log.error("%s refused part %d: %s; the part is skipped", self.name, number, error)
             self._done(number, refused=True)
         else:
             if self._failed:
-                log.warning("%s accepts parts again", self._sink.shown)
+                log.warning("%s accepts parts again", self.name)
             self._done(number)
         self._failed = self._refused = 0
         return 0.0
