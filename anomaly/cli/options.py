@@ -106,6 +106,7 @@ def _start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the product (default: the folder's name)")
     parser.add_argument("--output", type=Path, help="output folder (default: runs/<name>)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier start there")
+    parser.add_argument("--no-open", action="store_true", help="don't open the page in a browser")
     add_settings(parser, "a setting of your own, e.g. --set image.area=512; may be repeated")
     add_device(parser)
 

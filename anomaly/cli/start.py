@@ -165,7 +165,7 @@ def _show(
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
         _say_last(report, code)
-        if options.interactive:
+        if options.interactive and not options.no_open:
             webbrowser.open(page.absolute().as_uri())
     return max(code, _offer_tuning(options, config, folder / "metrics.json"))
 

@@ -100,7 +100,7 @@ def test_it_asks_what_it_cannot_tell(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "d")
-    assert "1 good, 3 defective" in start(0, tmp_path / "part")
+    assert "1 good, 3 defective" in start(0, tmp_path / "part", "--no-open")
     (question,) = asked
     assert "July" in question
 
