@@ -287,18 +287,15 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
     """Values (H, W) or (H, W, 3) of a PIL image, and its EXIF orientation; alpha over black."""
     try:
         orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
-        if image.mode == "1":
-            image = image.convert("L")
-        if image.mode in ("P", "PA"):
-            image = image.convert("RGBA")
-        elif image.mode in ("L", "RGB") and "transparency" in image.info:  # one colour is clear
-            image = image.convert("LA" if image.mode == "L" else "RGBA")
+        if _PIL_MODES[image.mode] == np.uint8:
+            clear = image.mode.endswith(("A", "P")) or "transparency" in image.info
+            image = image.convert("RGBA" if clear else "RGB")
         values = np.asarray(image)
     except Exception as error:  # PIL's readers have many ways to fail
         if is_out_of_memory(error):
             raise
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
-    if image.mode in ("LA", "RGBA"):
+    if image.mode == "RGBA":
         colours = np.ascontiguousarray(values[..., :-1])
         values = over_black(colours, np.ascontiguousarray(values[..., -1]))
     elif image.mode == "I":  # 32 bits for what a 16-bit file holds
