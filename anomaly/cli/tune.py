@@ -7,9 +7,7 @@ import logging
 import shlex
 from pathlib import Path
 
-from anomaly.cli.common_options import (
-    chosen_device,
-)
+from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
 from anomaly.datasets import open_dataset, open_test_images
@@ -23,7 +21,8 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     output = _output(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
-    named = open_test_images(options.good, options.defects, None) if _named(options) else ()
+    given = options.good or options.defects
+    named = open_test_images(options.good, options.defects, None) if given else ()
     device = chosen_device(options)
     from anomaly.training.tuning.tune import tune
 
@@ -48,10 +47,6 @@ def run(options: argparse.Namespace) -> int:
         model = shlex.quote(f"runs/{tuning.config.name}")
         print(f"See the result:  anomaly evaluate --model {model} --output {model}/evaluation")
     return 0
-
-
-def _named(options: argparse.Namespace) -> bool:
-    return bool(options.defects or options.good)
 
 
 def _output(options: argparse.Namespace) -> Path:

@@ -134,11 +134,11 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Recalibration:
-    """A model with other thresholds, not saved yet, and what they change.
+    """Other thresholds of a model, not saved yet, and what they change.
 
     Attributes:
         before: the model so far.
-        after: the model with the new thresholds.
+        thresholds: the new ones.
         cost: verdicts of known parts, and of production images, before and after.
         refused: reasons for which given images can't be used.
         record: a line for the model's history.
@@ -146,17 +146,11 @@ class Recalibration:
     """
 
     before: Model
-    after: Model
+    thresholds: Thresholds
     cost: Price
     refused: Sequence[str]
     record: Mapping[str, Any]
     doubts: Sequence[str]
-
-    @property
-    def thresholds(self) -> Thresholds:
-        """The new thresholds."""
-        assert self.after.thresholds is not None
-        return self.after.thresholds
 
     def lines(self) -> list[str]:
         """Lines for people: the thresholds, the defects found, and what changes."""
@@ -234,8 +228,7 @@ def recalibrate(
             review = asked.review_threshold
             review = asked.threshold if review is None else review
             limits = thresholds_by_hand(scores, review, asked.threshold)
-    after = replace(model, thresholds=limits, model_id="", folder=None)
-    cost = price(model, after, known, progress=progress)
+    cost = price(model, replace(model, thresholds=limits), known, progress=progress)
     if production:
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})
@@ -248,7 +241,7 @@ def recalibrate(
     record = change(asked.values(), model.thresholds, limits, images, found)
     doubts = [cost.refusal, *_doubts(model, limits, undone=bool(asked.undo))]
     doubts = [doubt for doubt in doubts if doubt]
-    return Recalibration(model, after, cost, refused, record, doubts)
+    return Recalibration(model, limits, cost, refused, record, doubts)
 
 
 def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
@@ -301,8 +294,8 @@ def recalibrated(
         raise DataError(
             f"{'; '.join(made.doubts)}; leave out images that aren't good, or give force=True"
         )
-    changed = {**made.record, "model_before": detector.model_id}
-    return replace(made.after, changes=(*detector.changes, changed))
+    changes = (*detector.changes, {**made.record, "model_before": detector.model_id})
+    return replace(detector, thresholds=made.thresholds, model_id="", folder=None, changes=changes)
 
 
 def good_scores(scored: Sequence[Scored]) -> GoodScores:
