@@ -48,7 +48,7 @@ _DESK = (
     *("calibration/production", "datasets/check"),
 )
 _NOT_CORE = ("line", "cluster", *_DESK)
-# A bank of 4,096 vectors, which is searched as banks of a usual size are.
+# A bank of all patches, which is searched as banks of a usual size are.
 _FAST = ("backbone.name=resnet18", "backbone.weights=random", "model.coreset_ratio=1")
 _SKIPPED = {
     tokenize.COMMENT,

@@ -25,7 +25,6 @@ from anomaly.runtime.devices import CPU
 from anomaly.runtime.parallel import get_threads
 from anomaly.scoring.build import array_scorer_of
 from anomaly.storage.folder import (
-    AGAIN,
     BACKBONE,
     EXPORT,
     MANIFEST,
@@ -78,10 +77,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 def _read_export(folder: Path) -> dict[str, Any] | None:
     file = folder / EXPORT
     if not file.exists():
-        if graphs := [name for name in _NETWORKS if (folder / name).exists()]:
-            raise ModelError(
-                f"{folder} holds {graphs[0]} of an exported model, but lacks {EXPORT}; {AGAIN}"
-            )
         return None
     values = read_sealed(file, _Export, FORMAT, "export the model again")
     if values["model_id"] != model_id(folder):
@@ -133,6 +128,3 @@ def graph_names(engine: str, stem: str) -> tuple[str, ...]:
     """The files that an engine's graph consists of; the first is the one to load."""
     ending = ENGINES[engine][2]
     return (f"{stem}.xml", f"{stem}.bin") if ending == ".xml" else (f"{stem}{ending}",)
-
-
-_NETWORKS = [graph_names(engine, "network")[0] for engine in ENGINES]
