@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,30 +134,11 @@ _CONVOLUTIONS = ("Conv2d", "Conv2dSame")
 _NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts how many operations read each tensor, also those that no module call would show.
-
-    Attributes:
-        count: by the tensor's id.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count: Counter[int] = Counter()
-        self._alive: list[Tensor] = []  # so that no two tensors of the run share an id
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._alive += tensors
-        self.count.update(map(id, tensors))
-        return func(*args, **(kwargs or {}))
-
-
-class DryRun:
+class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A pass of a network up to the last wanted layer, of one black image on the meta device.
 
-    It doesn't matter how the network names or nests its modules.
+    It sees operations, also those that no module call would show, so that it doesn't matter how
+    the network names or nests its modules.
 
     Args:
         network: on the meta device.
@@ -176,6 +156,7 @@ class DryRun:
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str], side: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.side = side
         self.outputs: dict[str, Tensor] = {}
         self.reads: Counter[int] = Counter()
@@ -183,21 +164,28 @@ class DryRun:
         self._paths = paths
         self._names = {module: path for path, module in network.named_modules()}
         self._calls: Counter[str] = Counter()
+        self._reads: Counter[int] = Counter()
         self._versions: dict[str, int] = {}
         self._made: dict[int, str] = {}  # convolutions by what they put out
         self._joined: list[tuple[int, str]] = []  # what goes into a batch norm, and its path
         self._alive: list[Any] = []  # so that no two tensors of the run share an id
         self._run(network, type(network).__name__)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._alive += tensors
+        self._reads.update(map(id, tensors))
+        return func(*args, **(kwargs or {}))
+
     def _run(self, network: nn.Module, name: str) -> None:
         # One without weights may run again, as activations do, until the module around it ends.
         bare = [path for path in self._paths if not _tensors(network.get_submodule(path))]
         ends = [_around(network, path) for path in bare]
         image = torch.empty(1, 3, self.side, self.side, device="meta")
-        counter = _Reads()
         try:
-            with torch.no_grad(), torch.device("meta"), counter, HookSet(network) as hooks:
-                hooks.forward(nn.Module, partial(self._note, counter))
+            with torch.no_grad(), torch.device("meta"), self, HookSet(network) as hooks:
+                hooks.forward(nn.Module, self._note)
                 with capture(network, [*self._paths, *ends], stop=True) as captured:
                     captured.run(image)
         except (RuntimeError, AssertionError, ValueError):
@@ -216,7 +204,7 @@ class DryRun:
             if path not in self.outputs:
                 raise LayerError(f"layer {path!r} gives several tensors; choose another layer")
 
-    def _note(self, counter: _Reads, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
         path, kind = self._names[module], type(module).__name__
         self._calls[path] += 1
         if self.reads:  # behind the last wanted layer
@@ -229,7 +217,7 @@ class DryRun:
         if path in self._paths and isinstance(output, Tensor):
             self.outputs[path], self._versions[path] = output, output._version
         if all(self._calls[wanted] for wanted in self._paths):
-            self.reads.update(counter.count)
+            self.reads.update(self._reads)
             kept = self.outputs.items()
             self.copies = any(values._version != self._versions[key] for key, values in kept)
 
