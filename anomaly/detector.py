@@ -259,7 +259,7 @@ class Detector:
         *,
         good: str | Path | None = None,
     ) -> Explanation:
-        """Why an image has its score, in pictures: see `anomaly.explain.evidence.Explanation`.
+        """Evidence for an image's score, in pictures: see `anomaly.explain.evidence.Explanation`.
 
         Args:
             image: as for `predict`.

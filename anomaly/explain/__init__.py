@@ -1,1 +1,1 @@
-"""Why an image has its score: evidence, feature maps, Grad-CAM, gradients."""
+"""Reasons for an image's score: evidence, feature maps, Grad-CAM, gradients."""

@@ -1,4 +1,4 @@
-"""Why an image has its anomaly score: which patches, unlike which good ones, by which pixels."""
+"""Evidence for an anomaly score: patches, the good ones most like them, and the pixels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _FLAWS = 4  # that are shown
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """Why an image has its score, in pictures and figures.
+    """Evidence for an image's score, in pictures and figures.
 
     Attributes:
         prediction: what the detector makes of the image.
@@ -76,7 +76,7 @@ class Explanation:
         return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, in a frame of its own."""
+        """The page in a frame of its own, for notebooks."""
         return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="900"></iframe>'
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
@@ -110,7 +110,7 @@ class Explanation:
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
-    """Why an image has its score; see `Detector.explain`.
+    """Find the evidence for an image's score; see `Detector.explain`.
 
     Args:
         detector: trained.
@@ -228,7 +228,7 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
 
 
 def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
-    """Where a patch lies in the original image; what is around it where it is turned there.
+    """The box of a patch in the original image; around it where the part is turned.
 
     Args:
         view: how the network saw the image.
@@ -250,7 +250,7 @@ def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Bo
 def patch_centres(
     view: AnyView, grid: tuple[int, int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Where the middles of the patches' rows (h,) and columns (w,) lie in the original image.
+    """Middles of the patches' rows (h,) and columns (w,) in the original image.
 
     Args:
         view: how the network saw the image.
@@ -264,7 +264,7 @@ def patch_centres(
 
 
 def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
-    """Where one of `count` patches along an axis of one or more pieces begins and ends."""
+    """Beginning and end of one of `count` patches along an axis of one or more pieces."""
     each = count // len(pieces)
     piece = pieces[index // each]
     local = index % each
@@ -327,7 +327,7 @@ class GoodPatch:
 
 
 def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -> NetworkInput:
-    """What the network sees of an image at a patch: one tile, or all of it where it has no tiles.
+    """The network's input at a patch: one tile, or the whole image where there are no tiles.
 
     Args:
         item: one loaded image.
@@ -387,7 +387,7 @@ class GoodImages:
     def nearest(
         self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
     ) -> list[list[GoodPatch]]:
-        """What patches were compared with, nearest first.
+        """The good patches that patches were compared with, nearest first.
 
         A method that keeps patches names them. One that keeps none is shown with the same place
         on `count` good images, taken evenly.
@@ -426,7 +426,7 @@ class GoodImages:
         return patch_crop(display(item.decoded), box)
 
     def as_photographed(self, image: int, row: int, column: int) -> tuple[int, int]:
-        """Where a patch that was learned of an image, or of a turned copy of it, is on the image.
+        """The place on an image of a patch that was learned from it, or from a turned copy.
 
         Args:
             image: its number.
@@ -441,7 +441,7 @@ class GoodImages:
         return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
 
     def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
-        """Where a patch of an image would be on a training image, whose grid may be another."""
+        """The same place as a patch's on a training image, whose grid may be another."""
         other = self._image(name)
         if isinstance(other, str):
             return patch

@@ -81,7 +81,7 @@ def _apart(*values: float) -> list[str]:
 
 
 def _rarity(score: float, limits: Thresholds) -> str:
-    """How many good images score as high, of those behind the thresholds."""
+    """The number of good images that score as high, of those behind the thresholds."""
     count = sum(good >= score for good in limits.good.image)
     scores = "score" if count > 1 else "scores"
     return f"{count or 'None'} of {limits.images} good images {scores} as high."
@@ -188,7 +188,7 @@ def _crop(picture: RgbImage, caption: str) -> str:
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
-    """What somebody who reads the page can do, each with its command or an empty text.
+    """Next steps for the reader of the page, each with its command or an empty text.
 
     Args:
         explanation: of the image.

@@ -40,7 +40,7 @@ class Box:
 
 
 def picture_of(item: NetworkInput) -> RgbImage:
-    """What the network gets of an image before it is normalised, (H, W, 3) RGB."""
+    """The network's input before it is normalised, (H, W, 3) RGB."""
     return np.rint(item.pixels * 255).astype(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What a layer sees, and which pixels move a score: feature maps, gradients, Grad-CAM."""
+"""Views into a network: feature maps, the gradient of a score, Grad-CAM."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
 def grad_cam(
     model: nn.Module, image: Tensor, layer: str, target_class: int | None = None
 ) -> NDArray[np.float32]:
-    """Where the evidence for a class lies (eq. 1 and 2).
+    """Grad-CAM: the evidence for a class at each pixel (eq. 1 and 2).
 
     Of a transformer the tokens of the patches stand for the positions of a map.
 

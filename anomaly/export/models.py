@@ -60,7 +60,7 @@ _BATCH = 3
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is exported.
+    """Choices for an export.
 
     Attributes:
         engine: a key of `anomaly.backbones.engine.ENGINES`.

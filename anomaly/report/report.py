@@ -166,7 +166,7 @@ class Category:
 
     @property
     def verdicts(self) -> Confusion | None:
-        """What the model's own thresholds did; None where it has none."""
+        """Counts at the model's own thresholds; None where it has none."""
         return self.evaluation.verdicts
 
 
@@ -259,12 +259,7 @@ def evaluated(
     def draw(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
         tiles[prediction.index] = tile(prediction, anomaly_map, mask, limit, pixels)
 
-    evaluation = score_test_split(
-        detector,
-        samples,
-        progress=progress,
-        visit=draw,
-    )
+    evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
     seconds = time.perf_counter() - started
     folder = Path(model) if model else detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
@@ -283,7 +278,7 @@ def evaluated(
 
 
 def training_of(folder: Path, model_id: str) -> dict[str, Any]:
-    """What is known of a model's training; empty where the record beside it is another model's."""
+    """The record of a model's training; empty where the one beside it is another model's."""
     record = training_record(folder)
     if record.get("model_id", model_id) == model_id:
         return record
@@ -295,7 +290,7 @@ def training_of(folder: Path, model_id: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tile:
-    """What the report shows of one image.
+    """The pictures of one image in the report.
 
     Attributes:
         photo: JPEG.
@@ -479,7 +474,7 @@ def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, An
 
 
 def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
-    """What thresholds promise of good parts beside what these images show, as a table for a page.
+    """The promise of thresholds beside the shares of these images, as a table for a page.
 
     Args:
         model: what is known of it; without thresholds, or images, there is nothing to show.

@@ -120,7 +120,7 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def at_thresholds(name: str, counts: Confusion) -> str:
-    """What a model's own thresholds did to its test images, in one line."""
+    """Verdicts on test images at a model's own thresholds, in one line."""
     good, bad = counts.good, counts.defective
     clauses = [f"of {good.total} good ones {good.reject} rejected and {good.review} to review"]
     if bad.total:
@@ -132,7 +132,7 @@ def at_thresholds(name: str, counts: Confusion) -> str:
 
 
 def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Why figures are missing: one line for each reason of each category."""
+    """Reasons for missing figures, one line for each reason of each category."""
     lines = []
     for e in evaluations:
         by_reason: dict[str, list[str]] = {}
@@ -202,7 +202,7 @@ def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
 
 
 def _on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
-    """Whether an image was scored in two evaluations: models that are compared, not added up."""
+    """True if an image was scored in two evaluations: models are compared, not added up."""
     seen: set[str] = set()
     for evaluation in evaluations:
         own = {row.sha256 for row in evaluation.scored if row.sha256}

@@ -46,7 +46,7 @@ _STEEL = np.array([0.600, 0.595, 0.585], np.float32)
 _RUBBER = np.array([0.95, 1.00, 1.06], np.float32)
 _SCREW_STEEL = np.array([0.98, 1.00, 1.02], np.float32)
 _BRIGHT_SIDE = 0.75 * np.pi
-"""Where a countersink is brightest: down and to the left, in radians."""
+"""The direction in which a countersink is brightest: down and to the left, in radians."""
 
 _COARSE = 4
 """Clouds are drawn on every fourth pixel, which is fine enough for anything smooth."""

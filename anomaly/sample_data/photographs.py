@@ -77,7 +77,7 @@ class Camera:
         )
 
     def expose(self, radiance: Field) -> Field:
-        """What falls on the sensor.
+        """Light on the sensor.
 
         Args:
             radiance: (S, S, 3) linear light, RGB, S = `scene_side(size)`.
