@@ -29,7 +29,6 @@ MODELS = {
     "PatchCore 1 %": ["--kind", "patchcore", "--ratio", "0.01"],
     "PatchCore 10 %": ["--kind", "patchcore", "--ratio", "0.1"],
     "PaDiM 100": ["--kind", "padim", "--dimensions", "100"],
-    "PaDiM 550": ["--kind", "padim", "--dimensions", "550"],
 }
 
 
