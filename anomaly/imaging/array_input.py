@@ -138,8 +138,8 @@ class ArrayImage:
         layout, said = self.layout, " × ".join(map(str, shape)) or "no axes"
         if is_tensor and layout is None:
             raise unsupported(
-                f"a tensor ({said}) doesn't say which axis is which: give layout='CHW', 'HWC' or "
-                "'HW'"
+                f"a tensor ({said}) doesn't say which axis is which: give "
+                "anomaly.image(tensor, layout='CHW'), 'HWC' or 'HW'"
             )
         if layout == "CHW" and len(shape) == 3:
             shape = (*shape[1:], shape[0])
@@ -148,7 +148,7 @@ class ArrayImage:
             named = f"layout {layout!r}" if layout else "(H, W), (H, W, 1) or (H, W, 3)"
             hint = ""
             if len(shape) == 3 and layout is None and shape[0] in (1, 3):
-                hint = "; for (3, H, W) say layout='CHW'"
+                hint = "; for (3, H, W) give anomaly.image(array, layout='CHW')"
             elif len(shape) == 3 and shape[2] == 4:
                 hint = "; leave out its alpha: image[..., :3]"
             raise unsupported(f"its shape {said} isn't an image of {named}{hint}")
@@ -158,8 +158,8 @@ class ArrayImage:
         if dtype.kind == "f":
             if self.full_scale is None:
                 raise unsupported(
-                    "its values are floats, so the value of white must be given: full_scale=1.0 "
-                    "for values from 0 to 1, 255 for 0 to 255"
+                    "its values are floats, so the value of white must be given: "
+                    "anomaly.image(array, full_scale=1.0) for values from 0 to 1, 255 for 0 to 255"
                 )
             return float(self.full_scale)
         full_scale = decoding.full_scale(float(np.iinfo(dtype).max))
@@ -262,8 +262,8 @@ def _rgb(values: NDArray[Any], channels: Channels | None) -> Pixels:
         return grey_to_rgb(np.ascontiguousarray(values.reshape(values.shape[:2]), dtype))
     if channels is None:
         raise unsupported(
-            "an array doesn't say in which order its three colours are: give channels='bgr' for "
-            "OpenCV's pictures, else channels='rgb'"
+            "an array doesn't say in which order its three colours are: give "
+            "anomaly.image(array, channels='bgr') for OpenCV's pictures, else channels='rgb'"
         )
     return np.array(values[..., ::-1] if channels == "bgr" else values, dtype, order="C")
 
