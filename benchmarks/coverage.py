@@ -195,28 +195,24 @@ PAGE = """# How often intervals and bounds hold
 
 For anybody who wants to check that "95 % confidence" means 95 %.
 
-Every such interval and bound was tested on simulated scores with known true figures ({laws}).
-Each law and size has {repeats} draws ({few} above 1,000 images), so a share of 95 % is uncertain by
-2 points (4 points). Each cell shows the lowest and the highest share of draws, over the laws, whose
-interval holds the true figure. Made by `python -m benchmarks.coverage`; slow tests repeat it.
+Each cell shows how often an interval or bound held the true figure in simulations, the lowest and
+the highest share over four laws of scores ({laws}). Each law and
+size has {repeats} draws ({few} above 1,000 images), so 95 % is uncertain by 2 points (4 points).
+Made by `python -m benchmarks.coverage`.
 
 ## Figures of `evaluate`
 
-The intervals hold in at least 95 % of cases (the best F1 within two points of that). With few
-images they are wide: with 20 good images, the interval of the recall at 1 % covers nearly
-everything.
+The intervals hold in at least 95 % of cases (the best F1 in at least 92 %). With few images they
+are wide: with 20 good images, the interval of the recall at 1 % covers nearly everything.
 
 {figures}
 
-Pixel figures have no intervals, because pixels of one image aren't independent.
-
 ## Thresholds
 
-- `review` and `reject` are calibrated for 5 % (on average) and at most 1 % of good parts. "False
-  rejects": how often the upper bound holds. "Recall": how often the interval of
-  `calibrate --defects` holds.
-- `by hand` is the worst case: of the ten highest scores, the threshold whose bound fails most.
-- `evaluate`: how often the intervals of false rejects and escapes on a test split hold.
+- `review` and `reject` are calibrated for 5 % (on average) and at most 1 % of good parts: the upper
+  bound of false rejects, and the interval of the recall that `calibrate --defects` prints.
+- `by hand`: of the ten highest scores, the threshold whose bound fails most.
+- `evaluate`: the intervals of false rejects and escapes on a test split.
 
 {thresholds}
 
