@@ -11,6 +11,7 @@ import base64
 import hmac
 import os
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -29,7 +30,8 @@ from anomaly.line.service import InspectionService
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 MOST_AT_ONCE = 256  # requests; for health and figures there is always room
-_MOST_CONNECTIONS = 512
+_MOST_CONNECTIONS = 10_000  # fewer where the system allows fewer open files
+_OTHER_FILES = 200  # that stay open or are opened beside connections
 _IDLE_SECONDS = 15  # that a connection stays open for the next request
 _HEAD_BYTES = 32768
 _DRAIN_SECONDS = 1.0
@@ -91,11 +93,27 @@ def serve(
         lifespan="off",
         ws="none",
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
+        limit_concurrency=_connections_allowed(),
         timeout_keep_alive=_IDLE_SECONDS,
         h11_max_incomplete_event_size=_HEAD_BYTES,
     )
     asyncio.run(_Server(config, service, stopped).serve([listener]))
+
+
+def _connections_allowed() -> int:
+    """As many connections as the system allows this process files, less those it needs itself.
+
+    Silent ones cost a file each, so that hundreds of them keep nobody out.
+    """
+    if sys.platform == "win32":
+        return _MOST_CONNECTIONS
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_CONNECTIONS + _OTHER_FILES
+    allowed = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(allowed - _OTHER_FILES, MOST_AT_ONCE)
 
 
 class _Server(uvicorn.Server):
