@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import queue
+import socket
 import ssl
 import threading
 from contextlib import closing, suppress
@@ -24,7 +25,7 @@ from anomaly.errors import AnomalyError, why
 from anomaly.line.record import Record
 from anomaly.version import __version__
 
-_SECONDS = 5.0  # limit for each step: connecting, sending a row, its answer
+_SECONDS = 5.0  # for a row and its answer; MQTT: for each step
 _ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
 _DEFAULT_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 
@@ -97,13 +98,27 @@ class Webhook:
         """Deliver a row; see `Sink`."""
         scheme, host, port = self._where
         kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+        connection, late = kind(host, port, timeout=_SECONDS), threading.Event()
+
+        def end() -> None:
+            late.set()
+            with suppress(OSError, AttributeError):  # AttributeError: it isn't open
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+        # For all of it: whoever answers byte by byte would hold up the rows behind.
+        limit = threading.Timer(_SECONDS, end)
+        limit.start()
         try:
-            with closing(kind(host, port, timeout=_SECONDS)) as connection:
+            with closing(connection):
                 headers = self._headers | {"Idempotency-Key": key}
                 connection.request("POST", self._target, message, headers)
                 status = connection.getresponse().status
+            if late.is_set():
+                raise TimeoutError
         except (OSError, http.client.HTTPException) as error:
-            raise NotTakenError(_reason(error)) from None
+            raise NotTakenError(_reason(TimeoutError() if late.is_set() else error)) from None
+        finally:
+            limit.cancel()
         if 200 <= status < 300:
             return
         hint = ", and no redirect is followed" if 300 <= status < 400 else ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,22 @@ def test_addresses_that_make_no_sense(command: Command, tmp_path: Path) -> None:
     models = tmp_path / "models"
     code, _, err = command("serve", ["--models", models, "--mqtt", "mqtt://user:secret@host"])
     assert (code, "topic" in err, "secret" in err) == (2, True, False)
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n"])
+def test_an_answer_that_comes_byte_by_byte_holds_up_no_rows(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "_SECONDS", 0.5)
+
+    def drip(server: socket.socket) -> None:
+        with server.accept()[0] as connection, suppress(OSError):
+            connection.sendall(head)
+            while True:
+                connection.sendall(b"X")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        with pytest.raises(NotTakenError, match=r"no answer within 0\.5 s"):
+            webhook(server.getsockname()[1]).send(b"{}", "1")
