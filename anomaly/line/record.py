@@ -29,7 +29,7 @@ from functools import cache, partial
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -53,6 +53,11 @@ AND lower (tbl_name) IN ('parts', 'pictures', 'promises', 'feedback', 'outboxes'
 # Types of columns by name; other ones hold texts and numbers, never bytes.
 _KINDS: dict[str, type] = {"file": bytes, "heatmap": bytes, "score": float, "part": int}
 _ROW = TypeAdapter(Row)
+# Types of a row's values, and what stands for another one.
+_FIELDS: dict[str, tuple[Any, str | None]] = {
+    name: (str, "") if kind is str else ((int, float), None)
+    for name, kind in get_type_hints(Row).items()
+}
 _ADD = """
 INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -509,7 +514,7 @@ def _checked(file: Path, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[
         if not isinstance(values[i], kind) and values[i] is not None:
             raise strange(file, name)
         if name == "line":
-            values[i] = asdict(_read(file, values[i]))
+            values[i] = _tolerated(file, values[i])
     return tuple(values)
 
 
@@ -519,6 +524,18 @@ def _read(file: Path, line: str) -> Row:
         return _ROW.validate_python(from_json(line))
     except (TypeError, ValueError):
         raise strange(file, "line") from None
+
+
+def _tolerated(file: Path, line: str) -> dict[str, Any]:
+    """A recorded row as JSON: one odd value among thousands stops no report, it counts as blank."""
+    try:
+        values = dict(from_json(line))
+    except (TypeError, ValueError):
+        raise strange(file, "line") from None
+    return {
+        name: values[name] if isinstance(values.get(name), kind) else blank
+        for name, (kind, blank) in _FIELDS.items()
+    }
 
 
 def strange(file: Path, what: str) -> DataError:
