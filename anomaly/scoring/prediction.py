@@ -125,7 +125,7 @@ class Prediction:
         return marked_regions(self.mask.view(np.uint8), self._held_map)
 
     def heatmap(self) -> RgbImage:
-        """The image under its anomaly map, (H0, W0, 3) uint8 RGB, as `infer --full-size` draws it.
+        """The image under its anomaly map, (H0, W0, 3) uint8 RGB.
 
         Without thresholds, marking starts at the image's own highest patch score. A file is read
         again.
