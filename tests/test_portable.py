@@ -119,17 +119,17 @@ def test_threads_and_batches_move_last_digits_only(
 
 
 def test_threads_and_batches_make_the_same_model(
-    run_folder: Path,
-    product: Path,
-    tmp_path: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    product: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = train_arguments(product, tmp_path / "run", "batch_size=3")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert command("train", arguments)[0] == 0
+    """Up to as many threads as batches: with more, several share a batch."""
+    runs = []
+    for threads, batch in ((2, 8), (3, 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        runs.append(tmp_path / str(threads))
+        arguments = train_arguments(product, runs[-1], f"batch_size={batch}")
+        assert command("train", arguments)[0] == 0
     for name in ("scorer.safetensors", "calibration.json", "thresholds.json"):
-        one, other = ((run / "model" / name).read_bytes() for run in (run_folder, tmp_path / "run"))
+        one, other = ((run / "model" / name).read_bytes() for run in runs)
         assert one == other, name
 
 
