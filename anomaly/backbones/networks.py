@@ -117,7 +117,7 @@ INSTALLED_SHA256 = "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f
 
 
 def installed_file() -> Path | None:
-    """Where the weights of `INSTALLED` should be; None where their package isn't installed."""
+    """Path of the weights of `INSTALLED`; None where their package isn't installed."""
     try:
         return Path(str(distribution(REQUIREMENT.partition("==")[0]).locate_file(_FILE)))
     except PackageNotFoundError:

@@ -344,7 +344,7 @@ class ThresholdChange:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the reject threshold rises by more than chance explains, and nobody chose so.
+        """True if the reject threshold rises by more than chance explains, and nobody chose so.
 
         Defects among the good images do that; all defects like them would then pass.
         """

@@ -1,4 +1,4 @@
-"""What commands say, and how much of it the terminal shows.
+"""Messages of commands, and how much of them the terminal shows.
 
 A command prints its results and logs everything else:
 

@@ -73,7 +73,7 @@ class Fault:
 
     @property
     def severity(self) -> Severity:
-        """What it leads to."""
+        """Its consequence."""
         if self.kind in _WRONG:
             return Severity.WRONG
         return Severity.NOTE if self.kind in _NOTES else Severity.UNUSABLE
@@ -120,7 +120,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read, as in training.
+    """Preprocessing of images, as in training.
 
     Attributes:
         decoding: how files become pixels.

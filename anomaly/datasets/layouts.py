@@ -67,7 +67,7 @@ def _good_only(folder: Path) -> Dataset:
 
 
 def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
-    """What folders' names say of the images that lie right in them.
+    """Labels of images by the names of the folders that they lie right in.
 
     Args:
         folder: its own name doesn't count.
@@ -157,7 +157,7 @@ def _masks_in(inner: Path) -> list[Path]:
 
 
 def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
-    """Where the masks of a folder of defects may be: they may leave out what is above a kind."""
+    """Folders that may hold masks of a folder of defects, with or without those above a kind."""
     for mask in masks:
         if mask.parent in (inner, *inner.parents):
             parts = inner.relative_to(mask.parent).parts

@@ -12,7 +12,7 @@ from anomaly.errors import DataError
 
 
 class Label(StrEnum):
-    """What a name says of the images."""
+    """Meaning of a name for the images below it."""
 
     GOOD = "good"
     DEFECTIVE = "defective"
@@ -77,7 +77,7 @@ _COMMON = 0.9  # share of names from which on a word in them is the product's
 
 
 def label_of(name: str, *, alone: bool = False) -> Label:
-    """What the name of a folder or file, or a label in a list, says.
+    """Meaning of the name of a folder or file, or of a label in a list.
 
     Words may be coupled by any sign, in camelCase or in any Unicode form. A name is good only if
     all of its words are known.
@@ -101,7 +101,7 @@ def label_of(name: str, *, alone: bool = False) -> Label:
 
 
 def says_masks(name: str) -> bool:
-    """Whether a folder's name is that of masks."""
+    """True if a folder's name is that of masks."""
     return _kinds(name) - _SILENT == {"mask"}
 
 
@@ -112,7 +112,7 @@ def split_of(name: str) -> str:
 
 
 def meant_by(label: str, where: str) -> str:
-    """What a label in a list says that an image is: `good`, or a kind of defect.
+    """Defect type of a label in a list: `good`, or a kind of defect.
 
     Raises:
         DataError: it says neither, or both.

@@ -76,7 +76,7 @@ def recognise(
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether a folder is a data set with good images in its `train`."""
+    """True if a folder is a data set with good images in its `train`."""
     return any(label_of(name) is Label.GOOD for name in folders_in(place / "train"))
 
 

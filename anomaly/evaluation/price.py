@@ -76,7 +76,7 @@ class Price:
         return [image for kind in kinds for image in self.compared.get(kind, ())]
 
     def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Any] | None:
-        """How many of some defects new thresholds reject and catch; None without any."""
+        """Defects that new thresholds reject and catch, counted; None without any."""
         names = {defect.name for defect in defects}
         scores = [image.scores[1] for image in self.of(DEFECTS) if image.name in names]
         if not scores:

@@ -128,7 +128,7 @@ class Asked:
             raise DataError("thresholds by hand need images that are known to be good")
 
     def values(self) -> dict[str, Any]:
-        """What is asked for, by name, for the record."""
+        """Wishes by name, for the record."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The weaknesses of a model, the most important first, each with the command that mends it."""
+"""The weaknesses of a model, the most important first, each with a command against it."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _refuse_modules(model: nn.Module, layers: object) -> None:
 
 
 class Detached:
-    """What a copy of a network has in place of a hook."""
+    """Stand-in for a hook in a copy of a network."""
 
     def __call__(self, *_: Any) -> None:
         """Change nothing."""

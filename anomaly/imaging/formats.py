@@ -41,7 +41,7 @@ where they lie beyond the end of the file."""
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What a file says about its picture.
+    """Facts of a file about its picture.
 
     Attributes:
         mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette4", "cmyk8",
@@ -494,8 +494,9 @@ def _values(page: Tags, tag: int) -> NDArray[Any]:
 
 
 class _Samples(NamedTuple):
-    """How many samples a pixel has, their type and compression, and whether each is stored as its
-    difference from the one on its left.
+    """Samples of a TIFF: a pixel's channels, their type and compression, and the predictor.
+
+    With a predictor each is stored as its difference from the one on its left.
     """
 
     channels: int

@@ -73,7 +73,7 @@ Item = TypeVar("Item")
 
 
 class Drawing(Protocol):
-    """What is drawn of each image; it travels to the processes, pickled."""
+    """Drawing of an image's pictures; it travels to the processes, pickled."""
 
     def write(self, image: Image, /, *what: Any) -> Any:
         """Draw an image that was decoded, and write that."""
@@ -97,7 +97,7 @@ class Decoders:
         loading: how files become network inputs.
         pictures: what to write for each image; None for nothing.
         keep_image: whether the decoded image is handed over with the network's input.
-        looks: whether what each image looks like is told.
+        looks: whether each network input carries the image's `Look`.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Decoders:
 
 
 def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator[Any]:
-    """What a function that reads files makes of each item, in order, a bounded number ahead.
+    """Results of a function that reads files, in order, a bounded number ahead.
 
     Args:
         function: of a module, and its items, what it makes and what it raises can be pickled.
@@ -200,7 +200,7 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
 
 
 def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
-    """What a function that reads a file returns; see `read_all`.
+    """Result of a function that reads a file; see `read_all`.
 
     Args:
         function: what to do.
@@ -596,7 +596,7 @@ def _limit_time(seconds: float) -> None:
 
 
 class Worker:
-    """What a process does when it is asked: to `call`, to `load` or to `finish`.
+    """Work of a process: to `call`, to `load` or to `finish`.
 
     It keeps the images that it has decoded, within `_KEPT_BYTES`, where they are to be drawn; those
     that didn't fit it reads again.
@@ -607,7 +607,7 @@ class Worker:
         self._kept: OrderedDict[tuple[int, int], Image] = OrderedDict()
 
     def answer(self, task: Task | None, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Whether a request was done, and what it returns or the error that it raises.
+        """(True, result) of a request that was done, else (False, its error).
 
         Args:
             task: what it has to know from now on; None for the last one.
@@ -622,7 +622,7 @@ class Worker:
             return False, error
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """What a function returns that needs none of the images that are kept."""
+        """Result of a function that needs none of the images that are kept."""
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:

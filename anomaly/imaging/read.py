@@ -50,7 +50,7 @@ MEMORY_SETTING = "ANOMALY_DECODER_MEMORY"
 
 @dataclass(frozen=True)
 class Decoding:
-    """How files are decoded.
+    """Decoding of files: limits and depth.
 
     Attributes:
         max_pixels: images of more pixels are refused before they are decoded, and files far too
@@ -205,7 +205,7 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
 
 
 def made_of(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:
-    """What a function makes of an image; None where the image can't be used.
+    """Result of a function of an image; None where the image can't be used.
 
     Decoding processes call it: a function of a module that imports torch has each of them import
     that, too.

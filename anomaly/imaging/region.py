@@ -33,7 +33,7 @@ class Polygons:
     corners: tuple[Polygon, ...]
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Which pixel centres lie inside, in some rows of an image of (H0, W0) pixels."""
+        """Mask of the pixel centres inside, in some rows of an image of (H0, W0) pixels."""
         top, bottom, _ = strip.indices(size[0])
         mask = np.zeros((bottom - top, size[1]), dtype=bool)
         for polygon in self.corners:

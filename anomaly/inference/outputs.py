@@ -135,7 +135,7 @@ class Outputs:
         return replace(PictureWriter.of(model, small), output=self.folder, full_size=False)
 
     def has_heatmap(self, verdict: str) -> bool:
-        """Whether an image with a verdict, empty for none, gets a heatmap."""
+        """True if an image with a verdict, empty for none, gets a heatmap."""
         return self.heatmaps == "all" or (self.heatmaps == "reject" and verdict != "good")
 
     def wanted(self, prediction: Prediction, name: str) -> Wanted:
@@ -169,7 +169,7 @@ class Outputs:
             write(self.folder / SCALE, encode_png(bar))
 
     def holds_picture(self, name: str) -> bool:
-        """Whether any picture of a name is in the folder."""
+        """True if any picture of a name is in the folder."""
         map_name = PurePosixPath(name).with_suffix(".tiff")
         files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
         return any((self.folder / place / file).exists() for place, file in files)

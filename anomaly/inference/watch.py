@@ -30,7 +30,7 @@ Stamp: TypeAlias = tuple[int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What changes when a file is written to; None if it is missing or not accessible."""
+    """Size and time of a file, which change when it is written to; None if it isn't accessible."""
     try:
         status = path.stat()
     except OSError:

@@ -314,7 +314,7 @@ def _netloc(address: str) -> tuple[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own."""
+    """True if a host's name or address is this machine's own."""
     if host == "localhost":
         return True
     try:

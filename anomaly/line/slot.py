@@ -91,7 +91,7 @@ class _Part:
     begun: float = field(default_factory=time.perf_counter)
 
     def loaded(self) -> NetworkInput | UnusableImage:
-        """What decoding made of it."""
+        """Its network input, or why it can't be used."""
         assert self.decoding is not None
         if (error := self.decoding.exception()) is not None:  # not the image's fault
             return UnusableImage(self.index, "failed", f"decoding failed: {why(error)}")

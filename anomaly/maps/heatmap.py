@@ -426,7 +426,7 @@ def photograph(file: bytes, decoding: Decoding) -> bytes:
 
 
 def pixels_for(count: int, together: int) -> int:
-    """How many pixels each picture has at most, so that a page of `count` stays small.
+    """Most pixels of each picture, so that a page of `count` stays small.
 
     Args:
         count: pictures on the page.

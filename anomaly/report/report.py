@@ -113,7 +113,7 @@ class Category:
         engine: what computed the scores.
         seconds: that scoring the test split took.
         tiles: by the images' places in the test split; empty for no report.
-        weaknesses: what to mend, the most important first.
+        weaknesses: of the model, the most important first.
     """
 
     evaluation: Evaluation

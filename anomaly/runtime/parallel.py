@@ -115,7 +115,7 @@ def wanted_threads() -> int:
 
 
 def program_threads() -> int:
-    """How many threads the program computes with, whatever this thread does."""
+    """Number of threads that the program computes with, whatever this thread does."""
     return _counts.program or cores()
 
 

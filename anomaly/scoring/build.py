@@ -181,7 +181,7 @@ def smallest_area(config: Config) -> float:
 
 
 def decoding_of(image: ImageConfig) -> Decoding:
-    """How a config has files decoded."""
+    """Limits and depth of a config for decoding files."""
     return Decoding(image.max_pixels, image.bit_depth)
 
 

@@ -144,7 +144,7 @@ class Model:
 
     @cached_property
     def loading(self) -> Preprocessing:
-        """How files become network inputs."""
+        """Preprocessing that makes network inputs of files."""
         network = self.extractor
         return loading_of(
             self.config,

@@ -99,7 +99,7 @@ class TrainingSetup:
 
     @property
     def loading(self) -> Preprocessing:
-        """How files become network inputs."""
+        """Preprocessing that makes network inputs of files."""
         stride, patch = self.extractor.coarsest_stride, self.extractor.patch
         return loading_of(self.config, stride, self.region, self.aspect, patch, self.reference)
 
@@ -411,12 +411,12 @@ class _Writer:
     """Writes batches of features and records facts about their images.
 
     Args:
-        model: as for `cached_features`.
-        fitter: as there.
-        scratch: as there.
+        model: makes the embeddings.
+        fitter: is to learn from them.
+        scratch: folder of the temporary files.
         images: all of them.
         copies: of each image, itself included.
-        among: as for `cached_features`.
+        among: images with features in the folder; None where no other process reads them.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class Gaussians:
 
 
 def _each(values: Tensor, function: Callable[[slice], Result]) -> list[Result]:
-    """What a function makes of the positions that values (P, …, d) are of, block by block."""
+    """Results of a function of the positions that values (P, …, d) are of, block by block."""
     blocks = position_blocks(len(values), values.shape[-1], values.device)
     return parallel_map(function, blocks, values.device)
 

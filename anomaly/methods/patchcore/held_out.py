@@ -214,7 +214,7 @@ def placed(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tenso
 
 
 def in_chunks(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What `placed` gives of several images together: at least 131,072 points, fewer at the end."""
+    """Points of `placed`, several images together: at least 131,072, fewer at the end."""
     held: list[tuple[Tensor, Tensor]] = []
     for piece in placed(pieces):
         held.append(piece)

@@ -359,7 +359,7 @@ def _write_index(index: Any, file: Path) -> None:
 
 
 def is_screened(bank: Array) -> bool:
-    """Whether a screen is quicker for a bank (M, D) than one product of all dimensions.
+    """True if a screen is quicker for a bank (M, D) than one product of all dimensions.
 
     It isn't in small banks, and on a GPU, which multiplies faster than it gathers.
     """

@@ -80,7 +80,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What the settings change, for people."""
+        """Changes of the settings, for people."""
         return _named(self.changes)
 
 
@@ -231,7 +231,7 @@ class Search:
 
 
 def _named(changes: Sequence[Change]) -> str:
-    """What settings change, for people."""
+    """Changes of settings, for people."""
     return ", ".join(map(str, changes)) or "your settings"
 
 
