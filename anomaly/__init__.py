@@ -9,26 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from anomaly.errors import needs_training
-from anomaly.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from anomaly.config.load import load_config
     from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
-    from anomaly.detector import Detector, load
+    from anomaly.detector import Detector, fit, load
     from anomaly.errors import AnomalyError, ImageError
-    from anomaly.fitting import fit
     from anomaly.imaging.array_input import image
+    from anomaly.runtime import __version__ as __version__
     from anomaly.scoring.prediction import Prediction
     from anomaly.training.tuning.tune import tune
 
 _HOME = {
+    "__version__": "runtime",
     "Detector": "detector",
     "AnomalyError": "errors",
     "Config": "config.schema",
     "ImageError": "errors",
     "Prediction": "scoring.prediction",
-    "fit": "fitting",
+    "fit": "detector",
     "image": "imaging.array_input",
     "load": "detector",
     "load_config": "config.load",

@@ -7,23 +7,29 @@ nothing of these imports it.
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from anomaly.calibration import Thresholds
+from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample
+from anomaly.datasets import Dataset, Sample, check_inputs
+from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.masks import strays
-from anomaly.errors import DataError, ImageError, needs_training
+from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.recalibrate import Asked, recalibrated
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.array_input import ImageLike, is_one, source_of
+from anomaly.imaging.read import Decoding, described
 from anomaly.methods.base import Progress
 from anomaly.report.report import Category, evaluated
+from anomaly.runtime import device_of
+from anomaly.scoring.build import decoding_of
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -33,8 +39,12 @@ if TYPE_CHECKING:
     import torch
 
     from anomaly.explain.evidence import Explanation
+    from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
+
+TrainingImages: TypeAlias = "str | os.PathLike[str] | Dataset | Iterable[ImageLike | Sample]"
+"""A folder, a data set, or a collection of paths, arrays, PIL images, tensors or samples."""
 
 
 @contextmanager
@@ -308,7 +318,7 @@ class Detector:
                 log.warning("%s", unused)
             place = str(data.folder)
             data = data.test
-        samples: list[Any] = [data] if isinstance(data, str | PathLike) else list(data)
+        samples: list[Any] = [data] if isinstance(data, str | os.PathLike) else list(data)
         if not all(isinstance(sample, Sample) for sample in samples):
             raise DataError(
                 "test images need labels that say which are defective: give "
@@ -317,6 +327,59 @@ class Detector:
         samples = not_learned(model, model.config.name, samples)
         # Samples of a program's own have no split.
         return evaluated(model, samples, place, own_split=bool(place), progress=progress)
+
+
+def fit(
+    images: TrainingImages,
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    device: str | torch.device = "auto",
+    calibrate: bool = True,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Detector:
+    """Learn what good looks like. The command is `anomaly train`.
+
+    The thresholds come from scores of the same images by models that haven't learned from them;
+    the detector itself learns from all.
+
+    Args:
+        images: good images only. A folder (all images in it and its subfolders), a list of paths,
+            arrays, PIL images or tensors as for `Detector.predict`, or a data set that
+            `anomaly.open_dataset` has listed, whose training split is taken; none of its images
+            may be among the defects as well.
+        config: settings, as in a config file: a `Config`, a dict of them
+            (`{"model": {"kind": "padim"}}`), or None for the defaults. `data` isn't read.
+        device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
+        calibrate: whether to find thresholds. Without them predictions have no verdict.
+        progress: called with (stage, done, total).
+
+    Returns:
+        The detector. A file that can't be used is left out, with a warning in the log.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or range.
+        ImageError: an array can't be used as an image; says which and why.
+        AnomalyError: no image can be used, one is labelled good and defective, or weights or layers
+            can't be used as configured.
+    """
+    with _extra_train("anomaly.fit"):
+        from anomaly.training.fit import train
+    settings = _settings(config)
+    samples = _samples(images, decoding_of(settings.image))
+    test = images.test if isinstance(images, Dataset) else ()
+    with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
+        training = train(
+            settings,
+            samples,
+            defects=[sample for sample in test if sample.is_defect],
+            device=device_of(device),
+            scratch=Path(scratch),
+            calibrate=calibrate,
+            progress=progress,
+        )
+    for reason in training.refused.values():
+        log.warning("skipped: %s", reason)
+    return Detector(training.detector)
 
 
 def load(
@@ -339,3 +402,46 @@ def load(
             doesn't belong.
     """
     return Detector(load_model(folder, device, precision))
+
+
+def _settings(config: Config | Mapping[str, Any] | None) -> Config:
+    if isinstance(config, Config):
+        return config
+    if config is None or isinstance(config, Mapping):
+        return parse_config(config or {}, "config")
+    raise ConfigError(
+        f"config is a {type(config).__name__}; give a Config, a dict of settings, or "
+        "anomaly.load_config('file.yaml')"
+    )
+
+
+def _samples(images: TrainingImages, decoding: Decoding) -> list[Sample]:
+    if isinstance(images, Dataset):
+        return list(images.train)
+    if isinstance(images, str | os.PathLike):
+        return _files([Path(images)])
+    if is_one(images):
+        raise DataError("one image shows no variation; give a list of good images, or their folder")
+    samples: list[Sample] = []
+    files: list[Path] = []
+    for index, image in enumerate(images):
+        if isinstance(image, Sample):
+            samples.append(image)
+        elif isinstance(image, str | os.PathLike):
+            files.append(Path(image))
+        else:
+            name, source = described(index), source_of(image, decoding, index)
+            assert not isinstance(source, Path)
+            samples.append(Sample(Path(name), name, image=source))
+    if not files and not samples:
+        raise DataError("no images to learn from; give good images, or the folder they are in")
+    return samples + (_files(files) if files else [])
+
+
+def _files(inputs: list[Path]) -> list[Sample]:
+    """The images of files and folders, named by their place below the folder that holds all."""
+    paths = find_inputs(inputs, option="images").paths
+    check_inputs(inputs, paths)
+    within = [path if path.is_dir() else path.parent for path in inputs]
+    common = os.path.commonpath([path.absolute() for path in within])
+    return [Sample(path, path.absolute().relative_to(common).as_posix()) for path in paths]

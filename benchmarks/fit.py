@@ -20,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from anomaly.runtime.parallel import cores
+from anomaly.runtime import cores
 from benchmarks.process import Outcome, machine, run
 
 PEER = Path(__file__).with_name("anomalib_side.py")

@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from anomaly.runtime.parallel import cores
+from anomaly.runtime import cores
 from benchmarks.fit import MODELS, PEER
 from benchmarks.process import Outcome, machine, run
 

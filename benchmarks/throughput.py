@@ -30,7 +30,7 @@ from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
-from anomaly.runtime.devices import device_of
+from anomaly.runtime import device_of
 from anomaly.scoring.image_statistics import statistics_of
 from anomaly.scoring.pipeline import Model
 from anomaly.storage.save import save

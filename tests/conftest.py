@@ -205,7 +205,7 @@ def patience() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def as_many_threads() -> Iterator[None]:
     """Leaves the number of threads as it was, whatever a command was told."""
-    from anomaly.runtime.parallel import get_threads, imported_torch, set_threads
+    from anomaly.runtime import get_threads, imported_torch, set_threads
 
     before = get_threads() if imported_torch() else int(os.environ.get("OMP_NUM_THREADS", 0))
     yield

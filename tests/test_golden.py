@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
     """What bytes may hang on besides data, settings and code."""
     import torch
 
-    from anomaly.runtime.devices import has_bf16
+    from anomaly.runtime import has_bf16
 
     packages = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless")
     return {

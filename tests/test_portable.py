@@ -16,7 +16,7 @@ from portable import LEVELS, NUMERICAL, environment
 from threadpoolctl import threadpool_info
 
 import anomaly
-from anomaly.runtime.devices import has_bf16
+from anomaly.runtime import has_bf16
 
 X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 settings")
 # Relative; a tenth of the noise that thresholds leave room for.
@@ -62,8 +62,7 @@ def test_every_library_obeys() -> None:
 def test_bf16_needs_leave() -> None:
     """A processor that has it, held down to AVX2 by ONEDNN_MAX_CPU_ISA, computes in fp32."""
     code = (
-        "import torch; from anomaly.runtime.devices import has_bf16; "
-        "print(has_bf16(torch.device('cpu')))"
+        "import torch; from anomaly.runtime import has_bf16; print(has_bf16(torch.device('cpu')))"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment("avx2", 1), capture_output=True, text=True

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ModelError
 from anomaly.imaging.loading import NetworkInput
-from anomaly.runtime.parallel import get_threads
+from anomaly.runtime import get_threads
 
 Array: TypeAlias = NDArray[Any]
 # Images (B, 3, H, W) float32, or pixels (B, H, W, 3) uint8, -> the graph's outputs.

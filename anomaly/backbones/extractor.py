@@ -22,8 +22,7 @@ from anomaly.errors import LayerError
 from anomaly.hooks import capture
 from anomaly.hooks.capture import private
 from anomaly.imaging.loading import NetworkInput
-from anomaly.runtime.devices import has_bf16
-from anomaly.runtime.parallel import locked_cached_property
+from anomaly.runtime import has_bf16, locked_cached_property
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from anomaly.cli.logging_setup import (
 from anomaly.cli.options import OPTIONS
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
-from anomaly.version import __version__
+from anomaly.runtime import __version__
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _main(arguments: list[str]) -> int:
 
 def _set_environment() -> None:
     """Set what libraries read once, when they are loaded, unless the user has set it."""
-    # Numpy's products run side by side on the program's own threads (`anomaly.runtime.parallel`);
+    # Numpy's products run side by side on the program's own threads (`anomaly.runtime`);
     # those of its library beside them would only wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Torch's large tensors lie in pages of 2 MiB: fresh memory comes 512 times less often.

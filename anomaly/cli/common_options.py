@@ -17,8 +17,7 @@ from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.pool import warm_up
-from anomaly.runtime.devices import CPU, device_of
-from anomaly.runtime.parallel import cores, use_threads
+from anomaly.runtime import CPU, cores, device_of, use_threads
 from anomaly.storage.folder import EXPORT, find_model, find_runs
 
 if TYPE_CHECKING:

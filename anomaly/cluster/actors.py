@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.runtime.parallel import StoppedError, cores
+from anomaly.runtime import StoppedError, cores
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.methods.base import PatchSet, Progress, Result, Scorer
-from anomaly.runtime.devices import device_of
-from anomaly.runtime.parallel import use_threads
+from anomaly.runtime import device_of, use_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
 from anomaly.training.feature_cache import (

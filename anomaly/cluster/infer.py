@@ -20,7 +20,7 @@ from anomaly.errors import DataError, ModelError
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.inference.outputs import about_model
 from anomaly.inference.pipeline import Predict
-from anomaly.runtime.parallel import use_threads
+from anomaly.runtime import use_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model

@@ -24,7 +24,7 @@ from anomaly.report.page import (
     table_page,
     utc_now,
 )
-from anomaly.version import __version__
+from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
     from anomaly.calibration import Thresholds

@@ -27,7 +27,7 @@ from anomaly.files.writing import as_json, remove_drafts, write
 from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import read_image
-from anomaly.runtime.parallel import program_threads
+from anomaly.runtime import __version__, program_threads
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.scoring.scored import Scored, score
@@ -45,7 +45,6 @@ from anomaly.storage.folder import (
 )
 from anomaly.storage.load import config_in, load_model
 from anomaly.training.runs import training_record
-from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.training.fit import StageProgress  # with torch

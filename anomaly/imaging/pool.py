@@ -50,7 +50,7 @@ from anomaly.imaging.loading import (
     to_unusable,
 )
 from anomaly.imaging.read import Image, described
-from anomaly.runtime.parallel import StoppedError, prefetch, program_threads
+from anomaly.runtime import StoppedError, prefetch, program_threads
 
 if sys.platform == "linux":
     import fcntl

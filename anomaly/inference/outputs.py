@@ -34,7 +34,7 @@ from anomaly.maps.heatmap import (
     thumbnail,
 )
 from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
-from anomaly.version import __version__
+from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
 from anomaly.maps.regions import MarkedRegion
-from anomaly.version import __version__
+from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -23,7 +23,7 @@ from anomaly.line.report import PAGE, Period, report
 from anomaly.line.server import author
 from anomaly.line.service import STOPPING, InspectionService
 from anomaly.line.slot import BusyError, ModelSlot
-from anomaly.version import __version__
+from anomaly.runtime import __version__
 
 _T = TypeVar("_T")
 

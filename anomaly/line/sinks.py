@@ -23,7 +23,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from anomaly.errors import AnomalyError, why
 from anomaly.line.record import Record
-from anomaly.version import __version__
+from anomaly.runtime import __version__
 
 _SECONDS = 5.0  # for a row and its answer; MQTT: for each step
 _ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good

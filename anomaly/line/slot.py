@@ -31,7 +31,7 @@ from anomaly.inference.pipeline import Pipeline
 from anomaly.inference.rows import Row, region_rows, row_of
 from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.record import Answer, Recorder
-from anomaly.runtime.parallel import get_threads, program_threads
+from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction

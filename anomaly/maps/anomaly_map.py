@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from anomaly.arrays import Array, module_of
 from anomaly.imaging.geometry import AnyView, Axis, AxisView, Tiling, patch_size
 from anomaly.imaging.region import Region
-from anomaly.runtime.parallel import one_blas_thread
+from anomaly.runtime import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
 LEAST_WEIGHT = 1e-4

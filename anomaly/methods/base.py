@@ -10,7 +10,7 @@ import numpy as np
 
 from anomaly.arrays import Array, module_of
 from anomaly.errors import DataError, ModelError
-from anomaly.runtime.devices import CPU
+from anomaly.runtime import CPU
 
 if TYPE_CHECKING:
     import torch

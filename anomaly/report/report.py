@@ -41,6 +41,7 @@ from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import asset, command_line, page, shown_time, utc_now
 from anomaly.report.tables import metrics_json, scores_csv
+from anomaly.runtime import __version__
 from anomaly.scoring.build import flatten, to_dict
 from anomaly.scoring.pipeline import Model
 from anomaly.scoring.prediction import Prediction
@@ -48,7 +49,6 @@ from anomaly.scoring.scored import Scored
 from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record
-from anomaly.version import __version__
 
 # All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
 _PIXELS = 120_000_000

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import ConfigError, OutputError
 from anomaly.files.writing import write
-from anomaly.runtime.parallel import cores
+from anomaly.runtime import cores
 from anomaly.sample_data import brushed_plate
 from anomaly.sample_data.brushed_plate import Field, grid, white
 from anomaly.storage.folder import appearing

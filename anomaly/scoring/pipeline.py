@@ -31,8 +31,7 @@ from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region, beyond
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores, Scorer
-from anomaly.runtime.devices import check_fork
-from anomaly.runtime.parallel import apply_thread_limit, in_parallel
+from anomaly.runtime import apply_thread_limit, check_fork, in_parallel
 from anomaly.scoring.build import loading_of, smallest_area
 from anomaly.scoring.image_score import (
     Piece,

@@ -21,8 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.config.schema import Config
 from anomaly.errors import ModelError
-from anomaly.runtime.devices import CPU
-from anomaly.runtime.parallel import get_threads
+from anomaly.runtime import CPU, get_threads
 from anomaly.scoring.build import array_scorer_of
 from anomaly.storage.folder import (
     BACKBONE,

@@ -10,7 +10,7 @@ from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
 from anomaly.imaging.reference import Reference
-from anomaly.runtime.devices import CPU, device_of, has_bf16
+from anomaly.runtime import CPU, __version__, device_of, has_bf16
 from anomaly.scoring.build import region_of, scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.pipeline import Model
@@ -26,7 +26,6 @@ from anomaly.storage.folder import (
     read_tensors,
 )
 from anomaly.storage.thresholds import read_history, read_thresholds
-from anomaly.version import __version__
 
 if TYPE_CHECKING:
     import torch

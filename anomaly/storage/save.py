@@ -14,7 +14,7 @@ from safetensors.numpy import save_file as save_numpy
 
 from anomaly.files.writing import share
 from anomaly.imaging.region import DrawnMask, Region
-from anomaly.runtime.parallel import get_threads
+from anomaly.runtime import __version__, get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
     BACKBONE,
@@ -28,7 +28,6 @@ from anomaly.storage.folder import (
     write_manifest,
 )
 from anomaly.storage.thresholds import write_history, write_thresholds
-from anomaly.version import __version__
 
 if TYPE_CHECKING:
     from anomaly.scoring.pipeline import Model

@@ -15,6 +15,7 @@ from anomaly.calibration import GoodScores, Threshold, Thresholds
 from anomaly.calibration.thresholds import Calibration
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import as_json, from_json
+from anomaly.runtime import __version__
 from anomaly.storage.folder import (
     AGAIN,
     HISTORY,
@@ -28,7 +29,6 @@ from anomaly.storage.folder import (
     read_manifest,
     write_manifest,
 )
-from anomaly.version import __version__
 
 _FILES = ("thresholds.json", "calibration.json")
 

@@ -48,8 +48,7 @@ from anomaly.methods.base import (
     Result,
     Scorer,
 )
-from anomaly.runtime.devices import release_memory
-from anomaly.runtime.parallel import in_parallel
+from anomaly.runtime import in_parallel, release_memory
 from anomaly.scoring.build import loading_of, turns_of
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.image_statistics import (

@@ -24,7 +24,7 @@ from anomaly.imaging.pool import Decoders
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
-from anomaly.runtime.devices import peak_memory
+from anomaly.runtime import peak_memory
 from anomaly.storage.folder import appearing, check_run_folder
 from anomaly.storage.golden import Answers, write_record
 from anomaly.storage.save import save

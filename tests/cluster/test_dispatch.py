@@ -14,7 +14,7 @@ import pytest
 from anomaly.cluster import actors
 from anomaly.cluster.actors import WorkerDied, Workers
 from anomaly.errors import AnomalyError, OutputError
-from anomaly.runtime.parallel import StoppedError
+from anomaly.runtime import StoppedError
 
 _SIZE = 17
 

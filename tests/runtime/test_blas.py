@@ -5,8 +5,7 @@ from contextlib import ExitStack
 import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
-from anomaly.runtime.devices import CPU
-from anomaly.runtime.parallel import in_parallel, one_blas_thread, parallel_map
+from anomaly.runtime import CPU, in_parallel, one_blas_thread, parallel_map
 
 
 def threads() -> set[int]:
@@ -37,7 +36,7 @@ def test_blocks_give_the_threads_back_with_the_last_whatever_happens() -> None:
 
 
 def test_passes_side_by_side_have_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anomaly.runtime.parallel.get_threads", lambda: 2)
+    monkeypatch.setattr("anomaly.runtime.get_threads", lambda: 2)
     assert parallel_map(lambda _: threads(), [1, 2], CPU) == [{1}, {1}]
     assert list(in_parallel(lambda _: threads(), [1, 2, 3], CPU)) == [{1}] * 3
     assert threads() == {2}

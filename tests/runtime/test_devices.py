@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anomaly.errors import AnomalyError
-from anomaly.runtime.devices import device_of
+from anomaly.runtime import device_of
 
 
 def test_devices_by_name_and_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

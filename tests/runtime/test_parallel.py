@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from anomaly.runtime.parallel import (
+from anomaly.runtime import (
     apply_thread_limit,
     in_parallel,
     locked_cached_property,

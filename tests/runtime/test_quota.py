@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from anomaly.runtime import parallel
-from anomaly.runtime.parallel import cores, cpu_quota
+from anomaly import runtime
+from anomaly.runtime import cores, cpu_quota
 
 
 def _groups(root: Path, lines: str, files: dict[str, str]) -> Path:
@@ -53,7 +53,7 @@ def test_the_default_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 4, raising=False)
     for quota, expected in ((0.2, 1), (1.0, 1), (1.5, 2), (99, 4)):
-        monkeypatch.setattr(parallel, "cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(runtime, "cpu_quota", lambda quota=quota: quota)
         assert cores() == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert cores() == 8

@@ -30,7 +30,7 @@ from anomaly.methods.padim.gaussian import (
     position_blocks,
     projected,
 )
-from anomaly.runtime.parallel import parallel_map
+from anomaly.runtime import parallel_map
 
 # Images whose patches are added at once, whichever of them share a batch.
 _TOGETHER = 64

@@ -25,7 +25,7 @@ from anomaly.methods.base import (
     check_tensors,
     device_of,
 )
-from anomaly.runtime.parallel import parallel_map
+from anomaly.runtime import parallel_map
 
 if TYPE_CHECKING:
     import torch

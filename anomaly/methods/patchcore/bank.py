@@ -22,7 +22,7 @@ from anomaly.methods.base import (
     check_tensors,
 )
 from anomaly.methods.patchcore.search import NearestNeighbors
-from anomaly.runtime.parallel import locked_cached_property
+from anomaly.runtime import locked_cached_property
 
 if TYPE_CHECKING:
     import torch

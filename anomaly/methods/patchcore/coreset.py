@@ -32,7 +32,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError, DataError
 from anomaly.methods.base import Progress
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
-from anomaly.runtime.parallel import ParallelMap, parallel_pool
+from anomaly.runtime import ParallelMap, parallel_pool
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.
@@ -152,7 +152,7 @@ class MinDistances:
 
     Args:
         points: (N, d), any floating dtype.
-        parallel_map: hands out work, see `anomaly.runtime.parallel.parallel_pool`.
+        parallel_map: hands out work, see `anomaly.runtime.parallel_pool`.
 
     Attributes:
         squared: (N,) float32; centres have -1. The owner may set them before the first centre.

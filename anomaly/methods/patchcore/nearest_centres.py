@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anomaly.runtime.parallel import parallel_map
+from anomaly.runtime import parallel_map
 
 # Of 128 to 1,024 cells, 256 measured best: few are wide, many make products too small to be quick.
 # A GPU multiplies faster than it could be told what to skip.

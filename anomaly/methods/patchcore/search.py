@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from anomaly.arrays import Array, as_numpy, like, module_of
 from anomaly.methods.base import device_of
-from anomaly.runtime.parallel import get_threads, one_blas_thread, parallel_map
+from anomaly.runtime import get_threads, one_blas_thread, parallel_map
 
 Floats = NDArray[np.float32]
 

@@ -22,7 +22,7 @@ from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table
 from anomaly.files.writing import as_json, write
-from anomaly.runtime.devices import device_of
+from anomaly.runtime import device_of
 from anomaly.scoring.scored import Scored, score
 from anomaly.training.fit import StageProgress, train
 from anomaly.training.tuning.candidates import (

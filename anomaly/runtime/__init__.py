@@ -1,1 +1,0 @@
-"""The machine: devices, threads, work side by side, memory given back."""
