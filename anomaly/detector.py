@@ -20,7 +20,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.datasets.masks import strays
+from anomaly.datasets.samples import strays
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.recalibrate import Asked, recalibrated
 from anomaly.evaluation.splits import images_to_test, not_learned

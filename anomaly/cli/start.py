@@ -21,7 +21,7 @@ from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import SMALL_SET, Severity, advice, check
-from anomaly.datasets.recognise import LIST_SUFFIX, listing_of, recognise
+from anomaly.datasets.layouts import LIST_SUFFIX, listing_of, recognise
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, from_json, write
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
     from anomaly.datasets.check import Advice, DataReport, Reading
-    from anomaly.datasets.recognise import Recognised
+    from anomaly.datasets.layouts import Recognised
 
 log = logging.getLogger(__name__)
 

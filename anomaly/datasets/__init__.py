@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from anomaly.datasets.layouts import FORMATS, folders_in, open_test_images
-from anomaly.datasets.refusals import check_annotations, check_inputs
+from anomaly.datasets.names import check_annotations, check_inputs
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, looked_in

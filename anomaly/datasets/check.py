@@ -13,15 +13,16 @@ from enum import StrEnum
 from functools import partial
 
 from anomaly.datasets import Dataset, Sample, ground_truth
-from anomaly.datasets.copies import (
+from anomaly.datasets.samples import (
+    MaskError,
     contradiction,
     frames,
+    maybe_turned,
     near_copies,
     none_usable,
+    strays,
     too_few_different,
 )
-from anomaly.datasets.masks import strays
-from anomaly.datasets.samples import MaskError, maybe_turned
 from anomaly.errors import ImageError
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
 from anomaly.imaging.loading import to_unusable

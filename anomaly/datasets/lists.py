@@ -7,9 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anomaly.datasets.masks import plain
-from anomaly.datasets.names import CLEAR, Label, label_of, meant_by
-from anomaly.datasets.refusals import check_names
+from anomaly.datasets.names import CLEAR, Label, check_names, label_of, meant_by, plain
 from anomaly.datasets.samples import SPLITS, Dataset, Sample, in_splits
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.tables import Rows, read_rows

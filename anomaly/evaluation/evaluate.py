@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from anomaly.calibration import Thresholds
 from anomaly.datasets import Sample, ground_truth
-from anomaly.datasets.copies import contradiction
-from anomaly.datasets.samples import maybe_turned
+from anomaly.datasets.samples import contradiction, maybe_turned
 from anomaly.errors import DataError, ImageError, some
 from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.evaluation.metrics.images import (

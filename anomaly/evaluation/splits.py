@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from anomaly.datasets import Dataset, Sample, open_dataset, open_test_images
-from anomaly.datasets.masks import strays
+from anomaly.datasets.samples import strays
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
 from anomaly.scoring.pipeline import Model

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.calibration.model_thresholds import GoodScores
-from anomaly.datasets.copies import too_few_different
+from anomaly.datasets.samples import too_few_different
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo

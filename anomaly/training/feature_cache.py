@@ -21,7 +21,7 @@ from torch import Tensor
 from anomaly.backbones.extractor import Embedder, FeatureExtractor
 from anomaly.backbones.registry import Normalisation
 from anomaly.config.schema import Config
-from anomaly.datasets.copies import none_usable
+from anomaly.datasets.samples import none_usable
 from anomaly.errors import WriteError, unwritable
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import (

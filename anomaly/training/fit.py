@@ -21,8 +21,8 @@ from anomaly.backbones.registry import normalisation
 from anomaly.calibration import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
-from anomaly.datasets.copies import contradiction, near_copies
 from anomaly.datasets.poses import grey_pictures, learn
+from anomaly.datasets.samples import contradiction, near_copies
 from anomaly.errors import ConfigError, DataError, some
 from anomaly.imaging.geometry import Sizing, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, size_of

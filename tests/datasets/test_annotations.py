@@ -9,7 +9,7 @@ import pytest
 from kit import touch
 
 from anomaly.datasets import check_inputs, open_dataset, open_test_images
-from anomaly.datasets.recognise import recognise
+from anomaly.datasets.layouts import recognise
 from anomaly.errors import DataError
 
 BOXES = json.dumps({"images": [{"id": 4, "file_name": "k4.jpg"}], "annotations": [{"box": [1]}]})

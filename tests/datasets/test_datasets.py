@@ -18,7 +18,7 @@ from anomaly.datasets import (
     open_dataset,
     open_test_images,
 )
-from anomaly.datasets.recognise import recognise
+from anomaly.datasets.layouts import recognise
 from anomaly.errors import DataError, ImageError
 
 

@@ -9,8 +9,8 @@ from kit import touch
 
 from anomaly.datasets import Dataset, check_inputs, open_dataset
 from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.layouts import Recognised, recognise
 from anomaly.datasets.names import Label, by_file_names, label_of
-from anomaly.datasets.recognise import Recognised, recognise
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 

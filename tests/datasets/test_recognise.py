@@ -8,7 +8,7 @@ from kit import touch
 
 from anomaly.datasets import open_dataset
 from anomaly.datasets.check import DataReport, SplitSummary, advice
-from anomaly.datasets.recognise import recognise
+from anomaly.datasets.layouts import recognise
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 
