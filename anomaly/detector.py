@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_inputs
@@ -30,7 +30,7 @@ from anomaly.methods.base import Progress
 from anomaly.report.report import Category, evaluated
 from anomaly.runtime import device_of
 from anomaly.scoring.build import decoding_of
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
 from anomaly.storage.save import save

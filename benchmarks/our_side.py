@@ -19,7 +19,7 @@ from anomaly.cli import main
 from anomaly.config.load import parse_config
 from anomaly.datasets import open_dataset
 from anomaly.imaging.pool import Decoders
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 from anomaly.storage.save import save
 from anomaly.training.fit import train as learn

@@ -32,7 +32,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.runtime import device_of
 from anomaly.scoring.image_statistics import statistics_of
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.save import save
 from anomaly.training.fit import train
 from benchmarks.process import machine

@@ -2,9 +2,14 @@
 
 from typing import Any, cast
 
-from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand, thresholds_from
+from anomaly.calibration.thresholds import (
+    GoodScores,
+    Thresholds,
+    thresholds_by_hand,
+    thresholds_from,
+)
 from anomaly.config.load import parse_config
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 
 _GOOD = GoodScores(("a", "b", "c"), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), "some images")
 

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from anomaly.calibration.model_thresholds import (
-    GoodScores,
-    Thresholds,
-    thresholds_from,
-    with_pixels,
-)
 from anomaly.calibration.rates import Rate, binomial, percent, rate_anywhere
 from anomaly.calibration.thresholds import (
     Calibration,
+    GoodScores,
     Threshold,
+    Thresholds,
     threshold_at,
+    thresholds_from,
+    with_pixels,
 )
 from anomaly.errors import DataError
 

@@ -1,4 +1,4 @@
-"""Thresholds from the scores of good images.
+"""Thresholds from the scores of good images, those scores, and changes of both.
 
 The scores must come from images that the scoring model hasn't learned from. If they and the parts
 still to come are alike (exchangeable), the rate of false rejects above the k-th highest of n
@@ -10,8 +10,11 @@ conformal predictors", proposition 2). Ties only lower the true rate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +23,7 @@ from anomaly.calibration.rates import (
     CONFIDENCE,
     Floats,
     Rate,
+    ScoreScale,
     binomial,
     images_needed,
     independent,
@@ -27,8 +31,11 @@ from anomaly.calibration.rates import (
     placed,
     rate_anywhere,
     rate_of,
+    rate_showing,
     sorted_scores,
+    supported_rate,
 )
+from anomaly.errors import DataError, some
 
 _SLACK = 1e-9  # of rates, for rounding
 
@@ -233,3 +240,364 @@ def calibrate(
         review=threshold_for_expected_rate(scores, review_rate, groups),
         reject=threshold_for_false_reject_rate(scores, reject_rate, groups),
     )
+
+
+# Good images that are looked at one by one, and by how much leaving one out must lower the reject
+# threshold for it to be worth a word.
+_HIGHEST = 5
+_WORTH_A_WORD = 0.1
+_ASSUMES = "valid only for images like these: same lot, lamp and camera"
+# Times the reject threshold so far, above which a new one is reported as higher. Less is never
+# doubted: the interval of a threshold from few images hangs on one or two gaps between scores.
+_FAR = 1.1
+_FOR_THE_REST = (
+    "The rates hold for parts like the images that remain; if parts like those left out are good "
+    "and occur again, more good parts will be flagged"
+)
+
+
+# Name, image score, peak and sha256 of an image.
+Row: TypeAlias = tuple[str, float, float, str]
+
+
+@dataclass(frozen=True)
+class GoodScores:
+    """Scores of good images by models that haven't learned them.
+
+    Attributes:
+        names: of the n images.
+        image: their image scores.
+        peak: the highest value of each one's anomaly map.
+        source: how many they are and how they were had, for people.
+        groups: from how many groups (lots, or parts seen more than once) the images come; None
+            where none are known.
+        left_out: names of images that somebody has taken out.
+        hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
+            all after training, whose images' hashes the model's manifest has by name.
+        stood_out: how many images training has left out because they stood out from all others.
+    """
+
+    names: tuple[str, ...] = field(repr=False)
+    image: tuple[float, ...] = field(repr=False)
+    peak: tuple[float, ...] = field(repr=False)
+    source: str
+    groups: int | None = None
+    left_out: tuple[str, ...] = ()
+    hashes: tuple[str, ...] = field(default=(), repr=False)
+    stood_out: int = 0
+
+    def rows(self) -> list[Row]:
+        """A row for each image; the sha256 is empty if unknown."""
+        hashes = self.hashes or ("",) * len(self.names)
+        return list(zip(self.names, self.image, self.peak, hashes, strict=True))
+
+    def with_rows(self, rows: Sequence[Row]) -> GoodScores:
+        """A copy with other rows, at least one."""
+        names, image, peak, hashes = zip(*rows, strict=True)
+        return replace(
+            self,
+            names=names,
+            image=image,
+            peak=peak,
+            hashes=hashes if any(hashes) else (),
+        )
+
+    def without(self, names: Sequence[str]) -> GoodScores:
+        """A copy without some images, whose names it keeps.
+
+        Args:
+            names: of images, or the ends of their paths where only one image has that end.
+
+        Raises:
+            DataError: no image, or more than one, has such a name, or none would be left.
+        """
+        places = {_place(name, self.names) for name in names}
+        if len(places) == len(self.names):
+            raise DataError("all good images would be left out; a threshold needs some of them")
+        kept = [row for i, row in enumerate(self.rows()) if i not in places]
+        out = tuple(name for i, name in enumerate(self.names) if i in places)
+        source = re.sub(rf"^{len(self.names)}\b", str(len(kept)), self.source)
+        return replace(self.with_rows(kept), left_out=(*self.left_out, *out), source=source)
+
+    def joined(self, other: GoodScores) -> GoodScores:
+        """These scores and others together.
+
+        An image that both have counts once, with the other's score. Where groups are known of
+        either, all images of the one of which none are count as one.
+        """
+        known = self.groups is not None or other.groups is not None
+        shared = {*other.hashes} - {""}
+        rows = [row for row in self.rows() if row[3] not in shared]
+        return replace(
+            self.with_rows(rows + other.rows()),
+            groups=(self.groups or 1) + (other.groups or 1) if known else None,
+            left_out=(*self.left_out, *other.left_out),
+            stood_out=self.stood_out + other.stood_out,
+        )
+
+    @property
+    def cautions(self) -> list[str]:
+        """Limits of what the bounds hold for, a sentence each; empty if that is all images."""
+        cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
+        if self.stood_out:
+            cautions.append(
+                "left out because they look unlike all others (model.leave_out_suspects): "
+                f"{self.stood_out}. {_FOR_THE_REST}"
+            )
+        if self.left_out:
+            names = ", ".join(self.left_out)
+            cautions.append(f"left out by hand: {len(self.left_out)} ({names}). {_FOR_THE_REST}")
+        return cautions
+
+    def _caution_of_groups(self, groups: int) -> str:
+        count = "one group" if groups == 1 else f"{groups} groups"
+        if groups > 1 and self.left_out:  # of which groups isn't kept
+            count += " at most"
+        return (
+            f"the images come from {count}. Images of one group may be alike, so the bounds count "
+            f"groups. {count} can't guarantee a false-reject rate below "
+            f"{percent(supported_rate(groups))}"
+        )
+
+
+def _place(wanted: str, names: Sequence[str]) -> int:
+    """The index of an image, by its name, the end of it, or a path that ends with it."""
+    path = "/" + wanted.replace("\\", "/")
+    places = [i for i, name in enumerate(names) if name == wanted] or [
+        i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")
+    ]
+    if len(places) != 1:
+        what = f"{len(places)} good images are" if places else "no good image is"
+        raise DataError(
+            f"{what} called {wanted}; calibration.json in the model's folder lists their names"
+        )
+    return places[0]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Thresholds of an image and its pixels, with the scores behind them.
+
+    Attributes:
+        calibration: the review and the reject threshold, and what each does to good parts.
+        pixel: an anomaly-map value above this is marked.
+        label: how the thresholds were found: `calibrated` or `by hand`.
+        good: the scores of good images behind them.
+    """
+
+    calibration: Calibration
+    pixel: float
+    label: str
+    good: GoodScores
+
+    @property
+    def image(self) -> float:
+        """An image score above this is rejected."""
+        return self.calibration.reject.value
+
+    @property
+    def review(self) -> float:
+        """An image score above this, up to `image`, is for a person to decide."""
+        return self.calibration.review.value
+
+    @cached_property
+    def review_pixel(self) -> float:
+        """Map values above this, up to `pixel`, mark places for review."""
+        return min(_pixels_at(self.review, self.good), self.pixel)
+
+    @property
+    def images(self) -> int:
+        """Number of good images behind the thresholds."""
+        return len(self.good.image)
+
+    def verdict(self, score: float) -> str:
+        """`good`, `review` or `reject`."""
+        return self.calibration.verdict(score)
+
+    def calibrated(self, score: float) -> float:
+        """How rare a score is among good parts, in powers of ten; see `ScoreScale`."""
+        return float(self._scale(score))
+
+    def lines(self) -> list[str]:
+        """Lines for people: the thresholds and their rates."""
+        both = self.calibration
+        lines = [f"thresholds {self.label} on {self.good.source}"]
+        if self.review == self.image:
+            lines.append(
+                f"reject threshold {self.image:.5g}, no review zone: {both.reject.statement}"
+            )
+        else:
+            lines.append(f"review threshold {self.review:.5g}: {both.review.statement}")
+            lines.append(f"reject threshold {self.image:.5g}: {both.reject.statement}")
+        return [*lines, *self.good.cautions, _ASSUMES]
+
+    def raised_by(self) -> list[tuple[str, float, float]]:
+        """The good images that raise the reject threshold, the highest first.
+
+        Returns:
+            (name, score, the threshold without this image and those listed before it). Up to the
+            last image without which it would be lower by a tenth or more; empty where there is
+            none, and for thresholds that weren't calibrated.
+        """
+        target = self.calibration.reject.target
+        order = np.argsort(-np.array(self.good.image), kind="stable")[:_HIGHEST].tolist()
+        if target is None or self.images <= len(order):
+            return []
+        highest: list[tuple[str, float, float]] = []
+        listed, before = 0, self.image
+        for count, i in enumerate(order, 1):
+            rest = np.delete(np.array(self.good.image), order[:count])
+            value = threshold_for_false_reject_rate(rest, target, groups=self.good.groups).value
+            highest.append((self.good.names[i], self.good.image[i], value))
+            if value <= before - _WORTH_A_WORD * abs(before):
+                listed = count
+            before = value
+        return highest[:listed]
+
+    def raised_lines(self) -> list[str]:
+        """Lines for people: the images of `raised_by`."""
+        return [
+            f"{name} scores {score:.5g}; without it{f' and the {i} above' if i else ''} the reject "
+            f"threshold would be {value:.5g} instead of {self.image:.5g}"
+            for i, (name, score, value) in enumerate(self.raised_by())
+        ]
+
+    @cached_property
+    def reject_up_to(self) -> float:
+        """Upper end of the reject threshold's 95 % interval.
+
+        The share of good parts above the threshold is Beta distributed; the end is the score that
+        is as rare as that share may be low. Beyond the highest score that is read off the tail of
+        `ScoreScale`.
+        """
+        above = sum(score > self.image for score in self.good.image)
+        if above == self.images:
+            return self.image
+        units = independent(self.images, self.good.groups)
+        share = rate_showing(above * units // self.images + 1, units, (1 - CONFIDENCE) / 2)
+        return max(self.image, self._scale.score_of(share))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the scores."""
+        return {
+            "label": self.label,
+            "source": self.good.source,
+            "assumes": _ASSUMES,
+            **{
+                name: {**asdict(threshold), "statement": threshold.statement}
+                for name, threshold in vars(self.calibration).items()
+            },
+            "pixel": self.pixel,
+        }
+
+    @cached_property
+    def _scale(self) -> ScoreScale:
+        return ScoreScale(self.good.image)
+
+
+def thresholds_from(
+    good: GoodScores, review_rate: float, reject_rate: float, newest: Sequence[float] = ()
+) -> Thresholds:
+    """Review, reject and pixel thresholds for given false-reject rates.
+
+    Args:
+        good: scores of good images.
+        review_rate: the share that may not be called good, in the mean.
+        reject_rate: the share that may be rejected.
+        newest: those of the scores that parts to come may be like: the reject threshold is to keep
+            its rate among these alone, too, and gives way upwards.
+    """
+    calibration = calibrate(
+        good.image, review_rate=review_rate, reject_rate=reject_rate, groups=good.groups
+    )
+    if len(newest):
+        least = threshold_for_false_reject_rate(newest, reject_rate).value
+        calibration = replace(calibration, reject=calibration.reject.raised(least, good.image))
+    return with_pixels(calibration, "calibrated", good)
+
+
+def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
+    """Thresholds set by hand, with their false-reject rates.
+
+    Raises:
+        ValueError: the review threshold lies above the reject threshold.
+    """
+    both = (threshold_at(value, good.image, good.groups) for value in (review, reject))
+    calibration = Calibration(*both)
+    return with_pixels(calibration, "by hand", good)
+
+
+def with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
+    """Thresholds of images with the pixel threshold that is as rare among good images.
+
+    The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,
+    and beyond both ends proportional. Where the image score is the map's peak, both are equal.
+    """
+    return Thresholds(calibration, _pixels_at(calibration.reject.value, good), label, good)
+
+
+def _pixels_at(value: float, good: GoodScores) -> float:
+    """The anomaly map's value that is as rare among good images as an image score."""
+    scores, peaks = np.sort(np.array(good.image)), np.sort(np.array(good.peak))
+    for end in (0, -1):
+        outside = value < scores[0] if end == 0 else value > scores[-1]
+        if outside and scores[end] > 0:
+            return float(peaks[end] * (value / scores[end]))
+    return float(np.interp(value, scores, peaks))
+
+
+@dataclass(frozen=True, eq=False)
+class ThresholdChange:
+    """A change of thresholds: those before and after.
+
+    Attributes:
+        before: the thresholds so far.
+        after: the new ones.
+    """
+
+    before: Thresholds
+    after: Thresholds
+
+    @property
+    def is_doubtful(self) -> bool:
+        """True if the reject threshold rises by more than chance explains, and nobody chose so.
+
+        Defects among the good images do that; all defects like them would then pass.
+        """
+        chance = max(self.before.reject_up_to, _FAR * self.before.image)
+        return self.after.label != "by hand" and self.after.image > chance
+
+    def lines(self) -> list[str]:
+        """A line for people: how far the thresholds move; none where they stay."""
+        if self.after == self.before:
+            return []
+        both = (
+            ("review", self.before.review, self.after.review),
+            ("reject", self.before.image, self.after.image),
+        )
+        return [", ".join(f"{name} threshold {old:.4g} -> {new:.4g}" for name, old, new in both)]
+
+    @property
+    def caution(self) -> str:
+        """A warning if the reject threshold rises by far; empty otherwise."""
+        if self.after.image <= _FAR * self.before.image:
+            return ""
+        above = self._above()
+        look = (
+            f"Rejected before: {len(above)} of {self.after.images} good images ({some(above)}). "
+            "Look at them: if they are defects, defects like them will pass"
+            if above
+            else "No good image scored above the earlier threshold"
+        )
+        chance = f" (by chance up to {self.before.reject_up_to:.4g})" if self.is_doubtful else ""
+        return (
+            f"the reject threshold rises from {self.before.image:.4g} to "
+            f"{self.after.image:.4g}{chance}; images that score between these are no longer "
+            f"rejected. {look}"
+        )
+
+    def _above(self) -> list[str]:
+        """The good images above the earlier reject threshold, the highest first."""
+        good = self.after.good
+        rows = sorted(zip(good.image, good.names, strict=True), reverse=True)
+        return [f"{name}: {score:.4g}" for score, name in rows if score > self.before.image]

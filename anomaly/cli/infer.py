@@ -48,7 +48,7 @@ from anomaly.report.gallery import gallery_html
 from anomaly.report.report import About
 from anomaly.report.tables import passed_in_evaluation
 from anomaly.runtime import cores
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
 

@@ -21,7 +21,7 @@ from anomaly.files.outputs import locked
 from anomaly.training.runs import train_run
 
 if TYPE_CHECKING:
-    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.model import Model
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, first_of
 from anomaly.files.outputs import RUN, locked
 from anomaly.files.writing import claim
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
 

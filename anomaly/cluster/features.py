@@ -30,9 +30,9 @@ from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.methods.base import PatchSet, Progress, Result, Scorer
 from anomaly.runtime import device_of, use_threads
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
-from anomaly.training.feature_cache import (
+from anomaly.training.features import (
     CachedFeatures,
     TrainingSetup,
     cached_features,

@@ -21,7 +21,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.inference.outputs import about_model
 from anomaly.inference.pipeline import Predict
 from anomaly.runtime import use_threads
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
 

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.datasets.samples import contradiction, maybe_turned
 from anomaly.errors import DataError, ImageError, some
@@ -29,9 +29,8 @@ from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.looks import picture_of
 from anomaly.imaging.pool import read_one
 from anomaly.methods.base import Progress
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.scored import Scored
+from anomaly.scoring.model import Model
+from anomaly.scoring.prediction import Prediction, Scored
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import rate_above
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
 from anomaly.imaging.listing import list_images
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.scored import Scored, score
+from anomaly.scoring.model import Model, score
+from anomaly.scoring.prediction import Scored
 from anomaly.storage.golden import golden_of, is_missed
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.calibration import (
+from anomaly.calibration.production import thresholds_from_production
+from anomaly.calibration.rates import percent
+from anomaly.calibration.thresholds import (
     GoodScores,
     ThresholdChange,
     Thresholds,
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.calibration.production import thresholds_from_production
-from anomaly.calibration.rates import percent
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import DataError, first_of, some
@@ -36,8 +36,8 @@ from anomaly.evaluation.price import (
 from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.array_input import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.scored import Scored, score
+from anomaly.scoring.model import Model, score
+from anomaly.scoring.prediction import Scored
 from anomaly.storage.folder import HISTORY
 from anomaly.storage.thresholds import change, earlier_thresholds
 

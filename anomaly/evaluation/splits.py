@@ -14,7 +14,7 @@ from anomaly.datasets import Dataset, Sample, open_dataset, open_test_images
 from anomaly.datasets.samples import strays
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.training.runs import trained_on
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anomaly.calibration import ThresholdChange, Thresholds
+from anomaly.calibration.thresholds import ThresholdChange, Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, counted
 from anomaly.evaluation.price import (
@@ -23,8 +23,7 @@ from anomaly.evaluation.price import (
 from anomaly.evaluation.recalibrate import samples_of
 from anomaly.imaging.array_input import ImageLike
 from anomaly.imaging.listing import list_images
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.scored import score
+from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, score_golden
 from anomaly.storage.thresholds import change

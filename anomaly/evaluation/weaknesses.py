@@ -17,8 +17,8 @@ from anomaly.training.tuning.judging import LEAST_DEFECTS
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
-    from anomaly.scoring.pipeline import Model
-    from anomaly.scoring.scored import Scored
+    from anomaly.scoring.model import Model
+    from anomaly.scoring.prediction import Scored
 
 _PRINTED = 3
 _LEAST_ALIKE = 3  # images that stand out; fewer may do so by chance

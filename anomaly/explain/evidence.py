@@ -42,7 +42,7 @@ from anomaly.inference.rows import RegionRow, region_rows
 from anomaly.maps.heatmap import display
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import patches_inside, pieces_of
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 
 _FLAWS = 4  # that are shown

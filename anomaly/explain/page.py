@@ -27,7 +27,7 @@ from anomaly.report.page import (
 from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
-    from anomaly.calibration import Thresholds
+    from anomaly.calibration.thresholds import Thresholds
     from anomaly.explain.evidence import Explanation
     from anomaly.scoring.prediction import Prediction
 

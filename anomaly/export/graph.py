@@ -19,7 +19,7 @@ from anomaly.backbones.registry import build, load_state
 from anomaly.errors import ModelError
 from anomaly.export.pixels import PixelsToVerdict
 from anomaly.hooks import HookSet, capture
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.exported import graph_names
 
 _RESAMPLE = torch.ops.aten._upsample_bicubic2d_aa.vec

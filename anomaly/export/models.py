@@ -28,9 +28,8 @@ from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_ti
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import read_image
 from anomaly.runtime import __version__, program_threads
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.scored import Scored, score
+from anomaly.scoring.model import Model, score
+from anomaly.scoring.prediction import Prediction, Scored
 from anomaly.storage.exported import exported_stages, open_network, write_export
 from anomaly.storage.folder import (
     BACKBONE,

@@ -25,7 +25,7 @@ from anomaly.scoring.image_statistics import (
     QUIET,
     TrainingStatistics,
 )
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 
 
 def check_pixels(detector: Model) -> None:

@@ -37,7 +37,7 @@ from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, p
 from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
-    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.model import Model
     from anomaly.scoring.prediction import Prediction
 
 

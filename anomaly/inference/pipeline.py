@@ -34,7 +34,7 @@ from anomaly.inference.rows import (
 from anomaly.maps.heatmap import Thumbnails
 from anomaly.methods.base import Progress
 from anomaly.runtime import StoppedError
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 
 # Scores batches, as `Model.predict_batches` does.

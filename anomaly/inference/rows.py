@@ -19,7 +19,7 @@ from anomaly.runtime import __version__
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.model import Model
     from anomaly.scoring.prediction import Prediction
 
 

@@ -16,7 +16,7 @@ from anomaly.imaging.listing import is_image, list_files
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import LINES, REGIONS, RESULTS, Finished, Inputs, Journal, Run
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import MANIFEST, model_id
 
 _POLL_SECONDS = 0.5

@@ -22,7 +22,7 @@ from anomaly.line.feedback import judgements, safe_name, save_pictures
 from anomaly.line.record import Keeping, Record
 from anomaly.line.registry import back, check, deploy, earlier, holds
 from anomaly.line.sinks import Mqtt, Sink, Webhook
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import MANIFEST, find_model, find_models
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record

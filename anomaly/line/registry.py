@@ -19,7 +19,7 @@ from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import Image
 from anomaly.line.record import Recorder
 from anomaly.line.slot import ModelSlot, Version
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import EXPORT, MANIFEST, check_run_folder, model_id
 from anomaly.storage.golden import (
     carry_missed,

@@ -33,7 +33,7 @@ from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.record import Answer, Recorder
 from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.build import to_dict
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.thresholds import thresholds_alone_differ
 

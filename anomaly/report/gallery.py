@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.errors import ImageError
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row

@@ -17,9 +17,9 @@ import cv2
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.calibration import Thresholds
 from anomaly.calibration.production import flagged_line
 from anomaly.calibration.rates import percent, rate_of
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import GOOD, Sample
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
@@ -43,9 +43,8 @@ from anomaly.report.page import asset, command_line, page, shown_time, utc_now
 from anomaly.report.tables import metrics_json, scores_csv
 from anomaly.runtime import __version__
 from anomaly.scoring.build import flatten, to_dict
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.scored import Scored
+from anomaly.scoring.model import Model
+from anomaly.scoring.prediction import Prediction, Scored
 from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import rate_of
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.errors import counted
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import Confusion

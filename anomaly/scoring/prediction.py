@@ -1,7 +1,8 @@
-"""The result of a detector for one image."""
+"""The result of a detector for one image, with the sample that it is of."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.calibration import Thresholds
+from anomaly.calibration.thresholds import Thresholds
+from anomaly.datasets import Sample
 from anomaly.errors import ImageError, ModelError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
@@ -18,7 +20,13 @@ from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
-from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
+from anomaly.maps.regions import (
+    MarkedRegion,
+    marked_regions,
+    outlined_areas,
+    predicted_mask,
+    strips,
+)
 from anomaly.scoring.image_statistics import ImageStatistics
 
 _NOTEBOOK_PIXELS = 600_000
@@ -187,3 +195,52 @@ def verdict(score: float, thresholds: Thresholds | None, reason: str) -> str:
     """
     by_score = "" if thresholds is None else thresholds.verdict(score)
     return "review" if reason and by_score != "reject" else by_score
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One image with its score.
+
+    Attributes:
+        sample: the image.
+        score: the image score; None where it couldn't be scored.
+        reason: why it couldn't be scored, or isn't called good whatever its score.
+        sha256: of the file's bytes.
+        status: `ok`, or that of an `UnusableImage`.
+        peak: the highest value of the anomaly map, where that was asked for; else NaN.
+        width: of its defect in original pixels, where that is widest; None without a mask.
+    """
+
+    sample: Sample
+    score: float | None
+    reason: str = ""
+    sha256: str = ""
+    status: str = "ok"
+    peak: float = math.nan
+    width: float | None = None
+
+    @classmethod
+    def of(
+        cls, sample: Sample, result: Prediction | UnusableImage, *, peak: bool = False
+    ) -> Scored:
+        """A result with the sample that it is of."""
+        if isinstance(result, UnusableImage):
+            return cls(sample, None, result.reason, status=result.status)
+        highest = _peak(result) if peak else math.nan
+        return cls(sample, result.score, result.reason, result.sha256, peak=highest)
+
+    @property
+    def outlier(self) -> bool:
+        """True if the image isn't called good whatever its score."""
+        return self.score is not None and bool(self.reason)
+
+    def verdict(self, thresholds: Thresholds | None) -> str:
+        """`good`, `review` or `reject`, as `infer` says; empty without a score."""
+        return "" if self.score is None else verdict(self.score, thresholds, self.reason)
+
+
+def _peak(result: Prediction) -> float:
+    # Rows outside the region to look at are NaN all along.
+    rows = strips(result.view.source)
+    peaks = [np.fmax.reduce(result.source_map(strip), axis=None) for strip in rows]
+    return float(np.fmax.reduce(peaks))

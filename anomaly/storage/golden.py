@@ -18,11 +18,11 @@ from anomaly.files.writing import as_json, from_json, sha256_of, short_name, wri
 from anomaly.imaging.listing import list_images
 from anomaly.imaging.read import suffix_of
 from anomaly.methods.base import Progress
-from anomaly.scoring.scored import score
+from anomaly.scoring.model import score
 from anomaly.storage.folder import model_id, read_manifest
 
 if TYPE_CHECKING:
-    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.model import Model
 
 Answers: TypeAlias = dict[str, dict[str, Any]]
 

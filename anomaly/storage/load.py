@@ -13,7 +13,7 @@ from anomaly.imaging.reference import Reference
 from anomaly.runtime import CPU, __version__, device_of, has_bf16
 from anomaly.scoring.build import region_of, scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.exported import exported_stages, open_network, read_folder
 from anomaly.storage.folder import (
     AGAIN,

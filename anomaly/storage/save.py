@@ -30,7 +30,7 @@ from anomaly.storage.folder import (
 from anomaly.storage.thresholds import write_history, write_thresholds
 
 if TYPE_CHECKING:
-    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.model import Model
 
 _RECORDED = ("torch", "torchvision", "numpy", "faiss-cpu", "opencv-python-headless", "safetensors")
 

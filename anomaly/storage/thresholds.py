@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from anomaly.calibration import GoodScores, Threshold, Thresholds
-from anomaly.calibration.thresholds import Calibration
+from anomaly.calibration.thresholds import Calibration, GoodScores, Threshold, Thresholds
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import as_json, from_json
 from anomaly.runtime import __version__

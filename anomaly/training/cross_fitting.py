@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.calibration.model_thresholds import GoodScores
+from anomaly.calibration.thresholds import GoodScores
 from anomaly.datasets.samples import too_few_different
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import turn_of
@@ -21,8 +21,8 @@ from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import Fitter, Fold, PatchBatch, Progress
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_score import Piece, image_scores, network_map
-from anomaly.scoring.pipeline import Model
-from anomaly.training.feature_cache import CachedFeatures
+from anomaly.scoring.model import Model
+from anomaly.training.features import CachedFeatures
 
 log = logging.getLogger(__name__)
 

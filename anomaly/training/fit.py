@@ -18,7 +18,7 @@ import torch
 
 from anomaly.backbones.extractor import choose_precision, network_input
 from anomaly.backbones.registry import normalisation
-from anomaly.calibration import GoodScores, thresholds_from
+from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.datasets.poses import grey_pictures, learn
@@ -41,7 +41,7 @@ from anomaly.scoring.build import (
     smallest_area,
 )
 from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.save import manifest_of
 from anomaly.training.cross_fitting import (
     Scoring,
@@ -52,7 +52,7 @@ from anomaly.training.cross_fitting import (
     split,
     standing_out,
 )
-from anomaly.training.feature_cache import CachedFeatures, TrainingSetup, cached_features
+from anomaly.training.features import CachedFeatures, TrainingSetup, cached_features
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from anomaly.storage.save import save
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.scoring.pipeline import Model
+    from anomaly.scoring.model import Model
     from anomaly.training.fit import SharedFeaturesOf, StageProgress, Training
 
 log = logging.getLogger(__name__)

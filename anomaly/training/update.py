@@ -11,16 +11,20 @@ from pathlib import Path
 import numpy as np
 
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.calibration import GoodScores, Thresholds, thresholds_from
-from anomaly.calibration.thresholds import threshold_for_false_reject_rate
+from anomaly.calibration.thresholds import (
+    GoodScores,
+    Thresholds,
+    threshold_for_false_reject_rate,
+    thresholds_from,
+)
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import from_json
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
-from anomaly.training.feature_cache import CachedFeatures, cached_features
+from anomaly.training.features import CachedFeatures, cached_features
 from anomaly.training.fit import StageProgress
 
 # A suspect scores this multiple of the threshold that the other images would give.

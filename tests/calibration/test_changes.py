@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from anomaly.calibration import GoodScores, ThresholdChange, thresholds_by_hand, thresholds_from
-from anomaly.calibration.model_thresholds import Thresholds
+from anomaly.calibration.thresholds import (
+    GoodScores,
+    ThresholdChange,
+    Thresholds,
+    thresholds_by_hand,
+    thresholds_from,
+)
 
 
 def _thresholds(scores: list[float]) -> Thresholds:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from anomaly.calibration import GoodScores, thresholds_by_hand, thresholds_from
+from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.errors import DataError
 from anomaly.storage.thresholds import read_thresholds, write_thresholds
 

@@ -22,7 +22,7 @@ from conftest import (
 from kit import bgr, contents, table, with_data
 
 import anomaly
-from anomaly.training.feature_cache import CachedFeatures
+from anomaly.training.features import CachedFeatures
 
 Calibrate = Callable[..., str]
 SAME = ("backbone.safetensors", "scorer.safetensors", "config.yaml")

@@ -18,8 +18,7 @@ from anomaly.evaluation.metrics.curves import Metrics
 from anomaly.evaluation.price import Compared
 from anomaly.imaging.read import read_mask
 from anomaly.report.tables import metrics_json, table
-from anomaly.scoring.prediction import Prediction
-from anomaly.scoring.scored import Scored
+from anomaly.scoring.prediction import Prediction, Scored
 from anomaly.storage.load import load_model
 
 

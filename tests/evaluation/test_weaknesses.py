@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from conftest import FAST, MadeOnce, run_command, write_product
 
-from anomaly.calibration import GoodScores, thresholds_by_hand, thresholds_from
+from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets import Sample, open_dataset
 from anomaly.evaluation.weaknesses import Run, lines, of_images, of_training
 from anomaly.report.report import evaluated
-from anomaly.scoring.scored import Scored, score
+from anomaly.scoring.model import score
+from anomaly.scoring.prediction import Scored
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 

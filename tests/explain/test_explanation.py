@@ -37,7 +37,7 @@ from anomaly.hooks import live_hooks
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import marked_regions
 from anomaly.methods.patchcore.bank import MemoryBank
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
 CPU = torch.device("cpu")

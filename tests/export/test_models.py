@@ -35,7 +35,7 @@ from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
 from anomaly.export.graph import write_graph
 from anomaly.export.models import compare, golden_images
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.folder import write_sealed
 from anomaly.storage.load import load_model
 from anomaly.storage.save import save

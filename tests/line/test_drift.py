@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import Command
 
-from anomaly.calibration.model_thresholds import GoodScores, Thresholds, thresholds_from
+from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of

@@ -17,7 +17,7 @@ from anomaly.errors import OutputError
 from anomaly.imaging.pool import Decoders
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.slot import BusyError, ModelSlot, Version
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
 

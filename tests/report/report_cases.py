@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 from pixel_map import pixel_map
 
-from anomaly.calibration import GoodScores, Thresholds, thresholds_by_hand
+from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics.images import image_intervals, image_metrics, metrics_by_type
@@ -19,7 +19,7 @@ from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import pixels_for
 from anomaly.report import report
 from anomaly.report.report import About, Category, Tile
-from anomaly.scoring.scored import Scored
+from anomaly.scoring.prediction import Scored
 
 LIMIT = 10.0
 HOSTILE = (

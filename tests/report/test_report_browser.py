@@ -16,7 +16,7 @@ from anomaly.datasets import Sample
 from anomaly.evaluation.metrics.images import confusion
 from anomaly.evaluation.weaknesses import Weakness
 from anomaly.report.report import Category, report_html
-from anomaly.scoring.scored import Scored
+from anomaly.scoring.prediction import Scored
 
 
 def opened(browser: Browser, folder: Path, category: Category) -> Path:

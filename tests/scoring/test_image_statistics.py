@@ -19,7 +19,7 @@ from anomaly.scoring.image_statistics import (
     measure,
     outliers_among,
 )
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
 

@@ -12,7 +12,7 @@ from anomaly.config.load import parse_config
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.build import loading_of
-from anomaly.scoring.pipeline import Model, _TiledPatches
+from anomaly.scoring.model import Model, _TiledPatches
 from anomaly.scoring.prediction import Patches
 
 

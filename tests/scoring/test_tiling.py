@@ -17,7 +17,7 @@ from kit import bgr, tiny
 import anomaly
 from anomaly.imaging.geometry import Sizing, Tiling
 from anomaly.maps.anomaly_map import source_map
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 
 

@@ -14,14 +14,12 @@ from kit import bgr, tiny
 from moving_parts import SIZE, draw
 
 import anomaly
-from anomaly.calibration import thresholds_by_hand
-from anomaly.calibration.model_thresholds import GoodScores
+from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand
 from anomaly.datasets import Sample
 from anomaly.evaluation.price import price
 from anomaly.scoring.build import region_of
-from anomaly.scoring.pipeline import Model
-from anomaly.scoring.prediction import verdict
-from anomaly.scoring.scored import Scored
+from anomaly.scoring.model import Model
+from anomaly.scoring.prediction import Scored, verdict
 
 LIMITS = thresholds_by_hand(GoodScores(("a", "b"), (1.0, 2.0), (1.0, 2.0), ""), 3.0, 5.0)
 # The upper half of the plates, and the room above it that they need, in shares of the frame.

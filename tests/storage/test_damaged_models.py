@@ -27,7 +27,7 @@ from anomaly.files.writing import as_json
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.build import scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import file_entry, model_id, read_manifest
 from anomaly.storage.load import load_model

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patch_lists import PatchList
 
-from anomaly.calibration import GoodScores
+from anomaly.calibration.thresholds import GoodScores
 from anomaly.config.load import parse_config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
@@ -18,7 +18,7 @@ from anomaly.methods.base import PatchBatch
 from anomaly.methods.padim.fitter import GaussianFitter
 from anomaly.methods.patchcore.fitter import MemoryBankFitter
 from anomaly.scoring.image_score import network_map
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 from anomaly.training.cross_fitting import cross_fit, scores_of, split
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import RUNS, Command, train_arguments, with_note, write_part, write_product
 
-from anomaly.calibration import GoodScores
+from anomaly.calibration.thresholds import GoodScores
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch
 from anomaly.storage.load import load_model

@@ -15,15 +15,16 @@ import torch
 import yaml
 
 from anomaly.backbones.networks import networks_on_disk
-from anomaly.calibration import Thresholds
 from anomaly.calibration.rates import percent
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.schema import NAMED_DIGITS, Config
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table
 from anomaly.files.writing import as_json, write
 from anomaly.runtime import device_of
-from anomaly.scoring.scored import Scored, score
+from anomaly.scoring.model import score
+from anomaly.scoring.prediction import Scored
 from anomaly.training.fit import StageProgress, train
 from anomaly.training.tuning.candidates import (
     NETWORK,

@@ -56,7 +56,7 @@ from anomaly.scoring.image_statistics import (
     StatisticsSums,
     statistics_of,
 )
-from anomaly.scoring.pipeline import Model
+from anomaly.scoring.model import Model
 
 log = logging.getLogger(__name__)
 

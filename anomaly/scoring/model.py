@@ -13,8 +13,9 @@ import numpy as np
 
 from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.backbones.engine import ExportedNetwork
-from anomaly.calibration import Thresholds
+from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.schema import METHODS, Config
+from anomaly.datasets import Sample
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.array_input import ImageLike, is_one, sources
 from anomaly.imaging.geometry import AnyView, Tiling
@@ -30,7 +31,7 @@ from anomaly.imaging.pool import Decoders
 from anomaly.imaging.reference import Reference
 from anomaly.imaging.region import Region, beyond
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.methods.base import PatchScores, Scorer
+from anomaly.methods.base import PatchScores, Progress, Scorer
 from anomaly.runtime import apply_thread_limit, check_fork, in_parallel
 from anomaly.scoring.build import loading_of, smallest_area
 from anomaly.scoring.image_score import (
@@ -43,7 +44,7 @@ from anomaly.scoring.image_score import (
     pieces_of,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction
+from anomaly.scoring.prediction import Patches, Prediction, Scored
 
 if TYPE_CHECKING:
     import torch
@@ -410,6 +411,32 @@ class Model:
         maps = network_map(values, size, model.smoothing, inside)
         counted = values if inside is None else xp.where(inside, values, math.nan)
         return image_scores(counted, maps, how, top)
+
+
+def score(
+    model: Model,
+    samples: Sequence[Sample],
+    *,
+    peaks: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> list[Scored]:
+    """Score images.
+
+    Args:
+        model: trained.
+        samples: the images.
+        peaks: whether the highest value of each anomaly map is wanted.
+        progress: called with (images done, all of them).
+
+    Returns:
+        One for each sample, in their order; those that can't be used have no score.
+    """
+    scored: dict[int, Scored] = {}
+    sources = [sample.source for sample in samples]
+    for result in model.results(sources):
+        scored[result.index] = Scored.of(samples[result.index], result, peak=peaks)
+        progress(len(scored), len(samples))
+    return [scored[i] for i in range(len(samples))]
 
 
 def _usable(result: Prediction | UnusableImage) -> Prediction:
