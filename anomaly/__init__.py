@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from anomaly.datasets import open_dataset
     from anomaly.detector import Detector, fit, load
     from anomaly.errors import AnomalyError, ImageError
-    from anomaly.imaging.array_input import image
+    from anomaly.imaging.arrays import image
     from anomaly.runtime import __version__ as __version__
     from anomaly.scoring.prediction import Prediction
     from anomaly.training.tuning.tune import tune
@@ -29,7 +29,7 @@ _HOME = {
     "ImageError": "errors",
     "Prediction": "scoring.prediction",
     "fit": "detector",
-    "image": "imaging.array_input",
+    "image": "imaging.arrays",
     "load": "detector",
     "load_config": "config.load",
     "open_dataset": "datasets",

@@ -24,7 +24,7 @@ from anomaly.datasets.samples import strays
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.recalibrate import Asked, recalibrated
 from anomaly.evaluation.splits import images_to_test, not_learned
-from anomaly.imaging.array_input import ImageLike, is_one, source_of
+from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
 from anomaly.methods.base import Progress
 from anomaly.report.report import Category, evaluated

@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 import anomaly
-from anomaly.imaging.pose import Motion, Pose
+from anomaly.imaging.alignment import Motion, Pose
 
 DOCS = Path(__file__).resolve().parent
 PLATES = Path("data/sample/brushed_plate")

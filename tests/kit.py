@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from anomaly.imaging.array_input import image
+from anomaly.imaging.arrays import image
 
 rgb, bgr = (partial(image, channels=order) for order in ("rgb", "bgr"))
 

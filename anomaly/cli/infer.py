@@ -29,8 +29,8 @@ from anomaly.datasets.inputs import Found, find_inputs, passed_over, picture_nam
 from anomaly.errors import DataError, first_of, visible
 from anomaly.files.outputs import FOLDERS, HEATMAPS, PAGE, left_by_system, locked
 from anomaly.files.writing import from_json, remove_drafts, write
-from anomaly.imaging.listing import is_folder
 from anomaly.imaging.pool import Decoders
+from anomaly.imaging.read import is_folder
 from anomaly.inference.outputs import Outputs, about_model
 from anomaly.inference.pipeline import (
     LINES,

@@ -10,7 +10,7 @@ from anomaly.datasets.names import check_annotations, check_inputs
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 from anomaly.errors import DataError, nearest
 from anomaly.files.writing import at_home, looked_in
-from anomaly.imaging.listing import is_folder
+from anomaly.imaging.read import is_folder
 
 __all__ = [
     "FORMATS",

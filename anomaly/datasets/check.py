@@ -24,19 +24,18 @@ from anomaly.datasets.samples import (
     too_few_different,
 )
 from anomaly.errors import ImageError
-from anomaly.imaging.geometry import ASPECT_TOLERANCE, aspect_error, check_shape, is_strip
-from anomaly.imaging.loading import to_unusable
-from anomaly.imaging.looks import Look, look_of
+from anomaly.imaging.geometry import ASPECT_TOLERANCE, Region, check_shape, is_strip
+from anomaly.imaging.loading import Look, look_of, to_unusable
 from anomaly.imaging.pool import read_all
 from anomaly.imaging.read import (
     DEFAULT,
     Decoding,
     Image,
+    aspect_error,
     bits_used,
     read_image,
     say_bits_used,
 )
-from anomaly.imaging.region import Region
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 # For the advice: images of which each patch may be the only one of its kind; images whose coreset

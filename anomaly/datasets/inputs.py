@@ -17,7 +17,7 @@ from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.tables import SEPARATOR, header_of, read_rows, texts_of
 from anomaly.files.writing import looked_in, short_name
-from anomaly.imaging.listing import is_folder, is_image, list_files
+from anomaly.imaging.read import is_folder, is_image, list_files
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from anomaly.datasets.samples import (
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.files.writing import at_home, like
-from anomaly.imaging.listing import is_folder, list_images, other_files
+from anomaly.imaging.read import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
 

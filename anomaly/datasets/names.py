@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from anomaly.errors import DataError, some
 from anomaly.files.outputs import left_by_system, own_outputs
 from anomaly.files.tables import CODE_PAGES, marked_encoding
-from anomaly.imaging.listing import IMAGE_SUFFIXES, is_folder
+from anomaly.imaging.read import IMAGE_SUFFIXES, is_folder
 
 
 class Label(StrEnum):

@@ -13,10 +13,17 @@ from numpy.typing import NDArray
 
 from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError
+from anomaly.imaging.alignment import (
+    PREFERENCE,
+    Grey,
+    Motion,
+    Reference,
+    grey_picture,
+    moved,
+    normed,
+)
 from anomaly.imaging.pool import read_all
-from anomaly.imaging.pose import Motion
 from anomaly.imaging.read import Decoding, made_of
-from anomaly.imaging.reference import PREFERENCE, Grey, Reference, grey_picture, moved, normed
 
 _LEAST_IMAGES = 8  # fewer don't show how far parts move
 _ROUNDS = 3

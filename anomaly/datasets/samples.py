@@ -17,9 +17,16 @@ from anomaly.datasets.names import entries_of, folded
 from anomaly.errors import DataError, ImageError, some
 from anomaly.files.outputs import left_by_system
 from anomaly.imaging.formats import JPEG
-from anomaly.imaging.listing import is_folder, is_image, list_images, other_files
-from anomaly.imaging.looks import Look
-from anomaly.imaging.read import Image, read_header, read_mask
+from anomaly.imaging.loading import Look
+from anomaly.imaging.read import (
+    Image,
+    is_folder,
+    is_image,
+    list_images,
+    other_files,
+    read_header,
+    read_mask,
+)
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from anomaly.evaluation.metrics.images import (
 )
 from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.evaluation.splits import threshold_images
-from anomaly.imaging.loading import UnusableImage
-from anomaly.imaging.looks import picture_of
+from anomaly.imaging.loading import UnusableImage, picture_of
 from anomaly.imaging.pool import read_one
 from anomaly.methods.base import Progress
 from anomaly.scoring.model import Model

@@ -15,7 +15,7 @@ from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
-from anomaly.imaging.listing import list_images
+from anomaly.imaging.read import list_images
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
 from anomaly.storage.golden import golden_of, is_missed

@@ -34,7 +34,7 @@ from anomaly.evaluation.price import (
     price,
 )
 from anomaly.evaluation.splits import content_hash, recorded
-from anomaly.imaging.array_input import ImageLike, is_one, source_of
+from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored

@@ -21,8 +21,8 @@ from anomaly.evaluation.price import (
     price,
 )
 from anomaly.evaluation.recalibrate import samples_of
-from anomaly.imaging.array_input import ImageLike
-from anomaly.imaging.listing import list_images
+from anomaly.imaging.arrays import ImageLike
+from anomaly.imaging.read import list_images
 from anomaly.scoring.model import Model, score
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import golden_of, score_golden

@@ -34,9 +34,9 @@ from anomaly.explain.pictures import (
 )
 from anomaly.explain.saliency import feature_map_pictures, image_gradient, saliency_map
 from anomaly.hooks import capture
+from anomaly.imaging.alignment import Pose
 from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
-from anomaly.imaging.pose import Pose
 from anomaly.imaging.read import Image
 from anomaly.inference.rows import RegionRow, region_rows
 from anomaly.maps.heatmap import display

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.arrays import as_numpy
 from anomaly.backbones.engine import Graph, installed
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
@@ -24,6 +23,7 @@ from anomaly.errors import DataError, ModelError, OutputError
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.export import VERDICTS
 from anomaly.files.writing import as_json, remove_drafts, write
+from anomaly.imaging.arrays import as_numpy
 from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import read_image

@@ -6,6 +6,7 @@ the picture mirrored left to right.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.geometry import AnyView, Sizing, Tiling, View, render
-from anomaly.imaging.looks import Look, look_of
+from anomaly.imaging.alignment import Reference
+from anomaly.imaging.geometry import AnyView, Region, Sizing, Tiling, View, counted, render
 from anomaly.imaging.read import (
     Decoding,
     Image,
@@ -28,8 +29,6 @@ from anomaly.imaging.read import (
     read_header,
     read_image,
 )
-from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region, counted
 
 # What a large image has instead of pixels for the network: its tiles have them.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
@@ -42,6 +41,9 @@ _HELD_BYTES = 256 * 1024**2
 
 # Rows of patches from one way of turning to the next: more than any image has.
 _TURN_ROWS = 1 << 16
+
+_LOOK_SIDE = 16
+_DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
 
 _Value = TypeVar("_Value", bound=np.generic)
 
@@ -61,6 +63,22 @@ class Preprocessing:
     decoding: Decoding
     region: Region | None = None
     reference: Reference | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What a picture looks like.
+
+    Attributes:
+        picture: sha256 of its pixels in hex, equal for equal pictures in any lossless files.
+        thumbnail: (256,) grey levels, of 255, of 16×16 areas, less their mean. Compression and
+            noise hardly change them.
+        brightest: the highest value of a file of 16 bits, of full scale; None for others.
+    """
+
+    picture: str
+    thumbnail: NDArray[np.float16]
+    brightest: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,3 +382,26 @@ def upright(
     (down, y), (across, x) = divmod(patch[0], places.shape[0]), divmod(patch[1], places.shape[1])
     y, x = divmod(int(places[y, x]), width)
     return down * height + y, across * width + x
+
+
+def look_of(image: Image) -> Look:
+    """What an image looks like."""
+    step = max(1, min(image.size) // _DENSE)
+    some = np.asarray(image.pixels[::step, ::step], np.float32)
+    grey = cv2.resize(some, (_LOOK_SIDE, _LOOK_SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)
+    grey = (grey - grey.mean()) * np.float32(255 / image.full_scale)
+    deep = image.mode.endswith("16")
+    brightest = float(image.pixels.max()) / image.full_scale if deep else None
+    return Look(picture_of(image), grey.ravel().astype(np.float16), brightest)
+
+
+def picture_of(image: Image) -> str:
+    """sha256 of an image's pixels in hex; of 8 bits where a file of 16 holds no more."""
+    pixels, full_scale = image.pixels, image.full_scale
+    if pixels.dtype == np.uint16 and full_scale == 65535:
+        narrow = (pixels >> 8).astype(np.uint8)
+        if (narrow * np.uint16(257) == pixels).all():
+            pixels, full_scale = narrow, 255.0
+    digest = hashlib.sha256(f"{pixels.shape}{pixels.dtype}{full_scale}".encode())
+    digest.update(pixels.data)
+    return digest.hexdigest()

@@ -216,15 +216,6 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
     return result
 
 
-def read_mask(path: Path) -> NDArray[np.bool_]:
-    """Read a mask (H, W): True where any channel is above 0.
-
-    Raises:
-        ImageError: it is damaged or of a kind that isn't accepted, or took too long or too much.
-    """
-    return np.asarray(read_one(read.read_mask, path, about=path), bool)
-
-
 def warm_up(images: int) -> None:
     """Start the processes that so many images need, while this one has something else to do."""
     for process in _processes()[:images]:

@@ -1,4 +1,4 @@
-"""An image file -> an RGB array, or an error that says why not.
+"""Files of a folder -> those that are images -> RGB arrays, or errors that say why not.
 
 The only place where files are decoded, for training, scoring and evaluation alike. What a pixel
 value means is the same for every image of a kind:
@@ -17,11 +17,13 @@ is applied. Colour profiles are not.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,18 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.errors import ImageError, why
+from anomaly.errors import DataError, ImageError, some, why
+from anomaly.files.outputs import is_model, left_by_system, own_outputs
 from anomaly.imaging.formats import FORMATS, Format, ImageHeader, Pixels, damaged, unsupported
 
 if sys.platform != "win32":
     import resource
+
+log = logging.getLogger(__name__)
+
+# Pictures that can't be read are listed too, so that they get a row that says why.
+_UNREADABLE = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
+IMAGE_SUFFIXES = frozenset(_UNREADABLE).union(*(known.suffixes for known in FORMATS))
 
 MAX_PIXELS = 250_000_000
 _LONGEST_SIDE = 1_000_000  # libpng goes no further
@@ -360,3 +369,111 @@ def turned_upright(pixels: Pixels, orientation: int) -> Pixels:
     # After the transposition above, what is left is a mirroring of rows, columns or both.
     flip = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}.get(orientation)
     return pixels if flip is None else np.asarray(cv2.flip(pixels, flip))
+
+
+def aspect_error(size: tuple[int, int], aspect: float) -> float:
+    """How far (H0, W0) is from an aspect H/W, as a share: 0.1 where one side is 10 % too long."""
+    ratio = size[0] / size[1] / aspect
+    return max(ratio, 1 / ratio) - 1
+
+
+def list_images(folder: Path) -> list[Path]:
+    """List the pictures in a folder and its subfolders, sorted by path.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    return [path for path in list_files(folder) if is_image(path)]
+
+
+def other_files(folder: Path) -> str:
+    """What a folder without pictures holds, in brackets, for a message; empty for no files.
+
+    Raises:
+        DataError: as `list_files`.
+    """
+    kinds = Counter(
+        path.suffix.lower() or path.name
+        for path in (list_files(folder, tell=False) if is_folder(folder) else ())
+    )
+    if not kinds:
+        return ""
+    found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
+    *names, last = (known.name for known in FORMATS)
+    readable = f"{', '.join(names)} and {last}"
+    return f" (but {found}, in a format that can't be read; convert them to one of {readable})"
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file's name is a picture's, by its suffix."""
+    return path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name.
+
+    Raises:
+        DataError: it can't be looked at: no permission, or a name that is too long.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be looked at ({why(error)})") from None
+
+
+def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
+    """List the files in a folder and its subfolders, sorted by path.
+
+    A system's own files and folders are skipped (`left_by_system`), and so is what this program has
+    written itself. Links are followed, except to a folder that the link lies in.
+
+    Args:
+        folder: where to look.
+        tell: log a warning that names outputs of this program which are skipped.
+
+    Raises:
+        DataError: the folder, or one inside it, can't be listed.
+    """
+    own: list[Path] = []
+    files = sorted(_walk(folder, (), own), key=lambda path: path.parts)
+    if own and tell:
+        names = some([path.relative_to(folder).as_posix() for path in own], most=6)
+        log.warning("%s: skipped this program's own outputs: %s", folder, names)
+    return files
+
+
+def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as scan:
+            entries = list(scan)
+    except OSError as error:
+        raise DataError(f"{folder}: can't list this folder ({why(error)})") from None
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        return
+    names = [entry.name for entry in entries]
+    if above and is_model(folder, names):
+        own.append(folder)
+        return
+    outputs = own_outputs(folder, names)
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        path = folder / entry.name
+        if left_by_system(entry.name):
+            continue
+        if entry.name in outputs:
+            if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
+                own.append(path)
+        elif _is_folder(entry):
+            yield from _walk(path, (*above, identity), own)
+        else:
+            yield path
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself; reading it as an image will say so
+        return False

@@ -12,7 +12,7 @@ from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
 from anomaly.files.outputs import WATCHED
 from anomaly.files.writing import GrowingFile
-from anomaly.imaging.listing import is_image, list_files
+from anomaly.imaging.read import is_image, list_files
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import LINES, REGIONS, RESULTS, Finished, Inputs, Journal, Run
 from anomaly.inference.rows import RegionRow, Row, as_jsonl, csv_header, csv_lines

@@ -15,8 +15,7 @@ import numpy as np
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
 from anomaly.files.outputs import locked
 from anomaly.files.writing import draft_of
-from anomaly.imaging.listing import list_images
-from anomaly.imaging.read import Image
+from anomaly.imaging.read import Image, list_images
 from anomaly.line.record import Recorder
 from anomaly.line.slot import ModelSlot, Version
 from anomaly.scoring.model import Model

@@ -25,9 +25,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.arrays import Array, module_of
-from anomaly.imaging.geometry import AnyView, Axis, AxisView, Tiling, patch_size
-from anomaly.imaging.region import Region
+from anomaly.imaging.arrays import Array, module_of
+from anomaly.imaging.geometry import AnyView, Axis, AxisView, Region, Tiling, patch_size
 from anomaly.runtime import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.

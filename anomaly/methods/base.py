@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from anomaly.arrays import Array, module_of
 from anomaly.errors import DataError, ModelError
+from anomaly.imaging.arrays import Array, module_of
 from anomaly.runtime import CPU
 
 if TYPE_CHECKING:

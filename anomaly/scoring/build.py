@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from anomaly.config.schema import METHODS, Config, ImageConfig, ShapeConfig
 from anomaly.errors import ConfigError, ModelError
 from anomaly.files.writing import at_home
-from anomaly.imaging.geometry import Sizing
+from anomaly.imaging.alignment import Reference
+from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Shape, Sizing
 from anomaly.imaging.loading import Preprocessing
-from anomaly.imaging.pool import read_mask
-from anomaly.imaging.read import Decoding
-from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import DrawnMask, Polygons, Region, Shape
+from anomaly.imaging.pool import read_one
+from anomaly.imaging.read import Decoding, read_mask
 from anomaly.methods.base import ArrayScorer, Fitter, Scorer
 
 if TYPE_CHECKING:
@@ -164,7 +163,8 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
         if config is None:
             return None
         if config.png is not None:
-            return DrawnMask(read_mask(folder / at_home(config.png)))
+            path = folder / at_home(config.png)
+            return DrawnMask(read_one(read_mask, path, about=path))
         return Polygons(config.polygons)
 
     look, ignore = shape(image.region), shape(image.ignore)

@@ -13,10 +13,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.arrays import Array, as_numpy, like, module_of
-from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.arrays import Array, as_numpy, like, module_of
+from anomaly.imaging.geometry import AnyView, Region, counted
 from anomaly.imaging.loading import NetworkInput, turned
-from anomaly.imaging.region import Region, counted
 from anomaly.maps.anomaly_map import upsample_and_smooth
 
 # How an image became the network's input, which tile of it this is, and how that was turned, see

@@ -11,8 +11,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.errors import ModelError
+from anomaly.imaging.arrays import Array, as_numpy, module_of
 from anomaly.imaging.loading import NetworkInput
 
 Floats = NDArray[np.float64]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from anomaly.arrays import Array, as_numpy, module_of
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.schema import METHODS, Config
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, ImageError
-from anomaly.imaging.array_input import ImageLike, is_one, sources
-from anomaly.imaging.geometry import AnyView, Tiling
+from anomaly.imaging.alignment import Reference
+from anomaly.imaging.arrays import Array, ImageLike, as_numpy, is_one, module_of, sources
+from anomaly.imaging.geometry import AnyView, Region, Tiling, beyond
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -28,8 +28,6 @@ from anomaly.imaging.loading import (
     to_unusable,
 )
 from anomaly.imaging.pool import Decoders
-from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region, beyond
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import PatchScores, Progress, Scorer
 from anomaly.runtime import apply_thread_limit, check_fork, in_parallel

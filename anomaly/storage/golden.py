@@ -15,8 +15,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import DataError, some, why
 from anomaly.files.outputs import GOLDEN, locked
 from anomaly.files.writing import as_json, from_json, sha256_of, short_name, write
-from anomaly.imaging.listing import list_images
-from anomaly.imaging.read import suffix_of
+from anomaly.imaging.read import list_images, suffix_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.model import score
 from anomaly.storage.folder import model_id, read_manifest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
-from anomaly.imaging.reference import Reference
+from anomaly.imaging.alignment import Reference
 from anomaly.runtime import CPU, __version__, device_of, has_bf16
 from anomaly.scoring.build import region_of, scorer_of
 from anomaly.scoring.image_statistics import TrainingStatistics

@@ -13,7 +13,7 @@ import yaml
 from safetensors.numpy import save_file as save_numpy
 
 from anomaly.files.writing import share
-from anomaly.imaging.region import DrawnMask, Region
+from anomaly.imaging.geometry import DrawnMask, Region
 from anomaly.runtime import __version__, get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (

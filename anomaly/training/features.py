@@ -23,8 +23,10 @@ from anomaly.backbones.registry import Normalisation
 from anomaly.config.schema import Config
 from anomaly.datasets.samples import none_usable
 from anomaly.errors import WriteError, unwritable
-from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.alignment import Reference
+from anomaly.imaging.geometry import AnyView, Region
 from anomaly.imaging.loading import (
+    Look,
     NetworkInput,
     Preprocessing,
     UnusableImage,
@@ -34,11 +36,8 @@ from anomaly.imaging.loading import (
     turned_corner,
     with_turned,
 )
-from anomaly.imaging.looks import Look
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
-from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region
 from anomaly.methods.base import (
     Align,
     Fitter,

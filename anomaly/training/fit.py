@@ -24,13 +24,11 @@ from anomaly.datasets import Sample
 from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.datasets.samples import contradiction, near_copies
 from anomaly.errors import ConfigError, DataError, some
-from anomaly.imaging.geometry import Sizing, patch_size
-from anomaly.imaging.loading import NetworkInput, Preprocessing, size_of
-from anomaly.imaging.looks import picture_of
+from anomaly.imaging.alignment import Reference
+from anomaly.imaging.geometry import Region, Sizing, patch_size
+from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
-from anomaly.imaging.reference import Reference
-from anomaly.imaging.region import Region
 from anomaly.methods.base import Progress
 from anomaly.scoring.build import (
     backbone,

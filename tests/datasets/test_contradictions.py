@@ -22,7 +22,7 @@ from anomaly.datasets.samples import frames
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.files.writing import write
-from anomaly.imaging.looks import look_of
+from anomaly.imaging.loading import look_of
 from anomaly.imaging.read import read_image
 from anomaly.storage.load import load_model
 

@@ -9,7 +9,7 @@ from kit import touch
 from anomaly.datasets import open_dataset
 from anomaly.datasets.inputs import find_inputs
 from anomaly.files.writing import write
-from anomaly.imaging.listing import list_files
+from anomaly.imaging.read import list_files
 
 
 def test_a_folder_of_images_with_everything_that_was_made_of_them(

@@ -18,7 +18,7 @@ from picture_files import png
 from PIL import Image as Pil
 
 from anomaly.errors import ImageError
-from anomaly.imaging.array_input import ArrayImage, AxisOrder, is_one, source_of, sources
+from anomaly.imaging.arrays import ArrayImage, AxisOrder, is_one, source_of, sources
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, by_shape, load
 from anomaly.imaging.read import DEFAULT, Image

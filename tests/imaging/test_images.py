@@ -19,8 +19,7 @@ from PIL import ImageOps
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging import read as images
-from anomaly.imaging.listing import list_images
-from anomaly.imaging.read import Decoding, read_header, read_image, read_mask
+from anomaly.imaging.read import Decoding, list_images, read_header, read_image, read_mask
 
 
 @pytest.fixture(scope="module")

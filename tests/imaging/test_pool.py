@@ -222,7 +222,7 @@ def test_what_commands_send_to_the_processes_loads_no_torch(
         ("infer", [*model, "--input", product / "test", *output]),
     ):
         assert command(name, arguments)[0] == 0, name
-    assert "anomaly.imaging.looks" in modules
+    assert "anomaly.imaging.loading" in modules
     code = f"import sys, {', '.join(modules)}; print(*(m for m in sys.modules if m == 'torch'))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "", sorted(modules)

@@ -13,12 +13,10 @@ from moving_parts import SIZE, draw, place, poses
 
 from anomaly.datasets.poses import Poses, learn
 from anomaly.errors import DataError
-from anomaly.imaging.array_input import source_of
-from anomaly.imaging.geometry import Sizing, View, render
-from anomaly.imaging.pose import Motion, Pose
+from anomaly.imaging.alignment import Motion, Pose, Reference, grey_picture
+from anomaly.imaging.arrays import source_of
+from anomaly.imaging.geometry import Sizing, View, counted, render
 from anomaly.imaging.read import DEFAULT, Image
-from anomaly.imaging.reference import Reference, grey_picture
-from anomaly.imaging.region import counted
 
 _MOTION = st.builds(Motion, st.floats(-3, 3), st.floats(-20, 20), st.floats(-20, 20))
 _CORNERS = [(-50.0, -30.0), (50.0, -10.0), (-50.0, 30.0), (50.0, 30.0)]

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from anomaly.errors import DataError
-from anomaly.imaging.geometry import Sizing, View
+from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing, View
 from anomaly.imaging.loading import UnusableImage
-from anomaly.imaging.region import DrawnMask, Polygons, Region
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
 

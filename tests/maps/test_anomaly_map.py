@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from scipy.ndimage import gaussian_filter, maximum_filter
 from torch.nn import functional as F
 
-from anomaly.imaging.geometry import AxisView, Sizing, View
-from anomaly.imaging.pose import Motion, Pose
-from anomaly.imaging.region import Polygons, Region
+from anomaly.imaging.alignment import Motion, Pose
+from anomaly.imaging.geometry import AxisView, Polygons, Region, Sizing, View
 from anomaly.maps.anomaly_map import SourceMap, source_map, without_halo
 from anomaly.scoring.image_score import image_scores, network_map
 

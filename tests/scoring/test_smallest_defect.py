@@ -16,8 +16,7 @@ from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, ModelError
 from anomaly.export.models import ExportOptions, check_export
 from anomaly.export.pixels import check_pixels
-from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.region import Polygons, Region
+from anomaly.imaging.geometry import Polygons, Region, Sizing
 from anomaly.scoring.image_score import levels_of_areas, network_map, place_of_level
 from anomaly.training.fit import check_smallest_defect
 

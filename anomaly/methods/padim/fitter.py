@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anomaly.arrays import Array
 from anomaly.errors import ConfigError, DataError
+from anomaly.imaging.arrays import Array
 from anomaly.methods.base import (
     Align,
     Fitter,

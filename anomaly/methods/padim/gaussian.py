@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anomaly.arrays import Array, as_float32, module_of
 from anomaly.errors import DataError, ModelError
+from anomaly.imaging.arrays import Array, as_float32, module_of
 from anomaly.methods.base import (
     Align,
     PatchScores,

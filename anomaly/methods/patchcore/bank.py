@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anomaly.arrays import Array, module_of
+from anomaly.imaging.arrays import Array, module_of
 from anomaly.methods.base import (
     Align,
     PatchScores,

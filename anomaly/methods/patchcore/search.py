@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.arrays import Array, as_numpy, like, module_of
+from anomaly.imaging.arrays import Array, as_numpy, like, module_of
 from anomaly.methods.base import device_of
 from anomaly.runtime import get_threads, one_blas_thread, parallel_map
 

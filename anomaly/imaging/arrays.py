@@ -2,6 +2,9 @@
 
 Arrays, PIL images and tensors become the same `Image` that a file is decoded into, so that the
 pixels of a lossless file and the file itself score the same, bit by bit.
+
+A model that torch computes has tensors, an exported one has arrays. What is done with the scores of
+either is written once, with `module_of(values)` for what both name alike.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +58,7 @@ ImageLike: TypeAlias = (
 )
 """A path, an array, a PIL image, a torch tensor, or what `image` or a decoder made of one."""
 
+Array: TypeAlias = Any  # a torch.Tensor or an np.ndarray
 Channels: TypeAlias = Literal["rgb", "bgr"]
 AxisOrder: TypeAlias = Literal["HW", "HWC", "CHW"]
 
@@ -306,3 +311,27 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
             )
         values = values.astype(np.uint16)
     return values, orientation
+
+
+def module_of(values: Array) -> Any:
+    """`numpy` for an array, `torch` for a tensor."""
+    return np if isinstance(values, np.ndarray) else import_module("torch")
+
+
+def like(values: NDArray[Any], other: Array) -> Array:
+    """An array as what `other` is: an array, or a tensor on its device. Keeps its dtype."""
+    if isinstance(other, np.ndarray):
+        return values
+    return import_module("torch").from_numpy(values).to(other.device)
+
+
+def as_numpy(values: Array) -> NDArray[Any]:
+    """An array, or a tensor from whichever device, as an array."""
+    return cast(
+        NDArray[Any], values if isinstance(values, np.ndarray) else values.numpy(force=True)
+    )
+
+
+def as_float32(values: Array) -> Array:
+    """An array, or a tensor, in float32."""
+    return values.astype(np.float32) if isinstance(values, np.ndarray) else values.float()
