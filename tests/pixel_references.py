@@ -11,46 +11,21 @@ from pyaupro import PerRegionOverlap
 from scipy.ndimage import gaussian_filter
 from scipy.ndimage import label as scipy_label
 
-from anomaly.evaluation.metrics.curves import Tally
-from anomaly.evaluation.metrics.pixels import PixelAccumulator, Weight
+from anomaly.evaluation.metrics import PixelAccumulator
 
 NAMES = {
     "pixel_auroc",
     "pixel_ap",
     "pixel_f1_max",
-    "pixel_f1_max_threshold",
     "aupro_30",
     "aupro_05",
     "lost_defect_share",
 }
 
 
-class ExactScores:
-    """Weights by score, unbinned, every score kept: what `ScoreHistogram` approximates."""
-
-    def __init__(self, rows):
-        self._rows = rows
-        self._scores = []
-        self._weights = []
-
-    def add(self, scores, weights):
-        spread = np.zeros((self._rows, len(scores)))
-        for row, weight in weights.items():
-            spread[row] = 1.0 if weight is None else weight
-        self._scores.append(scores.copy())
-        self._weights.append(spread)
-
-    def tally(self):
-        if not self._scores:
-            return Tally.of([], np.zeros((self._rows, 0)))
-        return Tally.of(np.concatenate(self._scores), np.concatenate(self._weights, axis=1))
-
-
-def measured(images, max_bins=None):
-    """The figures from binned scores; without `max_bins` from every single one."""
-    accumulator = PixelAccumulator(max_bins or 1)
-    if max_bins is None:
-        accumulator._scores = ExactScores(len(Weight))
+def measured(images, max_bins=1 << 20):
+    """The figures from binned scores."""
+    accumulator = PixelAccumulator(max_bins)
     for anomaly_map, mask in images:
         accumulator.update(anomaly_map, mask)
     return accumulator.result()
@@ -117,12 +92,13 @@ def smooth_images(rng, good=6, defective=5, shape=(160, 190), dtype=np.float32):
     return images
 
 
-SCORES = st.sampled_from([0.0, -0.0, 1.0, 1.0000001, 1.5, 2.0, 300.0, 1e-20, -1.0, math.nan])
-IMAGES = st.lists(
-    st.tuples(
-        hnp.arrays(np.float32, (4, 5), elements=SCORES),
-        hnp.arrays(bool, (4, 5), elements=st.sampled_from([False, False, True])),
-    ),
-    min_size=1,
-    max_size=4,
-)
+def images_of(*scores):
+    """One to four small images of these scores, some of them not inspected, and their masks."""
+    return st.lists(
+        st.tuples(
+            hnp.arrays(np.float32, (4, 5), elements=st.sampled_from([*scores, math.nan])),
+            hnp.arrays(bool, (4, 5), elements=st.sampled_from([False, False, True])),
+        ),
+        min_size=1,
+        max_size=4,
+    )

@@ -14,16 +14,15 @@ from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import Sample, ground_truth
 from anomaly.datasets.samples import contradiction, maybe_turned
 from anomaly.errors import DataError, ImageError, some
-from anomaly.evaluation.metrics.curves import Metrics
-from anomaly.evaluation.metrics.images import (
+from anomaly.evaluation.metrics import (
     Confusion,
+    Metrics,
+    PixelAccumulator,
     confusion,
     image_intervals,
     image_metrics,
     metrics_by_type,
-    recall_at_false_reject_rates,
 )
-from anomaly.evaluation.metrics.pixels import PixelAccumulator
 from anomaly.evaluation.splits import threshold_images
 from anomaly.imaging.loading import UnusableImage, picture_of
 from anomaly.imaging.pool import read_one
@@ -162,11 +161,10 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
     known = [(r.score, r.sample) for r in rows if r.score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     chosen_with = threshold_images(detector)
-    figures = image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)
     return Evaluation(
         detector.config.name,
         rows,
-        figures | of_pixels,
+        image_metrics(scores, labels) | of_pixels,
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,

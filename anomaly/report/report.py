@@ -23,8 +23,7 @@ from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import GOOD, Sample
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
-from anomaly.evaluation.metrics.images import Confusion
-from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
+from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.evaluation.weaknesses import Run, Weakness, of_images
 from anomaly.files.writing import claim, clear, write
 from anomaly.maps.heatmap import (

@@ -11,8 +11,7 @@ from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.errors import counted
 from anomaly.evaluation.evaluate import Evaluation
-from anomaly.evaluation.metrics.images import Confusion
-from anomaly.evaluation.metrics.pixels import NO_DEFECT_MASKS, NO_MASKS
+from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json
 

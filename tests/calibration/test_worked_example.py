@@ -4,7 +4,7 @@ import re
 
 from conftest import REPOSITORY
 
-from anomaly.evaluation.metrics.images import confusion
+from anomaly.evaluation.metrics import confusion
 
 PAGE = (REPOSITORY / "docs" / "thresholds.md").read_text("utf-8")
 EXAMPLE = PAGE.partition("## What each word means")[2].partition("\n## ")[0]

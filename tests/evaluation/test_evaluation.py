@@ -14,7 +14,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from anomaly.datasets import Sample, open_dataset
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, score_test_split, width_of
-from anomaly.evaluation.metrics.curves import Metrics
+from anomaly.evaluation.metrics import Metrics
 from anomaly.evaluation.price import Compared
 from anomaly.imaging.read import read_mask
 from anomaly.report.tables import metrics_json, table
@@ -103,7 +103,7 @@ def test_defects_without_masks_count_for_the_image_only(
 def _evaluation(name: str, auroc: float | None) -> Evaluation:
     sample = Sample(Path("/x/odd, name.png"), "odd, name.png", "scratch")
     reasons = {} if auroc is not None else {"image_auroc": "no good images"}
-    metrics = Metrics({"image_auroc": auroc, "image_f1_max_threshold": 3.0}, reasons)
+    metrics = Metrics({"image_auroc": auroc}, reasons)
     return Evaluation(name, (Scored(sample, 1.5),), metrics)
 
 

@@ -1,4 +1,4 @@
-"""Image metrics against scikit-learn, brute force and their own promises."""
+"""Image metrics against brute force and their own promises."""
 
 import math
 
@@ -9,17 +9,15 @@ from hypothesis import strategies as st
 from sklearn.metrics import (
     average_precision_score,
     f1_score,
-    precision_recall_curve,
     roc_auc_score,
+    roc_curve,
 )
-from sklearn.metrics import roc_curve as sklearn_roc_curve
 
-from anomaly.evaluation.metrics.images import (
+from anomaly.evaluation.metrics import (
     confusion,
     image_intervals,
     image_metrics,
     metrics_by_type,
-    recall_at_false_reject_rates,
 )
 
 # Few distinct values, so that ties are the rule; neighbours in float32, so that a threshold
@@ -33,31 +31,27 @@ LABELLED = st.lists(
 )
 
 
-def sklearn_f1_max(labels, scores):
-    precision, recall, _ = precision_recall_curve(labels, scores)
-    both = precision + recall
-    return np.max(np.divide(2 * precision * recall, both, out=np.zeros_like(both), where=both > 0))
-
-
 @settings(max_examples=60)
-@given(LABELLED, st.floats(0, 1))
-def test_agrees_with_scikit_learn(pairs, rate):
+@given(LABELLED)
+def test_figures_are_those_of_all_thresholds(pairs):
     scores, labels = (np.array(column) for column in zip(*pairs, strict=True))
     got = image_metrics(scores, labels).values
-    (recall,) = recall_at_false_reject_rates(scores, labels, [rate]).values.values()
     if labels.all() or not labels.any():
-        assert {*got.values(), recall} == {None}
+        assert set(got.values()) == {None}
         return
-    assert got["image_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
-    assert got["image_f1_max"] == pytest.approx(sklearn_f1_max(labels, scores), abs=1e-9)
-    assert got["image_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
-    threshold = got["image_f1_max_threshold"]  # in either precision
-    for flagged in (scores > threshold, scores.astype(np.float32) > np.float32(threshold)):
-        assert f1_score(labels, flagged) == pytest.approx(got["image_f1_max"], abs=1e-12)
-    # The best of all thresholds.
-    allowed = rate * (~labels).sum() + 1e-9
-    within = [t for t in (-np.inf, *scores) if (scores[~labels] > t).sum() <= allowed]
-    assert recall == pytest.approx(max((scores[labels] > t).mean() for t in within))
+    good, defects = scores[~labels], scores[labels]
+    above = np.mean((defects[:, None] > good) + 0.5 * (defects[:, None] == good))
+    assert got["image_auroc"] == pytest.approx(above, abs=1e-9)
+    # From the highest threshold to the lowest, each flagging what scores more.
+    flagged = [scores > t for t in (*np.unique(scores)[::-1], -np.inf)]
+    found = np.array([f[labels].mean() for f in flagged])
+    false = np.array([f[~labels].mean() for f in flagged])
+    right = [labels[f].mean() for f in flagged[1:]]
+    assert got["image_ap"] == pytest.approx(np.sum(np.diff(found) * right), abs=1e-9)
+    best = max(f1_score(labels, f) for f in flagged)
+    assert got["image_f1_max"] == pytest.approx(best, abs=1e-9)
+    for rate in (0.01, 0.05):
+        assert got[f"recall_at_frr_{rate}"] == found[false <= rate].max()
 
 
 def test_undefined_metrics_have_reasons():
@@ -68,8 +62,6 @@ def test_undefined_metrics_have_reasons():
     no_good = image_metrics([1.0, 2.0], [True, True])
     assert set(no_good.values.values()) == {None}
     assert no_good.reasons == dict.fromkeys(no_good.values, "no good images")
-    recall = recall_at_false_reject_rates([1.0, 2.0], [True, True])
-    assert recall.reasons.keys() == recall.values.keys()
     assert image_metrics([], []).values["image_auroc"] is None
 
 
@@ -90,22 +82,20 @@ def test_types_are_measured_one_by_one():
         some = (types == "good") | (types == name)
         wanted = roc_auc_score(labels[some], scores[some])
         assert figures.values["image_auroc"] == pytest.approx(wanted)
-        recall = recall_at_false_reject_rates(scores[some], labels[some]).values
-        assert recall.items() <= figures.values.items()
     alone = metrics_by_type([1.0], [True], ["dent"])["dent"]
     assert alone.values["image_auroc"] is None
     assert set(alone.reasons) == set(alone.values)
     assert metrics_by_type([1.0], [False], ["good"]) == {}
 
 
-def test_recall_keys_and_rounding():
-    scores = np.concatenate([np.arange(100.0), [70.5], np.arange(91.5, 100.5)])
-    labels = np.arange(110) >= 100
-    # 0.07 · 100 is a hair above 7, 0.29 · 100 a hair below 29.
-    got = recall_at_false_reject_rates(scores, labels, (0.01, 0.07, 0.29)).values
-    assert got == {"recall_at_frr_0.01": 0.2, "recall_at_frr_0.07": 0.8, "recall_at_frr_0.29": 1.0}
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        recall_at_false_reject_rates(scores, labels, (1.5,))
+@pytest.mark.parametrize("hundreds", [1, 3, 7, 23])
+def test_recall_at_a_rate_that_is_just_reached(hundreds):
+    n = 100 * hundreds
+    scores = np.concatenate([np.arange(n), [n - 5 * hundreds - 1.5], np.full(9, n + 1.0)])
+    got = image_metrics(scores, np.arange(n + 10) >= n).values
+    assert (got["recall_at_frr_0.01"], got["recall_at_frr_0.05"]) == (0.9, 0.9)
+    scores[n] = n - 5 * hundreds - 0.5
+    assert image_metrics(scores, np.arange(n + 10) >= n).values["recall_at_frr_0.05"] == 1.0
 
 
 def test_intervals_are_those_of_sticks_broken_at_random():
@@ -121,7 +111,7 @@ def test_intervals_are_those_of_sticks_broken_at_random():
             s = np.concatenate([good, beyond[:1], defects, beyond[1:]])
             y = np.arange(72) > 40
             w = np.concatenate([40 * shares, 30 * found_shares])
-            false, recall, _ = sklearn_roc_curve(y, s, sample_weight=w, drop_intermediate=False)
+            false, recall, _ = roc_curve(y, s, sample_weight=w, drop_intermediate=False)
             found[end].append(
                 (
                     roc_auc_score(y, s, sample_weight=w),
@@ -133,7 +123,7 @@ def test_intervals_are_those_of_sticks_broken_at_random():
     got = image_intervals(scores, labels, draws=4000, seed=1)
     f1 = got.pop("image_f1_max")
     np.testing.assert_allclose(list(got.values()), np.stack([low, high], 1), atol=0.08)
-    point = (image_metrics(scores, labels) | recall_at_false_reject_rates(scores, labels)).values
+    point = image_metrics(scores, labels).values
     for name, (lowest, highest) in (got | {"image_f1_max": f1}).items():
         assert lowest <= point[name] <= highest
 

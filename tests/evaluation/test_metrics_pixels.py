@@ -1,49 +1,49 @@
 """Pixel metrics against scikit-learn and slow, independently written references."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from pixel_references import (
-    IMAGES,
     NAMES,
     brute_force_aupro,
     flat,
+    images_of,
     measured,
     published_aupro,
     smooth_images,
 )
 from sklearn.metrics import (
     average_precision_score,
-    f1_score,
     precision_recall_curve,
     roc_auc_score,
 )
 
 from anomaly.errors import DataError
-from anomaly.evaluation.metrics.pixels import PixelAccumulator
+from anomaly.evaluation.metrics import PixelAccumulator, ScoreHistogram
 
 
-def assert_classification(got, images):
+def assert_classification(got, images, tolerance=1e-9):
     scores, labels = flat(images)
-    assert got["pixel_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-9)
-    assert got["pixel_ap"] == pytest.approx(average_precision_score(labels, scores), abs=1e-9)
+    assert got["pixel_auroc"] == pytest.approx(roc_auc_score(labels, scores), abs=tolerance)
+    assert got["pixel_ap"] == pytest.approx(average_precision_score(labels, scores), abs=tolerance)
     precision, recall, _ = precision_recall_curve(labels, scores)
     f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-300)
-    assert got["pixel_f1_max"] == pytest.approx(f1.max(), abs=1e-9)
-    flagged = scores > got["pixel_f1_max_threshold"]
-    assert f1_score(labels, flagged) == pytest.approx(f1.max(), abs=1e-9)
+    assert got["pixel_f1_max"] == pytest.approx(f1.max(), abs=tolerance)
 
 
-def test_exact_form_agrees_with_the_references():
+def test_figures_agree_with_the_references():
     images = smooth_images(np.random.default_rng(0))
     got = measured(images)
     assert set(got.values) == NAMES
     assert not got.reasons
-    assert_classification(got.values, images)
+    assert_classification(got.values, images, 1e-5)
     small = [(m[:36, :36], k[:36, :36]) for m, k in images]
-    exact = measured(small).values
-    assert exact["aupro_30"] == pytest.approx(brute_force_aupro(small, 0.30), abs=1e-9)
-    assert exact["aupro_05"] == pytest.approx(brute_force_aupro(small, 0.05), abs=1e-9)
+    binned = measured(small).values
+    assert binned["aupro_30"] == pytest.approx(brute_force_aupro(small, 0.30), abs=1e-5)
+    assert binned["aupro_05"] == pytest.approx(brute_force_aupro(small, 0.05), abs=1e-5)
 
 
 LIMITS = {"aupro_30": 0.30, "aupro_05": 0.05}
@@ -58,21 +58,19 @@ def test_aupro_agrees_with_the_published_implementation(levels):
     for name, limit in LIMITS.items():
         expected = published_aupro(images, limit)
         assert 0.05 < expected < 0.99
-        for max_bins in (None, 1 << 20):
-            found = measured(images, max_bins).values[name]
-            assert found == pytest.approx(expected, abs=1e-6)
+        assert measured(images).values[name] == pytest.approx(expected, abs=1e-6)
 
 
 @settings(max_examples=50)
-@given(IMAGES)
-def test_exact_form_agrees_on_degenerate_images(images):
+@given(images_of(1.0, 1.0000001, 1.001, 1.05))
+def test_figures_agree_on_degenerate_images(images):
     got = measured(images)
     _, labels = flat(images)
     assert set(got.values) == NAMES
     assert {name for name, value in got.values.items() if value is None} == set(got.reasons)
     if labels.any() and not labels.all():
         assert_classification(got.values, images)
-        seen = [(np.nan_to_num(m, nan=-5.0), k) for m, k in images]
+        seen = [(np.nan_to_num(m, nan=0.99), k) for m, k in images]
         for name, limit in LIMITS.items():
             assert got.values[name] == pytest.approx(brute_force_aupro(images, limit), abs=1e-9)
             published = published_aupro(seen, limit)
@@ -109,3 +107,39 @@ def test_unusable_maps_are_refused():
         accumulator.update(np.zeros((4, 6)), np.zeros((4, 5), bool))
     with pytest.raises(ValueError, match="infinite"):
         accumulator.update(np.full((4, 6), np.inf), np.zeros((4, 6), bool))
+
+
+@settings(max_examples=50)
+@given(
+    images_of(0.0, -0.0, 1.0, 1.0000001, 2.0, 300.0, 1e-20, -1.0),
+    st.integers(2, 40),
+    st.randoms(use_true_random=False),
+)
+def test_binned_form_is_one_in_any_order(images, max_bins, random):
+    binned = measured(images, max_bins)
+    again = measured(random.sample(images, len(images)), max_bins)
+    assert again.values == pytest.approx(binned.values, abs=1e-12)
+
+
+def test_counts_past_sixteen_million_pixels():
+    """A float32 running sum stops at 16,777,216."""
+    histogram = ScoreHistogram(1, 10)
+    for weight in (2.0**24, 1.0):
+        histogram.add(np.ones(1, np.float32), {0: np.array([weight])})
+    assert histogram.weighted()[1].tolist() == [[2**24 + 1]]
+
+
+def test_memory_stays_bounded():
+    rng = np.random.default_rng(0)
+    accumulator = PixelAccumulator(1 << 12)
+    mask = np.zeros((500, 500), bool)
+    mask[:50, :50] = True
+    images = [rng.gamma(3.0, 10.0 ** rng.integers(-3, 4), (500, 500)) for _ in range(12)]
+    tracemalloc.start()
+    try:
+        for index, scores in enumerate(images):
+            accumulator.update(scores, mask if index % 2 else mask & False)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 24 * (1 << 12) + 50_000

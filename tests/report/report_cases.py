@@ -14,7 +14,7 @@ from pixel_map import pixel_map
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_by_hand
 from anomaly.datasets import Sample
 from anomaly.evaluation.evaluate import Evaluation
-from anomaly.evaluation.metrics.images import image_intervals, image_metrics, metrics_by_type
+from anomaly.evaluation.metrics import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import pixels_for
 from anomaly.report import report

@@ -1,0 +1,524 @@
+"""Figures of images and pixels: do the scores tell good from defective? Arrays in, floats out.
+
+An image or pixel counts as flagged when its score is *greater than* the threshold, here and
+everywhere else. Metrics only measure; no threshold in use is ever taken from them. Curves and
+their areas are scikit-learn's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import cv2
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from anomaly.errors import DataError
+
+Floats = NDArray[np.float64]
+
+NO_GOOD = "no good images"
+NO_DEFECTS = "no defective images"
+NO_MASKS = "no image with a ground-truth mask"
+NO_DEFECT_MASKS = "no defective image with a ground-truth mask"
+NO_DEFECT_PIXELS = "no defect pixels where the anomaly maps have values"
+NO_GOOD_PIXELS = "no defect-free pixels where the anomaly maps have values"
+
+FALSE_REJECT_RATES = (0.01, 0.05)
+_RECALLS = tuple(f"recall_at_frr_{rate:g}" for rate in FALSE_REJECT_RATES)
+_IMAGE_NAMES = ("image_auroc", "image_ap", "image_f1_max", *_RECALLS)
+# Draws of this many numbers fit the processor's outer cache.
+_DRAWN_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Named figures of one evaluation.
+
+    Attributes:
+        values: the figures; None where the data leave one undefined.
+        reasons: for each None in `values`, why.
+    """
+
+    values: dict[str, float | None]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __or__(self, other: Metrics) -> Metrics:
+        """Both sets of figures; those of `other` win where a name is in both."""
+        kept = {name: why for name, why in self.reasons.items() if name not in other.values}
+        return Metrics(self.values | other.values, kept | other.reasons)
+
+    def only(self, *names: str) -> Metrics:
+        """Some of the figures."""
+        reasons = {name: why for name, why in self.reasons.items() if name in names}
+        return Metrics({name: self.values[name] for name in names}, reasons)
+
+    @classmethod
+    def undefined(cls, names: Iterable[str], reason: str) -> Metrics:
+        """All of `names` undefined for one reason."""
+        return cls(dict.fromkeys(names), dict.fromkeys(names, reason))
+
+
+@dataclass(frozen=True)
+class _Roc:
+    """A receiver operating characteristic.
+
+    Attributes:
+        false: (n,) false-positive rates, rising from 0 to 1.
+        found: (n,) recall at each of them.
+    """
+
+    false: Floats
+    found: Floats
+
+    @classmethod
+    def of(cls, labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) -> _Roc:
+        """The curve of n scores: labels (n,) bool, scores (n,), weights (n,) or None for 1 each."""
+        # scikit-learn takes a second to import, which only evaluations shall wait for.
+        from sklearn.metrics import roc_curve
+
+        curve = roc_curve(labels, scores, sample_weight=weights, drop_intermediate=False)
+        return cls(*curve[:2])
+
+    def recall(self, rate: float) -> float:
+        """The share found with at most this share of the good flagged."""
+        return float(self.found[self.false <= rate].max())
+
+    def area(self, limit: float = 1.0) -> float:
+        """Mean recall over false-positive rates up to `limit`, interpolated there."""
+        inside = self.false <= limit
+        false = np.append(self.false[inside], limit)
+        found = np.append(self.found[inside], np.interp(limit, self.false, self.found))
+        return float(_area(false, found)) / limit
+
+
+def _precision(
+    labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None
+) -> tuple[float, float]:
+    """Average precision, and the highest F1 of any threshold; arguments as of `_Roc.of`."""
+    from sklearn.metrics import average_precision_score, precision_recall_curve
+
+    precision, recall, _ = precision_recall_curve(labels, scores, sample_weight=weights)
+    both = precision + recall
+    f1 = np.divide(2 * precision * recall, both, out=np.zeros_like(both), where=both > 0)
+    average = average_precision_score(labels, scores, sample_weight=weights)
+    return float(average), float(f1.max())
+
+
+def _area(x: Floats, y: Floats) -> Floats:
+    """Areas under polylines (..., n) along the last axis."""
+    return np.asarray((np.diff(x) * (y[..., 1:] + y[..., :-1]) / 2).sum(axis=-1))
+
+
+def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
+    """AUROC, average precision, the best F1, and recall at two false-reject rates.
+
+    The thresholds behind recall and F1 come from the test images: they say what the scores could
+    do, not what the model's own threshold does. With n good images a rate below 1/n allows no
+    false reject at all.
+
+    Args:
+        scores: (n,) finite image scores, higher is more anomalous.
+        labels: (n,) bool, True for defective images.
+
+    Returns:
+        `image_auroc`, `image_ap`, `image_f1_max`, `recall_at_frr_0.01` and `recall_at_frr_0.05`,
+        each in [0, 1]. All are undefined without good images: precision would be 1 whatever the
+        scores.
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
+    values, defective = _checked(scores, labels)
+    if missing := _missing_class(defective):
+        return Metrics.undefined(_IMAGE_NAMES, missing)
+    roc = _Roc.of(defective, values)
+    figures = [roc.area(), *_precision(defective, values), *map(roc.recall, FALSE_REJECT_RATES)]
+    return Metrics(dict(zip(_IMAGE_NAMES, figures, strict=True)))
+
+
+def metrics_by_type(
+    scores: ArrayLike, labels: ArrayLike, types: Sequence[str]
+) -> dict[str, Metrics]:
+    """Each type of defect by itself against all good images.
+
+    Args:
+        scores: (n,) finite image scores.
+        labels: (n,) bool, True for defective images.
+        types: n names, as the data set gives them.
+
+    Returns:
+        By type, in order of first appearance: `image_auroc` and the recalls at false-reject rates.
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
+    values, defective = _checked(scores, labels)
+    named = np.array(types, object)
+    of_types = {name: ~defective | (named == name) for name in dict.fromkeys(named[defective])}
+    return {
+        name: image_metrics(values[of], defective[of]).only("image_auroc", *_RECALLS)
+        for name, of in of_types.items()
+    }
+
+
+def image_intervals(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    *,
+    draws: int = 1000,
+    seed: int = 0,
+) -> dict[str, tuple[float, float] | None]:
+    """Intervals of the figures that parts still to come would show, with 95 % confidence.
+
+    What n images leave open: of all good parts, those between two neighbouring scores have the
+    share of one of n + 1 pieces of a stick broken at random (Dirichlet with parameters 1, whatever
+    the scores' distribution), and so have defective ones. Where in its gap a piece lies isn't
+    known. So the lower end is the 2.5 % quantile of figures for which each good piece
+    lies at the upper end of its gap, and each defective one at the lower; the upper end is the
+    97.5 % quantile with good pieces at the lower ends and defective ones at the upper. For the
+    recall at a fixed threshold these are the Clopper–Pearson bounds, and like them they err to the
+    safe side: how often they hold is in docs/coverage.md.
+
+    Args:
+        scores: (n,) finite image scores.
+        labels: (n,) bool, True for defective images.
+        draws: of pieces.
+        seed: the same seed gives the same intervals.
+
+    Returns:
+        (low, high) of `image_auroc`, `image_ap`, `image_f1_max` and the recalls at false-reject
+        rates; None without good or without defective images. Those of AP and F1 are for as many
+        good and defective parts to come as are in the data.
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
+    values, defective = _checked(scores, labels)
+    if _missing_class(defective):
+        return dict.fromkeys(_IMAGE_NAMES)
+    distinct, group = np.unique(values, return_inverse=True)
+    # (2, K): good and defective images at each score, highest score first.
+    of_class = (group[~defective], group[defective])
+    counts = [np.bincount(of, minlength=len(distinct))[::-1] for of in of_class]
+    weights = np.array(counts, np.float64)
+    rng = np.random.default_rng(seed)
+    flagged, caught = np.cumsum(weights, axis=1)
+    best = 1 + int(np.argmax(caught / (flagged + caught + caught[-1])))
+    at_once = max(1, _DRAWN_AT_ONCE // weights.shape[1])
+    ends = [
+        _drawn_figures(weights, best, min(at_once, draws - done), rng)
+        for done in range(0, draws, at_once)
+    ]
+    lowest, highest = np.concatenate(ends, axis=2)
+    tail = 0.025
+    low, high = np.quantile(lowest, tail, axis=1), np.quantile(highest, 1 - tail, axis=1)
+    return dict(zip(_IMAGE_NAMES, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+
+
+def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Generator) -> Floats:
+    """Figures of `count` draws, at their lower and at their upper end: (2, figures, count).
+
+    The lower end of the best F1 is that of the threshold which is best for the data, after `best`
+    scores: a maximum over all of them would be taken by chance, once more than it was already.
+    """
+    (good, good_rest), (defect, defect_rest) = (_pieces(row, count, rng) for row in weights)
+    nothing = np.zeros_like(good_rest)
+    n_good = weights[0].sum()
+    ends = []
+    for low in (True, False):
+        parts = [(good_rest, good, nothing), (nothing, defect, defect_rest)]
+        if not low:
+            parts = [(nothing, good, good_rest), (defect_rest, defect, nothing)]
+        # Of 1,000 draws at once, which scikit-learn can't take: (count, K + 3), from nothing on.
+        false, true = (np.cumsum(np.concatenate([nothing, *p], axis=1), axis=1) for p in parts)
+        recall = true / true[:, -1:]
+        flagged = false + true
+        precision = np.divide(true, flagged, out=np.ones_like(true), where=flagged > 0)
+        f1 = 2 * true / (flagged + true[:, -1:])
+        ends.append(
+            [
+                _area(false / false[:, -1:], recall),
+                (np.diff(recall) * precision[:, 1:]).sum(axis=1),
+                f1[:, best + 1] if low else f1.max(axis=1),
+                *(np.where(false <= r * n_good, recall, 0).max(axis=1) for r in FALSE_REJECT_RATES),
+            ]
+        )
+    return np.array(ends)
+
+
+def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Random weights at K scores (count, K), and of the piece beyond them (count, 1).
+
+    Together they weigh as much as `weights` (K,), which say how many images each score has.
+    """
+    pieces = rng.standard_gamma(np.append(weights, 1.0), size=(count, len(weights) + 1))
+    pieces *= weights.sum() / pieces.sum(axis=1, keepdims=True)
+    return pieces[:, :-1], pieces[:, -1:]
+
+
+def _checked(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+    """Scores and labels as arrays (n,)."""
+    values = np.asarray(scores, np.float64)
+    defective: NDArray[np.bool_] = np.asarray(labels, dtype=bool)
+    if values.ndim != 1 or values.shape != defective.shape:
+        raise ValueError(f"scores {values.shape} and labels {defective.shape} must be (n,) both")
+    if not np.isfinite(values).all():
+        raise ValueError("every image score must be finite")
+    return values, defective
+
+
+def _missing_class(defective: NDArray[np.bool_]) -> str:
+    """Why image figures are undefined; empty where there are good and defective images."""
+    if not defective.any():
+        return NO_DEFECTS
+    return NO_GOOD if defective.all() else ""
+
+
+@dataclass(frozen=True)
+class VerdictCounts:
+    """How many images got each verdict."""
+
+    good: int = 0
+    review: int = 0
+    reject: int = 0
+
+    @property
+    def total(self) -> int:
+        """Images with any verdict."""
+        return self.good + self.review + self.reject
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Verdicts against the truth.
+
+    Attributes:
+        good: verdicts on good images.
+        defective: verdicts on defective images.
+        by_type: verdicts by defect type, in the order of first appearance; good images have the
+            type they were given.
+    """
+
+    good: VerdictCounts
+    defective: VerdictCounts
+    by_type: dict[str, VerdictCounts]
+
+    @property
+    def escapes(self) -> int:
+        """Defective images that were called good."""
+        return self.defective.good
+
+    @property
+    def caught(self) -> int:
+        """Defective images that were rejected or are for review."""
+        return self.defective.reject + self.defective.review
+
+    @property
+    def false_rejects(self) -> int:
+        """Good images that were rejected; those for review don't count."""
+        return self.good.reject
+
+    @property
+    def good_to_review(self) -> int:
+        """Good images that are for review."""
+        return self.good.review
+
+
+def confusion(
+    verdicts: Sequence[str], labels: Sequence[bool], defect_types: Sequence[str]
+) -> Confusion:
+    """Count verdicts by truth and by defect type.
+
+    Args:
+        verdicts: n of `good`, `review`, `reject`.
+        labels: n, True for defective images.
+        defect_types: n names, as the data set gives them.
+    """
+    rows = list(zip(map(bool, labels), defect_types, verdicts, strict=True))
+
+    def counted(chosen: Iterable[str]) -> VerdictCounts:
+        return VerdictCounts(**Counter(chosen))
+
+    return Confusion(
+        good=counted(verdict for defect, _, verdict in rows if not defect),
+        defective=counted(verdict for defect, _, verdict in rows if defect),
+        by_type={
+            name: counted(verdict for _, kind, verdict in rows if kind == name)
+            for name in dict.fromkeys(defect_types)
+        },
+    )
+
+
+_SIGN = np.uint32(1 << 31)
+# The keys of the lowest and the highest finite float32.
+_LEAST, _MOST = np.uint64(0x0080_0000), np.uint64(0xFF7F_FFFF)
+
+
+class ScoreHistogram:
+    """Rows of weights over bins of scores, in bounded memory.
+
+    Bins are as fine as `max_bins` allows over the range seen so far: single float32 values at
+    first, then runs of 2, 4, 8 … of them. Which bins result depends only on the lowest and
+    highest score, not on the order of the calls. Takes 8 · rows · max_bins bytes at most.
+
+    Args:
+        rows: how many kinds of weight to keep.
+        max_bins: the most bins to keep.
+    """
+
+    def __init__(self, rows: int, max_bins: int) -> None:
+        self._max_bins = max_bins
+        self._shift = 0
+        self._first = 0
+        self._weights: Floats = np.zeros((rows, 0))
+
+    def add(self, scores: NDArray[np.float32], weights: Mapping[int, Floats | None]) -> None:
+        """Add scores to some of the rows.
+
+        Args:
+            scores: (n,) finite.
+            weights: by row, the weight of each score, (n,), or None for 1 each.
+        """
+        if not len(scores):
+            return
+        keys = _ordered_keys(scores)
+        low, high = int(keys.min()), int(keys.max())
+        self._make_room(low, high)
+        start = low >> self._shift
+        bins = (keys >> self._shift).astype(np.intp)
+        bins -= start
+        here = slice(start - self._first, int(bins.max()) + 1 + start - self._first)
+        for row, weight in weights.items():
+            self._weights[row, here] += np.bincount(bins, weights=weight)
+
+    def weighted(self) -> tuple[Floats, Floats]:
+        """Lowest score (K,) that each occupied bin can hold, and its weights (rows, K)."""
+        occupied = np.flatnonzero(self._weights.any(axis=0))
+        keys = (occupied + self._first).astype(np.uint64) << np.uint64(self._shift)
+        return _scores_of(keys), self._weights[:, occupied]
+
+    def _make_room(self, low: int, high: int) -> None:
+        """Widen the range to the keys `low` … `high`, coarsening where the bins wouldn't fit."""
+        if self._weights.shape[1]:
+            low = min(low, self._first << self._shift)
+            high = max(high, ((self._first + self._weights.shape[1]) << self._shift) - 1)
+        shift = self._shift
+        while (high >> shift) - (low >> shift) >= self._max_bins:
+            shift += 1
+        first, count = low >> shift, (high >> shift) - (low >> shift) + 1
+        if (shift, first, count) == (self._shift, self._first, self._weights.shape[1]):
+            return
+        widened = np.zeros((len(self._weights), count))
+        old = (np.arange(self._weights.shape[1]) + self._first) >> (shift - self._shift)
+        for new_row, row in zip(widened, self._weights, strict=True):
+            new_row += np.bincount(old - first, weights=row, minlength=count)
+        self._shift, self._first, self._weights = shift, first, widened
+
+
+def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """Integers in the order of the scores; both zeros get the same."""
+    bits = (scores + np.float32(0)).view(np.uint32)
+    return np.where(bits & _SIGN, ~bits, bits | _SIGN)
+
+
+def _scores_of(keys: NDArray[np.uint64]) -> Floats:
+    """The scores of `_ordered_keys`; a bin's border past the finite ones becomes the last."""
+    bits = np.clip(keys, _LEAST, _MOST).astype(np.uint32)
+    bits = np.where(bits & _SIGN, bits ^ _SIGN, ~bits)
+    return bits.view(np.float32).astype(np.float64)
+
+
+class Weight(IntEnum):
+    """The rows of the histogram: what one pixel adds at its score."""
+
+    GOOD = 0  # 1 for a defect-free pixel
+    DEFECT = 1  # 1 for a defect pixel
+    REGION = 2  # 1 / size of its defect region, for a defect pixel
+
+
+_PIXEL_NAMES = ("pixel_auroc", "pixel_ap", "pixel_f1_max", "aupro_30", "aupro_05")
+_LOST = "lost_defect_share"
+
+
+class PixelAccumulator:
+    """Pixel AUROC, average precision and best F1, and AUPRO, streamed.
+
+    Args:
+        max_bins: the most bins of scores to keep; memory is 24 bytes a bin.
+    """
+
+    def __init__(self, max_bins: int = 1 << 20) -> None:
+        self._scores = ScoreHistogram(len(Weight), max_bins)
+        self._images = 0
+        self._defect_pixels = 0
+        self._lost_defect_pixels = 0
+
+    def update(self, anomaly_map: ArrayLike, mask: ArrayLike) -> None:
+        """Add one image.
+
+        An image counts as good when its mask is empty: leave out defective images without one.
+
+        Args:
+            anomaly_map: (H, W), compared as float32; NaN where nothing was inspected, which
+                leaves the pixel out of every metric but `lost_defect_share`.
+            mask: (H, W) bool, True on defects.
+
+        Raises:
+            DataError: the mask and the map differ in size.
+            ValueError: a score is infinite.
+        """
+        scores, defect = np.asarray(anomaly_map, dtype=np.float32), np.asarray(mask, dtype=bool)
+        if scores.shape != defect.shape or scores.ndim != 2:
+            raise DataError(
+                f"a mask of {defect.shape} (height, width) doesn't fit its image of "
+                f"{scores.shape}: masks must have the size of the original image"
+            )
+        if np.isinf(scores).any():
+            raise ValueError("an anomaly map holds an infinite score")
+        self._images += 1
+        seen = ~np.isnan(scores)
+        self._scores.add(scores[seen & ~defect], {Weight.GOOD: None})
+        inspected = seen & defect
+        self._defect_pixels += int(defect.sum())
+        self._lost_defect_pixels += int((defect & ~seen).sum())
+        # 8-connected, over the whole mask: a region cut in two by a crop is still one region.
+        _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
+        region = regions[inspected]
+        of_region = 1.0 / np.bincount(region)[region]
+        self._scores.add(scores[inspected], {Weight.DEFECT: None, Weight.REGION: of_region})
+
+    def result(self) -> Metrics:
+        """The figures of all images added.
+
+        AUPRO as in Bergmann et al., "The MVTec Anomaly Detection Dataset", IJCV 2021, section
+        4.3.2: the mean recall over all defect regions against the false-positive rate over all
+        defect-free pixels.
+
+        Returns:
+            `pixel_auroc`, `pixel_ap`, `pixel_f1_max`; `aupro_30` and `aupro_05`;
+            `lost_defect_share`, the share of defect pixels that lie where nothing was inspected.
+            All are in [0, 1].
+        """
+        if not self._defect_pixels:
+            missing = NO_DEFECT_MASKS if self._images else NO_MASKS
+            return Metrics.undefined((*_PIXEL_NAMES, _LOST), missing)
+        lost = Metrics({_LOST: self._lost_defect_pixels / self._defect_pixels})
+        if self._lost_defect_pixels == self._defect_pixels:
+            return Metrics.undefined(_PIXEL_NAMES, NO_DEFECT_PIXELS) | lost
+        scores, (good, defect, region) = self._scores.weighted()
+        if not good.any():
+            return Metrics.undefined(_PIXEL_NAMES, NO_GOOD_PIXELS) | lost
+        pair = np.repeat([False, True], len(scores)), np.tile(scores, 2)
+        of_pixels = np.concatenate([good, defect])
+        of_regions = _Roc.of(*pair, np.concatenate([good, region]))
+        figures = [
+            _Roc.of(*pair, of_pixels).area(),
+            *_precision(*pair, of_pixels),
+            of_regions.area(0.30),
+            of_regions.area(0.05),
+        ]
+        return Metrics(dict(zip(_PIXEL_NAMES, figures, strict=True))) | lost
