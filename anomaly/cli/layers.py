@@ -16,15 +16,15 @@ from anomaly.storage.load import config_in
 if TYPE_CHECKING:
     from torch import nn
 
-    from anomaly.backbones.layer_table import Layer
+    from anomaly.backbones.layers import Layer
 
 _COLUMNS = ("layer", "type", "output", "stride", "parameters", "compute", "runs", "hooked")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
-    from anomaly.backbones.layer_table import layer_table
-    from anomaly.backbones.registry import build
+    from anomaly.backbones.layers import layer_table
+    from anomaly.backbones.networks import build
 
     if options.input_size < 1:
         raise AnomalyError(f"--input-size is {options.input_size}; it must be 1 or more")
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
     """Which methods hook a layer when the config names none."""
-    from anomaly.backbones.layer_table import default_layers
+    from anomaly.backbones.layers import default_layers
 
     hooked: dict[str, str] = {}
     with suppress(ConfigError):  # a network without defaults

@@ -13,9 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anomaly.backbones.extractor import layout_of
-from anomaly.backbones.layer_table import last_map, layer_table, side_multiple, stages, token_layer
-from anomaly.backbones.registry import backbone_of, build, full_network, normalisation
+from anomaly.backbones.layers import (
+    last_map,
+    layer_table,
+    layout_of,
+    side_multiple,
+    stages,
+    token_layer,
+)
+from anomaly.backbones.networks import backbone_of, build, full_network, normalisation
 from anomaly.errors import AnomalyError, ImageError, LayerError
 from anomaly.explain.pictures import (
     RgbImage,

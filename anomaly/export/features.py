@@ -17,15 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.backbones.extractor import network_input
-from anomaly.backbones.layer_table import default_layers, side_multiple
-from anomaly.backbones.registry import (
+from anomaly.backbones.extractor import network_input, truncate_in_place
+from anomaly.backbones.layers import default_layers, side_multiple
+from anomaly.backbones.networks import (
     build,
     load_state,
     normalisation,
     read_weights,
 )
-from anomaly.backbones.truncation import truncate_in_place
 from anomaly.errors import ConfigError, DataError
 from anomaly.files.writing import draft
 from anomaly.hooks import capture

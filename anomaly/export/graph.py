@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from anomaly.backbones.engine import ENGINES, installed
-from anomaly.backbones.optimise import folded
-from anomaly.backbones.registry import build, load_state
+from anomaly.backbones.extractor import folded
+from anomaly.backbones.networks import build, load_state
 from anomaly.errors import ModelError
 from anomaly.export.pixels import PixelsToVerdict
 from anomaly.hooks import HookSet, capture
 from anomaly.scoring.model import Model
-from anomaly.storage.exported import graph_names
+from anomaly.storage.load import graph_names
 
 _RESAMPLE = torch.ops.aten._upsample_bicubic2d_aa.vec
 

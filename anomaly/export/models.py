@@ -30,7 +30,6 @@ from anomaly.imaging.read import read_image
 from anomaly.runtime import __version__, program_threads
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Prediction, Scored
-from anomaly.storage.exported import exported_stages, open_network, write_export
 from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,
@@ -42,7 +41,7 @@ from anomaly.storage.folder import (
     file_entry,
     find_model,
 )
-from anomaly.storage.load import config_in, load_model
+from anomaly.storage.load import config_in, exported_stages, load_model, open_network, write_export
 from anomaly.training.runs import training_record
 
 if TYPE_CHECKING:

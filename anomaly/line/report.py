@@ -24,8 +24,8 @@ from anomaly.files.writing import claim, like, write
 from anomaly.line.drift import Drift, Promise
 from anomaly.line.record import JUDGED, in_utc, open_rows, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
-from anomaly.storage.exported import read_folder
 from anomaly.storage.folder import find_model, model_id
+from anomaly.storage.load import read_folder
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 PAGE = "report.html"

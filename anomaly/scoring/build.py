@@ -32,9 +32,9 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
-    from anomaly.backbones.layer_table import default_layers
-    from anomaly.backbones.registry import build, load_state, read_weights
-    from anomaly.backbones.truncation import truncate
+    from anomaly.backbones.extractor import truncate
+    from anomaly.backbones.layers import default_layers
+    from anomaly.backbones.networks import build, load_state, read_weights
 
     name = config.backbone.name
     full = build(name)
@@ -54,7 +54,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     """
     import torch
 
-    from anomaly.backbones.layer_table import probes, takes
+    from anomaly.backbones.layers import probes, takes
 
     image, patch, network = config.image, extractor.patch, extractor.network
     key = next((key for key in ("crop", "resize") if getattr(image, key)), "area")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
     from anomaly.backbones.extractor import Embedder, FeatureExtractor
-    from anomaly.backbones.registry import Normalisation
+    from anomaly.backbones.networks import Normalisation
 
 
 _LEAST_SCORE = 1e-12  # where a power has a gradient

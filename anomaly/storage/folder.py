@@ -58,7 +58,7 @@ class Part(BaseModel):
 
 
 class _Backbone(Part):
-    """See `anomaly.backbones.truncation.describe`."""
+    """See `anomaly.backbones.extractor.describe`."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     channels: tuple[_Count, ...]

@@ -99,8 +99,8 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    from anomaly.backbones.registry import backbone_of, version_of
-    from anomaly.backbones.truncation import describe
+    from anomaly.backbones.extractor import describe
+    from anomaly.backbones.networks import backbone_of, version_of
 
     backbone = backbone_of(detector.config.backbone.name)
     return {

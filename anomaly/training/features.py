@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from anomaly.backbones.extractor import Embedder, FeatureExtractor
-from anomaly.backbones.registry import Normalisation
+from anomaly.backbones.networks import Normalisation
 from anomaly.config.schema import Config
 from anomaly.datasets.samples import none_usable
 from anomaly.errors import WriteError, unwritable

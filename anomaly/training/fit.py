@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from anomaly.backbones.extractor import choose_precision, network_input
-from anomaly.backbones.registry import normalisation
+from anomaly.backbones.networks import normalisation
 from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample

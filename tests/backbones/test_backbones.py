@@ -14,18 +14,16 @@ from tiny_network import TinyNetwork
 
 import anomaly
 from anomaly.backbones import networks
-from anomaly.backbones import registry as backbones
-from anomaly.backbones.layer_table import default_layers
-from anomaly.backbones.networks import IMAGENET_MEAN, IMAGENET_STD
-from anomaly.backbones.registry import Backbone, Normalisation
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones.extractor import truncate
+from anomaly.backbones.layers import default_layers
+from anomaly.backbones.networks import IMAGENET_MEAN, IMAGENET_STD, Backbone, Normalisation
 from anomaly.backbones.weights import read_state
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
 
 
 def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
-    v1, v15 = backbones.build("resnet50_v1"), backbones.build("resnet50")
+    v1, v15 = networks.build("resnet50_v1"), networks.build("resnet50")
     for stage in ("layer2", "layer3", "layer4"):
         block: Any = v1.get_submodule(f"{stage}.0")
         other: Any = v15.get_submodule(f"{stage}.0")
@@ -39,26 +37,26 @@ def test_official_weights_are_the_papers() -> None:
     assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
     assert networks.torchvision_weights("resnet50_v1") is None
     with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
-        backbones.read_weights("resnet50_v1", "imagenet", 0)
+        networks.read_weights("resnet50_v1", "imagenet", 0)
 
 
 def test_networks_from_tensorflow_see_what_torchvision_shows_them() -> None:
     """With its official weights, torchvision normalises anew what its transforms have made."""
     name = "googlenet"
     official = torchvision.models.get_model(name, transform_input=True, init_weights=False).eval()
-    ours = backbones.build(name)
-    backbones.load_state(ours, official.state_dict(), backbones.build(name), name)
+    ours = networks.build(name)
+    networks.load_state(ours, official.state_dict(), networks.build(name), name)
     images = torch.rand(1, 3, 96, 96)
     preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
-    torch.testing.assert_close(backbones.normalisation("resnet18")(images), preset(images))
+    torch.testing.assert_close(networks.normalisation("resnet18")(images), preset(images))
     with torch.no_grad():
         expected = official(preset(images))
-        torch.testing.assert_close(ours(backbones.normalisation(name)(images)), expected)
+        torch.testing.assert_close(ours(networks.normalisation(name)(images)), expected)
 
 
 @pytest.mark.parametrize("name", ["swin_v2_t", "maxvit_t", "shufflenet_v2_x0_5"])
 def test_default_layers_of_families_with_a_layout_or_sizes_of_their_own(name: str) -> None:
-    network = backbones.build(name)
+    network = networks.build(name)
     assert all(p.is_meta for p in network.parameters())  # takes no memory until it is filled
     layers = default_layers(name, network, 3)
     assert default_layers(name, network, 2) == layers[1:]
@@ -67,8 +65,8 @@ def test_default_layers_of_families_with_a_layout_or_sizes_of_their_own(name: st
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'wide_resnet50_2'"):
-        backbones.build("wide_resnet50")
-    network = backbones.build("squeezenet1_0")
+        networks.build("wide_resnet50")
+    network = networks.build("squeezenet1_0")
     with pytest.raises(
         ConfigError, match=r"no default layers.*`anomaly layers --backbone squeezenet1_0`"
     ):
@@ -76,9 +74,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 
 def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) -> None:
-    first, sha256 = backbones.read_weights("resnet18", "random", 3)
-    second, _ = backbones.read_weights("resnet18", "random", 3)
-    other, _ = backbones.read_weights("resnet18", "random", 4)
+    first, sha256 = networks.read_weights("resnet18", "random", 3)
+    second, _ = networks.read_weights("resnet18", "random", 3)
+    other, _ = networks.read_weights("resnet18", "random", 4)
     assert sha256 is None
     assert "NOTHING" in caplog.text
     assert all(torch.equal(first[k], second[k]) for k in first)
@@ -86,9 +84,9 @@ def test_random_weights_are_seeded_and_warn(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_filled_networks_compute_what_torchvision_computes() -> None:
-    state, _ = backbones.read_weights("resnet18", "random", 0)
-    truncated = truncate(backbones.build("resnet18"), ["layer1", "layer2"])
-    backbones.load_state(truncated.network, state, backbones.build("resnet18"), "random")
+    state, _ = networks.read_weights("resnet18", "random", 0)
+    truncated = truncate(networks.build("resnet18"), ["layer1", "layer2"])
+    networks.load_state(truncated.network, state, networks.build("resnet18"), "random")
     reference = torchvision.models.resnet18()
     reference.load_state_dict(state)
     reference.eval()
@@ -115,8 +113,8 @@ ODD_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def test_weights_that_are_no_plain_numbers_are_refused(tmp_path: Path) -> None:
-    full = backbones.build("tiny")
-    state, _ = backbones.read_weights("tiny", "random", 0)
+    full = networks.build("tiny")
+    state, _ = networks.read_weights("tiny", "random", 0)
     for kind, of in ODD_KINDS.items():
         for key in ("layer1.conv1.weight", "fc.weight"):
             values = torch.ones(state[key].shape)
@@ -125,29 +123,29 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path: Path) -> None:
             torch.save(state | {key: of(values)}, tmp_path / "odd.pth")
             read, _ = read_state(tmp_path / "odd.pth")
             with pytest.raises(WeightsError, match=f"{key} holds NaN, infinite or impossible"):
-                backbones.load_state(backbones.build("tiny"), read, full, kind)
+                networks.load_state(networks.build("tiny"), read, full, kind)
 
 
 def test_weights_of_a_part_or_of_another_network() -> None:
-    full = backbones.build("resnet18")
-    state, _ = backbones.read_weights("resnet18", "random", 0)
+    full = networks.build("resnet18")
+    state, _ = networks.read_weights("resnet18", "random", 0)
     short = {
         k: v.half() if v.is_floating_point() else v
         for k, v in state.items()
         if not k.startswith(("layer3", "layer4", "fc"))
     }
-    truncated = truncate(backbones.build("resnet18"), ["layer2"])
-    backbones.load_state(truncated.network, short, full, "that file")
+    truncated = truncate(networks.build("resnet18"), ["layer2"])
+    networks.load_state(truncated.network, short, full, "that file")
     assert all(p.dtype == torch.float32 for p in truncated.network.parameters())
-    further = truncate(backbones.build("resnet18"), ["layer3"])
+    further = truncate(networks.build("resnet18"), ["layer3"])
     says = r"than ResNet, or holds a part of it: without layer3\.0\.conv1\.weight"
     with pytest.raises(WeightsError, match=says):
-        backbones.load_state(further.network, short, full, "that file")
+        networks.load_state(further.network, short, full, "that file")
     with pytest.raises(WeightsError, match="unknown extra"):
-        backbones.load_state(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")
-    other = backbones.build("resnet50")
+        networks.load_state(truncated.network, short | {"extra": torch.ones(1)}, full, "that file")
+    other = networks.build("resnet50")
     with pytest.raises(WeightsError, match="belongs to another network than ResNet"):
-        backbones.load_state(other, state, backbones.build("resnet50"), "that file")
+        networks.load_state(other, state, networks.build("resnet50"), "that file")
 
 
 def test_a_network_of_ones_own_is_an_entry_of_the_registry(
@@ -158,7 +156,7 @@ def test_a_network_of_ones_own_is_an_entry_of_the_registry(
         TinyNetwork,
         lambda: Normalisation((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
     )
-    monkeypatch.setitem(backbones.BACKBONES, "mine", own)
+    monkeypatch.setitem(networks.BACKBONES, "mine", own)
     arguments = train_arguments(product, tmp_path / "run", "backbone.name=mine")
     code, _, err = command("train", arguments)
     assert code == 0, err
@@ -168,18 +166,18 @@ def test_a_network_of_ones_own_is_an_entry_of_the_registry(
     assert "layer4" not in str(detector.extractor.network.state_dict().keys())
     anomaly.load(tmp_path / "run").predict(product / "test" / "spot" / "001.png")
 
-    state, _ = backbones.read_weights("mine", "random", 1)
+    state, _ = networks.read_weights("mine", "random", 1)
     save_file(state, tmp_path / "own.safetensors")
-    read, sha256 = backbones.read_weights("mine", str(tmp_path / "own.safetensors"), 0)
+    read, sha256 = networks.read_weights("mine", str(tmp_path / "own.safetensors"), 0)
     assert sha256
     assert all(torch.equal(read[key], state[key]) for key in state)
     with pytest.raises(WeightsError, match=r"no official weights.*backbone\.weights="):
-        backbones.read_weights("mine", "imagenet", 0)
+        networks.read_weights("mine", "imagenet", 0)
 
-    monkeypatch.delitem(backbones.BACKBONES, "mine")
+    monkeypatch.delitem(networks.BACKBONES, "mine")
     with pytest.raises(ConfigError, match="'mine' isn't a network"):
-        backbones.build("mine")
+        networks.build("mine")
 
 
 def test_a_package_offers_its_network_by_an_entry_point() -> None:
-    assert type(backbones.build("tiny")) is TinyNetwork
+    assert type(networks.build("tiny")) is TinyNetwork

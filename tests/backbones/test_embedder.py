@@ -11,9 +11,8 @@ import torch
 from conftest import run_command, train_arguments
 
 from anomaly.backbones import extractor as features
-from anomaly.backbones.extractor import FeatureExtractor, network_input
-from anomaly.backbones.registry import Normalisation, build, load_state, read_weights
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones.extractor import FeatureExtractor, network_input, truncate
+from anomaly.backbones.networks import Normalisation, build, load_state, read_weights
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import NetworkInput
 from anomaly.storage import load as checkpoint

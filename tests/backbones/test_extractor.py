@@ -4,14 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.extractor import (
-    FeatureExtractor,
-    Layout,
-    layout_of,
-    token_stride,
-)
-from anomaly.backbones.registry import build, load_state, read_weights
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones.extractor import FeatureExtractor, truncate
+from anomaly.backbones.layers import Layout, layout_of, token_stride
+from anomaly.backbones.networks import build, load_state, read_weights
 from anomaly.errors import LayerError
 from anomaly.hooks import live_hooks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.layer_table import (
+from anomaly.backbones.layers import (
     Layer,
     default_layers,
     last_map,
@@ -14,7 +14,7 @@ from anomaly.backbones.layer_table import (
     side_multiple,
     stages,
 )
-from anomaly.backbones.registry import build
+from anomaly.backbones.networks import build
 from anomaly.errors import LayerError
 from anomaly.hooks import live_hooks
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.extractor import FeatureExtractor
-from anomaly.backbones.optimise import folded, fused
-from anomaly.backbones.registry import build
-from anomaly.backbones.truncation import DryRun, truncate
+from anomaly.backbones.extractor import DryRun, FeatureExtractor, folded, fused, truncate
+from anomaly.backbones.networks import build
 from anomaly.hooks import capture
 
 

@@ -15,9 +15,15 @@ from conftest import REPOSITORY
 from safetensors.torch import save_file
 
 from anomaly.backbones import networks
-from anomaly.backbones import registry as backbones
-from anomaly.backbones.networks import INSTALLED, INSTALLED_SHA256, REQUIREMENT, installed_file
-from anomaly.backbones.registry import full_network, load_state, read_weights
+from anomaly.backbones.networks import (
+    INSTALLED,
+    INSTALLED_SHA256,
+    REQUIREMENT,
+    full_network,
+    installed_file,
+    load_state,
+    read_weights,
+)
 from anomaly.config.load import load_config
 from anomaly.errors import WeightsError
 
@@ -31,7 +37,7 @@ def test_the_installed_network_knows_a_cat() -> None:
     cat = cv2.cvtColor(cv2.imread(f"{skimage}/data/chelsea.png"), cv2.COLOR_BGR2RGB)
     image = torch.from_numpy(cv2.resize(cat, (320, 224))).permute(2, 0, 1)[None] / 255
     with torch.no_grad():
-        shares = network(backbones.normalisation(INSTALLED)(image)).softmax(1)[0]
+        shares = network(networks.normalisation(INSTALLED)(image)).softmax(1)[0]
     assert shares.argmax() == EGYPTIAN_CAT
     assert shares[EGYPTIAN_CAT] > 0.7
 
@@ -72,7 +78,7 @@ def test_a_network_of_another_build_is_not_filled_in() -> None:
     file = installed_file()
     assert file is not None
     state = torch.load(file, weights_only=True)
-    network = backbones.build(INSTALLED)
+    network = networks.build(INSTALLED)
     first, *others = state
     moved = {key: state[key] for key in [*others[:-1], first, others[-1]]}
     for other in ({**state, "_extra.weight": torch.zeros(3)}, moved):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.registry import (
+from anomaly.backbones.extractor import describe, truncate, truncate_again
+from anomaly.backbones.networks import (
     build,
     load_state,
     read_weights,
 )
-from anomaly.backbones.truncation import describe, truncate, truncate_again
 from anomaly.errors import LayerError
 
 
@@ -163,8 +163,8 @@ def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: lis
 def test_torchvision_and_timm_come_without_the_compiler_which_is_there_when_needed() -> None:
     code = """
 import sys
-from anomaly.backbones.importing import torchvision
-from anomaly.backbones.registry import build
+from anomaly.backbones.networks import torchvision
+from anomaly.backbones.networks import build
 import torch
 for name in ("wide_resnet50_2", "mobilenet_v2", "vit_b_16", "timm/tf_efficientnet_lite2"):
     build(name)

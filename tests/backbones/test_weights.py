@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anomaly.backbones import weights
-from anomaly.backbones.registry import read_weights
+from anomaly.backbones.networks import read_weights
 from anomaly.errors import WeightsError
 
 STATE = {"conv.weight": torch.arange(6.0).reshape(2, 3), "bn.bias": torch.ones(2)}

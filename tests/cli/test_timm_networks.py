@@ -12,8 +12,8 @@ from kit import touch
 from safetensors.torch import save_file
 
 import anomaly
-from anomaly.backbones import registry as backbones
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones import networks
+from anomaly.backbones.extractor import truncate
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
 
@@ -43,16 +43,16 @@ def test_the_whole_way(product: Path, tmp_path: Path, says: Says) -> None:
 def test_dinov2s_own_key_names_are_taken(tmp_path: Path) -> None:
     """A state as DINOv2's makers publish it, of random numbers."""
     name = "timm/vit_small_patch14_reg4_dinov2"
-    state = backbones.read_weights(name, "random", 0)[0]
+    state = networks.read_weights(name, "random", 0)[0]
     state["register_tokens"] = state.pop("reg_token")
     state["pos_embed"] = torch.cat([torch.zeros(1, 1, 384), state["pos_embed"]], 1)
     state["mask_token"] = torch.zeros(1, 384)
     torch.save(state, tmp_path / "own.pth")
-    read, sha256 = backbones.read_weights(f"{name}.lvd142m", str(tmp_path / "own.pth"), 0)
+    read, sha256 = networks.read_weights(f"{name}.lvd142m", str(tmp_path / "own.pth"), 0)
     assert sha256
-    whole = backbones.build(name)
-    truncated = truncate(backbones.build(name), ["blocks.1"])
-    backbones.load_state(truncated.network, read, whole, "that file")
+    whole = networks.build(name)
+    truncated = truncate(networks.build(name), ["blocks.1"])
+    networks.load_state(truncated.network, read, whole, "that file")
     kept = truncated.network.state_dict()
     assert torch.equal(kept["blocks.1.mlp.fc1.weight"], state["blocks.1.mlp.fc1.weight"])
     assert "blocks.2.mlp.fc1.weight" not in kept
@@ -60,16 +60,16 @@ def test_dinov2s_own_key_names_are_taken(tmp_path: Path) -> None:
 
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     name = "timm/test_vit"
-    own = backbones.read_weights(name, "random", 0)[0]
-    truncated, whole = truncate(backbones.build(name), ["blocks.1"]), backbones.build(name)
+    own = networks.read_weights(name, "random", 0)[0]
+    truncated, whole = truncate(networks.build(name), ["blocks.1"]), networks.build(name)
     for state, says in (
-        (backbones.read_weights("resnet18", "random", 0)[0], "with unknown bn1."),
+        (networks.read_weights("resnet18", "random", 0)[0], "with unknown bn1."),
         ({k: v for k, v in own.items() if "blocks.0." not in k}, "without blocks.0."),
     ):
         save_file(state, tmp_path / "wrong.safetensors")
-        read, _ = backbones.read_weights(name, str(tmp_path / "wrong.safetensors"), 0)
+        read, _ = networks.read_weights(name, str(tmp_path / "wrong.safetensors"), 0)
         with pytest.raises(WeightsError) as caught:
-            backbones.load_state(truncated.network, read, whole, "that file")
+            networks.load_state(truncated.network, read, whole, "that file")
         assert says in str(caught.value)
         assert "belongs to another network than VisionTransformer" in str(caught.value)
 
@@ -82,26 +82,26 @@ def test_weights_come_from_the_users_cache_and_are_never_downloaded(
     name, hub = "timm/test_vit.r160_in1k", tmp_path / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
     with pytest.raises(WeightsError, match=f"`hf download {name} model.safetensors`"):
-        backbones.read_weights(name, "imagenet", 0)
+        networks.read_weights(name, "imagenet", 0)
     assert not hub.exists()
     place = hub / "models--timm--test_vit.r160_in1k"
     touch(place, "refs/main", "snapshots/abc/model.safetensors")
     (place / "refs" / "main").write_text("abc")
-    state = backbones.read_weights(name, "random", 0)[0]
+    state = networks.read_weights(name, "random", 0)[0]
     save_file(state, place / "snapshots" / "abc" / "model.safetensors")
-    read, sha256 = backbones.read_weights(name, "imagenet", 0)
+    read, sha256 = networks.read_weights(name, "imagenet", 0)
     assert len(sha256 or "") == 64
     assert all(torch.equal(read[key], state[key]) for key in state)
 
 
 def test_names_that_do_not_fit_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="did you mean 'vit_small_patch14_dinov2'"):
-        backbones.build("timm/vit_small_patch14_dinov")
+        networks.build("timm/vit_small_patch14_dinov")
     with pytest.raises(ConfigError, match="has no weights 'lvd'"):
-        backbones.build("timm/vit_small_patch14_dinov2.lvd")
+        networks.build("timm/vit_small_patch14_dinov2.lvd")
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'anomaly\[train\]'"):
-        backbones.build("timm/vit_small_patch14_dinov2")
+        networks.build("timm/vit_small_patch14_dinov2")
 
 
 def test_what_a_network_does_not_take_is_told_with_what_it_takes(

@@ -27,8 +27,8 @@ from torch import nn
 import anomaly
 from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
-from anomaly.backbones.registry import BACKBONES, Backbone, build, load_state, read_weights
-from anomaly.backbones.truncation import truncate
+from anomaly.backbones.extractor import truncate
+from anomaly.backbones.networks import BACKBONES, Backbone, build, load_state, read_weights
 from anomaly.cli.common_options import chosen_device
 from anomaly.detector import Detector
 from anomaly.errors import AnomalyError, DataError, ModelError

@@ -16,7 +16,7 @@ from conftest import REPOSITORY, RUNS, Command, train, train_arguments, write_pr
 from safetensors.torch import save_file
 
 import anomaly
-from anomaly.backbones.registry import read_weights
+from anomaly.backbones.networks import read_weights
 from anomaly.datasets import open_dataset
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image

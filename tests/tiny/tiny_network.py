@@ -5,7 +5,7 @@ Processes that tests start get it by its entry point, as a user's own package wo
 
 from torch import Tensor, nn
 
-from anomaly.backbones.registry import Backbone
+from anomaly.backbones.networks import Backbone
 
 
 class Block(nn.Module):

@@ -1,4 +1,8 @@
-"""What a network consists of: its layers, what they put out, and what it costs to get there."""
+"""A network's layers: what they put out, how that lies, and what it costs to get there.
+
+A layer puts out a map, a map in Swin's order, or tokens: a transformer's block gives (B, N, C),
+class and register tokens first, then the patches row by row.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,87 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.extractor import layout_of
 from anomaly.errors import ConfigError, LayerError
 from anomaly.hooks import HookSet, capture
 from anomaly.hooks.capture import named_tensors
+
+_LARGEST_PATCH = 64
+_MOST_PREFIX = 16  # class and register tokens; networks have up to 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layer's output lies, and what it stands for.
+
+    Attributes:
+        axes: of its outputs: `map` (B, C, h, w), `channels_last` (B, h, w, C) or `tokens`
+            (B, N, C).
+        channels: C.
+        stride: network pixels between neighbouring positions.
+    """
+
+    axes: str
+    channels: int
+    stride: int
+
+    @property
+    def patch(self) -> int | None:
+        """The side in pixels that an image's height and width must be multiples of."""
+        return self.stride if self.axes == "tokens" else None
+
+    def map_of(self, output: Tensor, size: Sequence[int]) -> Tensor:
+        """An output as a feature map (B, C, h, w).
+
+        Args:
+            output: of the layer.
+            size: (H, W) of the network's input.
+        """
+        if self.axes == "map":
+            return output
+        if self.axes == "tokens":
+            height, width = size[0] // self.stride, size[1] // self.stride
+            patches = output[:, output.shape[1] - height * width :]
+            # Its length as a shape's, which stays free in a traced graph; len() is a plain number.
+            output = patches.reshape(patches.shape[0], height, width, -1).contiguous()
+        return output.permute(0, 3, 1, 2)
+
+
+def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
+    """How a layer's output for one image lies; None where it is no grid of positions.
+
+    What may be both is taken for a map (B, C, h, w): of a square image, as many channels as rows.
+
+    Args:
+        shape: of the output.
+        size: (H, W) of the image.
+    """
+    height, width = size
+    if len(shape) == 3 and (stride := token_stride(shape[1], size)):
+        return Layout("tokens", shape[2], stride)
+    if len(shape) == 4:
+        _, a, b, c = shape
+        slack = 0 if height == width else 2 * max(height, width)  # strides and borders round
+        if abs(b * width - c * height) <= slack:
+            return Layout("map", a, max(1, round(width / c)))
+        if abs(a * width - b * height) <= slack:
+            return Layout("channels_last", c, max(1, round(width / b)))
+    return None
+
+
+def token_stride(count: int, size: Sequence[int]) -> int | None:
+    """The side of the patches that N tokens stand for, few others before them; None for none.
+
+    Args:
+        count: N.
+        size: (H, W) of the network's input.
+    """
+    height, width = size
+    for stride in range(2, _LARGEST_PATCH + 1):
+        if height % stride == width % stride == 0:
+            others = count - height * width // stride**2
+            if others >= 0:
+                return stride if others <= min(_MOST_PREFIX, count // 2) else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -50,7 +131,7 @@ class Layer:
 def layer_table(network: nn.Module, size: int) -> list[Layer]:
     """Run a network once and describe each of its layers.
 
-    On the meta device, as `anomaly.backbones.registry.build` makes networks, nothing is computed.
+    On the meta device, as `anomaly.backbones.networks.build` makes networks, nothing is computed.
 
     Args:
         network: in eval mode, takes images (1, 3, H, W).
