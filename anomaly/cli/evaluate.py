@@ -18,8 +18,15 @@ from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, fi
 from anomaly.evaluation.splits import images_to_test
 from anomaly.evaluation.weaknesses import lines
 from anomaly.files.outputs import locked
-from anomaly.report.report import Category, EvaluationFolder, evaluated, flattered
-from anomaly.report.tables import at_thresholds, table, undefined
+from anomaly.report.report import (
+    Category,
+    EvaluationFolder,
+    at_thresholds,
+    evaluated,
+    flattered,
+    table,
+    undefined,
+)
 from anomaly.storage.folder import find_runs
 from anomaly.storage.load import load_model
 

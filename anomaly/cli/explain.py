@@ -11,9 +11,10 @@ from typing import Any
 from anomaly.backbones.weights import check_weights
 from anomaly.cli.common_options import chosen_device
 from anomaly.errors import AnomalyError, DataError
-from anomaly.explain.pictures import PAGE, RgbImage, claim_folder, save_explanation
+from anomaly.explain.page import PAGE, claim_folder, next_steps, save_explanation
 from anomaly.files.outputs import locked
 from anomaly.files.writing import short_name
+from anomaly.maps.heatmap import RgbImage
 from anomaly.storage.folder import find_model
 from anomaly.storage.golden import keep_missed
 from anomaly.storage.load import load_model
@@ -46,7 +47,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from anomaly.explain.evidence import explained  # needs torch
-    from anomaly.explain.page import next_steps
     from anomaly.explain.saliency import explain_class
 
     device = chosen_device(options)

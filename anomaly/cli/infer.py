@@ -45,8 +45,8 @@ from anomaly.inference.rows import Row, Tally, learned_by
 from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.gallery import gallery_html
-from anomaly.report.report import About
-from anomaly.report.tables import passed_in_evaluation
+from anomaly.report.page import About
+from anomaly.report.report import passed_in_evaluation
 from anomaly.runtime import cores
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import find_model

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,33 +20,37 @@ from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images, training_names
-from anomaly.explain.page import explanation_html
-from anomaly.explain.pictures import (
-    Box,
-    RgbImage,
-    absent,
+from anomaly.explain.page import explanation_html, save_explanation
+from anomaly.explain.saliency import (
+    BACKGROUND,
     beside,
+    feature_map_pictures,
     fitted,
     glowing,
-    patch_crop,
+    image_gradient,
     picture_of,
-    read_image,
-    save_explanation,
+    resized,
+    saliency_map,
+    stacked,
+    text_line,
 )
-from anomaly.explain.saliency import feature_map_pictures, image_gradient, saliency_map
 from anomaly.hooks import capture
 from anomaly.imaging.alignment import Pose
 from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.inference.rows import RegionRow, region_rows
-from anomaly.maps.heatmap import display
+from anomaly.maps.heatmap import RgbImage, display
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 
+MARK = (255, 64, 32)
 _FLAWS = 4  # that are shown
+_CROP = 150
+_CONTEXT = 7  # sides of the patch that a crop shows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,7 +126,7 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         ImageError: the image can't be scored.
         DataError: one of `good` isn't a folder.
     """
-    item = read_image(image, detector.loading)
+    item = Decoders(detector.loading, keep_image=True).load(image)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     (prediction,) = detector.predict_batches([[item]])
@@ -227,6 +232,16 @@ def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
     return notes
 
 
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in an image's own pixels; bottom and right lie outside."""
+
+    top: float
+    left: float
+    bottom: float
+    right: float
+
+
 def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
     """The box of a patch in the original image; around it where the part is turned.
 
@@ -245,6 +260,44 @@ def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Bo
     moved = view.pose.in_image(corners)
     (left, top), (right, bottom) = moved.min(axis=0).tolist(), moved.max(axis=0).tolist()
     return Box(top, left, bottom, right)
+
+
+def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
+    """A patch and its surroundings, the patch itself outlined.
+
+    Args:
+        picture: the whole image, (H0, W0, 3).
+        box: the patch.
+        size: side of the result.
+
+    Returns:
+        (size, size, 3); beyond the image's border it is white.
+    """
+    side = max(1, round(max(box.bottom - box.top, box.right - box.left) * _CONTEXT))
+    top = round((box.top + box.bottom - side) / 2)
+    left = round((box.left + box.right - side) / 2)
+    padded = np.pad(picture, ((side, side), (side, side), (0, 0)), constant_values=BACKGROUND)
+    crop = padded[top + side : top + 2 * side, left + side : left + 2 * side]
+    inside = Box(box.top - top, box.left - left, box.bottom - top, box.right - left)
+    return _outlined(resized(crop, size, size, cv2.INTER_CUBIC), inside, size / side)
+
+
+def _outlined(picture: RgbImage, box: Box, scale: float) -> RgbImage:
+    """A copy with a frame just outside the box, in pixels of the picture / `scale`."""
+    result = picture.copy()
+    first = round(box.left * scale) - 1, round(box.top * scale) - 1
+    last = round(box.right * scale), round(box.bottom * scale)
+    cv2.rectangle(result, first, last, MARK, 1)
+    return result
+
+
+def absent(text: str) -> RgbImage:
+    """A grey tile, as large as a crop, that says word by word why there is no picture."""
+    tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
+    words = stacked([text_line(word, _CROP) for word in text.split()])
+    top = (_CROP - len(words)) // 2
+    tile[top : top + len(words)] = np.minimum(words, tile[0])
+    return tile
 
 
 def patch_centres(
@@ -464,7 +517,7 @@ class GoodImages:
         sample = self._files.find(name)
         if isinstance(sample, str):
             return sample
-        item = read_image(sample.path, self._detector.loading)
+        item = Decoders(self._detector.loading, keep_image=True).load(sample.path)
         return item.in_part() if isinstance(item, NetworkInput) else "can't be read"
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:

@@ -1,19 +1,19 @@
-"""An explanation -> one page for people: the verdict in words, pictures, what to do next."""
+"""An explanation -> one page for people (verdict, pictures, what to do next), and its files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from anomaly.calibration.rates import percent, rate_above
-from anomaly.explain.pictures import RgbImage
+from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.inference.rows import RegionRow
-from anomaly.maps.heatmap import display, jpeg, thumbnail
+from anomaly.maps.heatmap import RgbImage, display, encode_png, jpeg, thumbnail
 from anomaly.report.page import (
     command_line,
     figure_html,
@@ -260,3 +260,62 @@ def _model(explanation: Explanation) -> str:
         f"anomaly {__version__}",
     ]
     return " · ".join(f"<bdi>{escape(part)}</bdi>" for part in parts if part)
+
+
+_FACTS, PAGE = "explanation.json", "explanation.html"
+_PICTURES = ("score_gradient.png", "grad_cam.png")
+_MAPS = ("feature_maps_*.png", "classifier_feature_maps_*.png")
+
+
+def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
+    """Make a folder for an explanation, and see that it can be written there.
+
+    Args:
+        folder: made if need be.
+        overwrite: take one that holds an explanation already.
+
+    Returns:
+        The names of the files that an explanation may have there, or an earlier one has.
+
+    Raises:
+        OutputError: it holds an explanation already, or can't be written to.
+    """
+    maps = [file.name for pattern in _MAPS for file in folder.glob(pattern)]
+    names = [_FACTS, PAGE, *_PICTURES, *maps]
+    claim(folder, names, overwrite=overwrite)
+    return names
+
+
+def save_explanation(
+    folder: Path,
+    facts: Mapping[str, Any],
+    pictures: Mapping[str, RgbImage],
+    notes: Sequence[str],
+    page: str = "",
+    *,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Write an explanation; of an earlier one there nothing is left.
+
+    Args:
+        folder: made if need be.
+        facts: plain values.
+        pictures: (H, W, 3) uint8 RGB, by the names of their files.
+        notes: what can't be shown, and why.
+        page: HTML for people; none where it is empty.
+        overwrite: replace an earlier explanation.
+
+    Returns:
+        What explanation.json says.
+
+    Raises:
+        OutputError: one is there already, or the folder can't be written to.
+    """
+    clear(folder, claim_folder(folder, overwrite=overwrite))
+    for name, picture in pictures.items():
+        write(folder / name, encode_png(picture))
+    if page:
+        write(folder / PAGE, page)
+    written = {**facts, "pictures": list(pictures), "not_shown": list(notes)}
+    write(folder / _FACTS, as_json(written))
+    return written

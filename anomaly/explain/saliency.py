@@ -1,17 +1,21 @@
-"""Views into a network: feature maps, the gradient of a score, Grad-CAM."""
+"""Views into a network: feature maps, Grad-CAM, the gradient of a score, gradients in training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from anomaly.backbones.layers import (
     last_map,
@@ -23,22 +27,13 @@ from anomaly.backbones.layers import (
 )
 from anomaly.backbones.networks import backbone_of, build, full_network, normalisation
 from anomaly.errors import AnomalyError, ImageError, LayerError
-from anomaly.explain.pictures import (
-    RgbImage,
-    beside,
-    colored,
-    fitted,
-    glowing,
-    picture_of,
-    read_image,
-    resized,
-    stacked,
-    text_line,
-)
-from anomaly.hooks import capture
+from anomaly.hooks import HookSet, capture
+from anomaly.hooks.paths import Selector, match, resolve
 from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Preprocessing, UnusableImage
+from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
+from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
+from anomaly.maps.heatmap import RgbImage
 
 
 def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
@@ -367,7 +362,7 @@ def explain_class(
     table = layer_table(build(name), size)
     multiple = side_multiple(build(name))
     sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)
-    item = read_image(path, Preprocessing(sizing, DEFAULT))
+    item = Decoders(Preprocessing(sizing, DEFAULT)).load(path)
     if isinstance(item, UnusableImage):
         raise ImageError(item.reason, item.status)
     if not (mapped := stages(table)):
@@ -406,3 +401,207 @@ def explain_class(
         lines.append(beside([(caption, small), (f"Grad-CAM at {layer}", glowing(small, cam))]))
     pictures["grad_cam.png"] = stacked(lines)
     return {"classes": found}, pictures, []
+
+
+_LINE_HEIGHT, _INDENT = 18, 2
+_FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
+_PANEL = 160  # wide enough for most titles
+BACKGROUND = 255
+_INK = (40, 40, 40)
+
+
+def picture_of(item: NetworkInput) -> RgbImage:
+    """The network's input before it is normalised, (H, W, 3) RGB."""
+    return np.rint(item.pixels * 255).astype(np.uint8)
+
+
+def colored(values: NDArray[Any]) -> RgbImage:
+    """Show numbers as colours: viridis, dark blue for the lowest, yellow for the highest.
+
+    Args:
+        values: (H, W) floats; what isn't finite becomes grey.
+
+    Returns:
+        (H, W, 3) RGB.
+    """
+    if values.size == 0:  # OpenCV dies of a division by zero
+        return np.zeros((*values.shape, 3), np.uint8)
+    finite = np.isfinite(values)
+    known = values[finite] if finite.any() else np.zeros(1)
+    darkest, brightest = float(known.min()), float(known.max())
+    unit = (np.where(finite, values, darkest) - darkest) / max(brightest - darkest, 1e-30)
+    levels = np.rint(np.clip(unit, 0, 1) * 255).astype(np.uint8)
+    picture = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_VIRIDIS), cv2.COLOR_BGR2RGB)
+    picture[~finite] = 128
+    return np.asarray(picture, np.uint8)
+
+
+def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
+    """An image in grey, coloured where a map is high.
+
+    Args:
+        picture: (H, W, 3).
+        values: (h, w) in [0, 1], brought to the picture's size.
+
+    Returns:
+        (H, W, 3).
+    """
+    height, width = picture.shape[:2]
+    fitted = cv2.resize(np.asarray(values, np.float32), (width, height))
+    unit = np.clip(fitted, 0, 1)
+    levels = np.rint(unit * 255).astype(np.uint8)
+    heat = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_INFERNO), cv2.COLOR_BGR2RGB)
+    grey = cv2.cvtColor(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    opacity = (0.85 * np.sqrt(unit))[..., None]
+    return np.asarray(np.rint(heat * opacity + grey * 0.75 * (1 - opacity)), np.uint8)
+
+
+def resized(
+    picture: RgbImage, height: int, width: int, enlarging: int = cv2.INTER_NEAREST
+) -> RgbImage:
+    """Bring a picture (H, W, 3) to (height, width, 3); `enlarging` is how it is enlarged."""
+    larger = height * width >= picture.shape[0] * picture.shape[1]
+    how = enlarging if larger else cv2.INTER_AREA
+    return np.asarray(cv2.resize(picture, (width, height), interpolation=how), np.uint8)
+
+
+def fitted(picture: RgbImage, longest: int = 420) -> RgbImage:
+    """The whole image (H0, W0, 3), its longest side of so many pixels."""
+    height, width = picture.shape[:2]
+    scale = longest / max(height, width)
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    return resized(picture, *size, cv2.INTER_CUBIC)
+
+
+def _text_width(text: str) -> int:
+    return 2 * _INDENT + cv2.getTextSize(text, _FONT, _FONT_SCALE, 1)[0][0]
+
+
+def text_line(text: str, width: int) -> RgbImage:
+    """A line of text, (18, width, 3); what doesn't fit is cut off."""
+    line = np.full((_LINE_HEIGHT, width, 3), BACKGROUND, np.uint8)
+    cv2.putText(line, text, (_INDENT, 13), _FONT, _FONT_SCALE, _INK, 1, cv2.LINE_AA)
+    return line
+
+
+def stacked(pictures: Sequence[RgbImage]) -> RgbImage:
+    """Put pictures below each other, left-aligned; the narrow ones get white to their right."""
+    width = max(picture.shape[1] for picture in pictures)
+    return np.vstack([_padded(picture, picture.shape[0], width) for picture in pictures])
+
+
+def beside(
+    panels: Sequence[tuple[str, RgbImage]], gap: int = 8, narrowest: int = _PANEL
+) -> RgbImage:
+    """Put titled pictures next to each other, aligned at the top, with white around them.
+
+    Args:
+        panels: title and picture (H, W, 3).
+        gap: pixels of white to the left, to the right and below.
+        narrowest: a picture of fewer columns gets white to its right, at least as much as its
+            title needs.
+    """
+    tallest = max(picture.shape[0] for _, picture in panels)
+    columns = [np.full((_LINE_HEIGHT + tallest + gap, gap, 3), BACKGROUND, np.uint8)]
+    for title, picture in panels:
+        width = max(picture.shape[1], narrowest, _text_width(title))
+        column = stacked([text_line(title, width), picture])
+        columns.append(_padded(column, len(columns[0]), width + gap))
+    return np.hstack(columns)
+
+
+def _padded(picture: RgbImage, height: int, width: int) -> RgbImage:
+    """A picture with white below and to its right, of this size."""
+    missing = ((0, height - picture.shape[0]), (0, width - picture.shape[1]), (0, 0))
+    return np.pad(picture, missing, constant_values=BACKGROUND)
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """The gradients that a monitor saw: S steps, L layers.
+
+    Attributes:
+        layers: the L paths.
+        norms: (S, L), the L2 norm of all gradients of the layer's own parameters; NaN or inf where
+            a value wasn't finite, 0 where the layer got no gradient.
+        nonfinite: (S, L), how many values were NaN or infinite.
+    """
+
+    layers: tuple[str, ...]
+    norms: NDArray[np.float64]
+    nonfinite: NDArray[np.int64]
+
+
+class GradientMonitor:
+    """Records the gradients of each layer's parameters through tensor hooks, before any clipping.
+
+    Example:
+        with GradientMonitor(model) as monitor:
+            for images, labels in batches:
+                optimizer.zero_grad()
+                loss(model(images), labels).backward()
+                optimizer.step()
+                monitor.step()
+        print(monitor.record().norms)
+
+    Several backward passes within one step add up: squared norms and counts.
+
+    Args:
+        model: any network.
+        layers: which layers are watched, see `anomaly.hooks.match`; of these, the ones that hold
+            trainable parameters themselves.
+
+    Raises:
+        LayerError: none of them holds a trainable parameter, or one gets its weights in its first
+            pass.
+    """
+
+    def __init__(self, model: nn.Module, layers: Selector | Sequence[Selector] = nn.Module) -> None:
+        self._hooks = HookSet(model)
+        # Hooks on parameters are called in compiled code, too, where those on layers aren't.
+        patterns = [layers] if isinstance(layers, str | type) else layers
+        paths = dict.fromkeys(path for pattern in patterns for path in match(model, pattern))
+        own = {path: resolve(model, path)[1].parameters(recurse=False) for path in paths}
+        trainable = {
+            path: [p for p in of_layer if p.requires_grad] for path, of_layer in own.items()
+        }
+        self._parameters = {path: kept for path, kept in trainable.items() if kept}
+        if not self._parameters:
+            raise LayerError(
+                f"no layer of {type(model).__name__} matching {layers!r} holds a "
+                "parameter with requires_grad: name others, or unfreeze them"
+            )
+        if any(map(is_lazy, chain(*self._parameters.values()))):
+            raise LayerError("layers have no weights before their first pass: run the network once")
+        self._rows: list[NDArray[np.float64]] = []
+        self._current = self._zeros()
+
+    def __enter__(self) -> GradientMonitor:
+        for index, parameters in enumerate(self._parameters.values()):
+            for parameter in parameters:
+                self._hooks.tensor(parameter, self._add, index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.remove()
+
+    def step(self) -> None:
+        """End a training step: what comes next belongs to the next one."""
+        self._rows.append(np.stack([sums.cpu().numpy() for sums in self._current]))
+        self._current = self._zeros()
+
+    def record(self) -> GradientRecord:
+        """Everything recorded up to the last `step`."""
+        sums = np.array(self._rows).reshape(-1, len(self._parameters), 2)
+        norms, nonfinite = np.sqrt(sums[..., 0]), sums[..., 1].astype(np.int64)
+        return GradientRecord(tuple(self._parameters), norms, nonfinite)
+
+    def _add(self, gradient: Tensor, index: int) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = values.detach().abs().double()
+        # Added up on the gradient's device: reading numbers here would wait for the GPU.
+        sums = torch.stack([values.square().sum(), (~values.isfinite()).sum()])
+        self._current[index] = self._current[index].to(gradient.device) + sums
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros(2, dtype=torch.float64) for _ in self._parameters]

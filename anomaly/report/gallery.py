@@ -21,8 +21,7 @@ from anomaly.errors import ImageError
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.report.page import utc_now
-from anomaly.report.report import About, model_page, promise_shown
+from anomaly.report.page import About, model_page, promise_shown, utc_now
 from anomaly.scoring.build import flatten
 
 NAMED = 200  # images named that couldn't be scored

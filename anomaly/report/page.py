@@ -15,6 +15,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -22,13 +23,19 @@ from typing import Any
 
 import cv2
 import numpy as np
+from numpy.typing import ArrayLike
 
-from anomaly.errors import ImageError
+from anomaly.calibration.production import flagged_line
+from anomaly.calibration.rates import percent
+from anomaly.calibration.thresholds import Thresholds
+from anomaly.errors import ImageError, counted
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
-from anomaly.maps.heatmap import jpeg
+from anomaly.maps.heatmap import OPACITY, colour_stops, jpeg
+from anomaly.scoring.build import to_dict
+from anomaly.scoring.model import Model
 
 _PAGE = """\
 <!doctype html>
@@ -220,3 +227,125 @@ def region_page(path: Path, decoding: Decoding) -> str:
             "photo": f"data:image/jpeg;base64,{photo}",
         },
     )
+
+
+_STYLES = ("base.css", "report.css")
+_SCRIPTS = (
+    *("parts.js", "histogram.js", "counts.js", "curves.js"),
+    *("tiles.js", "viewer.js", "main.js"),
+)
+
+
+@dataclass(frozen=True)
+class About:
+    """The model behind a page.
+
+    Attributes:
+        method: by the name that it has in the literature.
+        unit: of its scores.
+        thresholds: the model's own; None where it has none.
+        folder: of the model, as the user named it; empty for one that is in memory alone.
+        model_id: names this very model.
+        settings: the model's config as plain values.
+    """
+
+    method: str
+    unit: str
+    thresholds: Thresholds | None
+    folder: str
+    model_id: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Model, folder: str | Path) -> About:
+        """That of a model, with its folder as the user named it."""
+        settings = to_dict(model.config)
+        unit, limits = model.unit, model.thresholds
+        return cls(model.method, unit, limits, str(folder), model.model_id, settings)
+
+
+def model_page(
+    name: str,
+    model: About,
+    title: str,
+    counted: str,
+    facts: Mapping[str, Mapping[str, Any]],
+    data: Mapping[str, Any],
+    notes: Sequence[str] = (),
+) -> str:
+    """The page of images that one model has scored.
+
+    Args:
+        name: of the model.
+        model: what is known of it.
+        title: of the page.
+        counted: how many images there are, in words.
+        facts: tables of names and values, by title; empty values are left out.
+        data: what the page's scripts read of the images.
+        notes: on the thresholds, for people.
+    """
+    network = str(model.settings.get("backbone", {}).get("name", ""))
+    model_id = f"model {model.model_id}" if model.model_id else ""
+    about = {
+        "name": name,
+        "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
+        "unit": model.unit,
+        "thresholds": _limits(model.thresholds, notes),
+        "colours": {"stops": colour_stops(), "opacity": OPACITY},
+        "command": _command(model.folder),
+        "facts": [
+            {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
+            for title, rows in facts.items()
+        ],
+    }
+    return page(
+        title, asset("report.html"), styles=_STYLES, scripts=_SCRIPTS, data={**about, **data}
+    )
+
+
+def _command(model: str) -> str:
+    """The shell command that sets thresholds of a model, but for the thresholds.
+
+    Empty for a model that is in memory alone.
+    """
+    if not model:
+        return ""
+    folder = str(Path(model).absolute())  # holds in any working directory
+    return command_line("anomaly", "calibrate", "--model", folder)
+
+
+def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:
+    """A model's thresholds as a page has them."""
+    if thresholds is None:
+        return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
+    return {
+        "review": thresholds.review,
+        "reject": thresholds.image,
+        "pixel": thresholds.pixel,
+        "review_pixel": thresholds.review_pixel,
+        "lines": [*thresholds.lines(), *notes],
+    }
+
+
+def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
+    """The promise of thresholds beside the shares of these images, as a table for a page.
+
+    Args:
+        model: what is known of it; without thresholds, or images, there is nothing to show.
+        scores: (n,) of images.
+        all_good: whether somebody has said that none of the images is defective.
+    """
+    values, thresholds = np.asarray(scores), model.thresholds
+    if thresholds is None or not len(values):
+        return {"head": [], "rows": [], "line": ""}
+    both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
+    rows, lines = [], []
+    for name, threshold in both.items():
+        rate, count = threshold.false_rejects, int((values > threshold.value).sum())
+        promised = percent(rate.expected), percent(rate.at_most)
+        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
+        place = model.folder or "RUN"
+        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
+    images = counted(len(values), "good image" if all_good else "image")
+    head = ["", "promised of good parts", "at most", images]
+    return {"head": head, "rows": rows, "line": lines[0]}

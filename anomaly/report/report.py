@@ -1,4 +1,4 @@
-"""Model x test images -> report.html: figures, thresholds and images as one page."""
+"""Model x test images -> report.html, metrics.json, scores.csv and a table on screen."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from typing import Any
 
 import cv2
 import numpy as np
-from numpy.typing import ArrayLike
 
-from anomaly.calibration.production import flagged_line
-from anomaly.calibration.rates import percent, rate_of
+from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import GOOD, Sample
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.evaluation.weaknesses import Run, Weakness, of_images
-from anomaly.files.writing import claim, clear, write
+from anomaly.files.tables import csv_rows, csv_text, text_table
+from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.maps.heatmap import (
-    OPACITY,
-    colour_stops,
     display,
     encoded,
     layer,
@@ -38,10 +35,9 @@ from anomaly.maps.heatmap import (
 )
 from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
-from anomaly.report.page import asset, command_line, page, shown_time, utc_now
-from anomaly.report.tables import metrics_json, scores_csv
+from anomaly.report.page import About, asset, model_page, promise_shown, shown_time, utc_now
 from anomaly.runtime import __version__
-from anomaly.scoring.build import flatten, to_dict
+from anomaly.scoring.build import flatten
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction, Scored
 from anomaly.storage.folder import find_model
@@ -53,11 +49,6 @@ _PIXELS = 120_000_000
 _HEAT_SIDE = 160
 
 
-_STYLES = ("base.css", "report.css")
-_SCRIPTS = (
-    *("parts.js", "histogram.js", "counts.js", "curves.js"),
-    *("tiles.js", "viewer.js", "main.js"),
-)
 FIGURES = (
     ("Image AUROC", "image_auroc"),
     ("Image AP", "image_ap"),
@@ -68,34 +59,6 @@ FIGURES = (
     ("AUPRO 0.3", "aupro_30"),
     ("AUPRO 0.05", "aupro_05"),
 )
-
-
-@dataclass(frozen=True)
-class About:
-    """The model behind a page.
-
-    Attributes:
-        method: by the name that it has in the literature.
-        unit: of its scores.
-        thresholds: the model's own; None where it has none.
-        folder: of the model, as the user named it; empty for one that is in memory alone.
-        model_id: names this very model.
-        settings: the model's config as plain values.
-    """
-
-    method: str
-    unit: str
-    thresholds: Thresholds | None
-    folder: str
-    model_id: str
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, model: Model, folder: str | Path) -> About:
-        """That of a model, with its folder as the user named it."""
-        settings = to_dict(model.config)
-        unit, limits = model.unit, model.thresholds
-        return cls(model.method, unit, limits, str(folder), model.model_id, settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -408,93 +371,6 @@ def report_html(category: Category) -> str:
     return model_page(category.name, model, title, counted, _facts(category), data, notes)
 
 
-def model_page(
-    name: str,
-    model: About,
-    title: str,
-    counted: str,
-    facts: Mapping[str, Mapping[str, Any]],
-    data: Mapping[str, Any],
-    notes: Sequence[str] = (),
-) -> str:
-    """The page of images that one model has scored.
-
-    Args:
-        name: of the model.
-        model: what is known of it.
-        title: of the page.
-        counted: how many images there are, in words.
-        facts: tables of names and values, by title; empty values are left out.
-        data: what the page's scripts read of the images.
-        notes: on the thresholds, for people.
-    """
-    network = str(model.settings.get("backbone", {}).get("name", ""))
-    model_id = f"model {model.model_id}" if model.model_id else ""
-    about = {
-        "name": name,
-        "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
-        "unit": model.unit,
-        "thresholds": _limits(model.thresholds, notes),
-        "colours": {"stops": colour_stops(), "opacity": OPACITY},
-        "command": _command(model.folder),
-        "facts": [
-            {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
-            for title, rows in facts.items()
-        ],
-    }
-    return page(
-        title, asset("report.html"), styles=_STYLES, scripts=_SCRIPTS, data={**about, **data}
-    )
-
-
-def _command(model: str) -> str:
-    """The shell command that sets thresholds of a model, but for the thresholds.
-
-    Empty for a model that is in memory alone.
-    """
-    if not model:
-        return ""
-    folder = str(Path(model).absolute())  # holds in any working directory
-    return command_line("anomaly", "calibrate", "--model", folder)
-
-
-def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:
-    """A model's thresholds as a page has them."""
-    if thresholds is None:
-        return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
-    return {
-        "review": thresholds.review,
-        "reject": thresholds.image,
-        "pixel": thresholds.pixel,
-        "review_pixel": thresholds.review_pixel,
-        "lines": [*thresholds.lines(), *notes],
-    }
-
-
-def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
-    """The promise of thresholds beside the shares of these images, as a table for a page.
-
-    Args:
-        model: what is known of it; without thresholds, or images, there is nothing to show.
-        scores: (n,) of images.
-        all_good: whether somebody has said that none of the images is defective.
-    """
-    values, thresholds = np.asarray(scores), model.thresholds
-    if thresholds is None or not len(values):
-        return {"head": [], "rows": [], "line": ""}
-    both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
-    rows, lines = [], []
-    for name, threshold in both.items():
-        rate, count = threshold.false_rejects, int((values > threshold.value).sum())
-        promised = percent(rate.expected), percent(rate.at_most)
-        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
-        place = model.folder or "RUN"
-        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
-    images = counted(len(values), "good image" if all_good else "image")
-    head = ["", "promised of good parts", "at most", images]
-    return {"head": head, "rows": rows, "line": lines[0]}
-
-
 def _images(category: Category) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(category.evaluation.scored):
         if row.score is not None:
@@ -598,3 +474,203 @@ def flattered(evaluation: Evaluation) -> str:
 def glossary() -> dict[str, str]:
     """The meaning of each figure, by its key, for people."""
     return dict(json.loads(asset("glossary.json")))
+
+
+Columns = Sequence[tuple[str, str]]
+_COLUMNS: Columns = (
+    ("image AUROC", "image_auroc"),
+    ("image AP", "image_ap"),
+    ("image F1", "image_f1_max"),
+    ("pixel AUROC", "pixel_auroc"),
+    ("pixel AP", "pixel_ap"),
+    ("pixel F1", "pixel_f1_max"),
+    ("AUPRO", "aupro_30"),
+)
+
+
+def metrics_json(evaluations: Sequence[Evaluation]) -> str:
+    """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
+
+    Each category, and each type of defect, says why a figure is undefined under `undefined`; under
+    `intervals` what the image figures can be for parts still to come, with at least 95 %
+    confidence; each type of defect against all good images under `by_type`; and under `verdicts`
+    what the model's own thresholds did, in counts and in rates with 95 % intervals;
+    `n_threshold_images` of the images are those that the thresholds were chosen with,
+    `n_settings_images` the settings. The mean leaves undefined figures out; it is null where models
+    were evaluated on the same images.
+    """
+    categories = {e.name: _category(e) | _verdicts(e) for e in evaluations}
+    overall = None if _on_shared_images(evaluations) else _mean(evaluations)
+    return as_json(_rounded({"categories": categories, "mean": overall}))
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to nine digits, which single precision needs: 1, not 0.9999999999999999."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.9g}"))
+
+
+def scores_csv(evaluations: Sequence[Evaluation]) -> str:
+    """One row for each test image; docs/outputs.md describes the columns."""
+    rows: list[Sequence[object]] = [
+        (
+            *("category", "path", "defect_type", "is_defect", "image_score", "calibrated_score"),
+            *("review_threshold", "threshold", "verdict", "reason", "image_sha256"),
+        )
+    ]
+    for evaluation in evaluations:
+        limits = evaluation.thresholds
+        for row in evaluation.scored:
+            sample, score = row.sample, row.score
+            calibrated = None if score is None or limits is None else limits.calibrated(score)
+            borders = (None, None) if limits is None else (limits.review, limits.image)
+            rows.append(
+                (
+                    *(evaluation.name, sample.name, sample.defect_type, int(sample.is_defect)),
+                    *(score, calibrated, *borders),
+                    *(row.verdict(limits), row.reason, row.sha256),
+                )
+            )
+    return csv_text(rows)
+
+
+def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
+    """A line on the defects that passed an evaluation at these very thresholds; empty for others.
+
+    Args:
+        scores: what `scores_csv` has made of the evaluation.
+        thresholds: of a model.
+
+    Raises:
+        ValueError: these aren't such lines.
+        KeyError: columns are missing.
+    """
+    header, *cells = csv_rows(scores)
+    both = [repr(thresholds.review), repr(thresholds.image)]
+    verdicts = [
+        row["verdict"]
+        for row in (dict(zip(header, each, strict=True)) for each in cells)
+        if row["is_defect"] == "1" and row["verdict"]
+        if [row["review_threshold"], row["threshold"]] == both
+    ]
+    if not verdicts:
+        return ""
+    passed = f"{verdicts.count('good')} of {counted(len(verdicts), 'defect')}"
+    return f"in evaluation, {passed} passed as good at these thresholds"
+
+
+def _defined_columns(evaluations: Sequence[Evaluation]) -> Columns:
+    """The columns that some evaluation has a figure for."""
+    return [c for c in _COLUMNS if any(e.metrics.values.get(c[1]) is not None for e in evaluations)]
+
+
+def table(evaluations: Sequence[Evaluation]) -> str:
+    """The figures for people, one line a category and their mean, unless they share images."""
+    columns = _defined_columns(evaluations)
+    header = ["", "good", "defect", *(title for title, _ in columns)]
+    lines = [
+        [e.name, str(e.n_good), str(e.n_defect)]
+        + [_shown(e.metrics.values.get(key)) for _, key in columns]
+        for e in evaluations
+    ]
+    if len(evaluations) > 1 and not _on_shared_images(evaluations):
+        means = _mean(evaluations)
+        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in columns)])
+    head, *texts = text_table([header, *lines])
+    return "\n".join([head, "─" * len(head), *texts])
+
+
+def at_thresholds(name: str, counts: Confusion) -> str:
+    """Verdicts on test images at a model's own thresholds, in one line."""
+    good, bad = counts.good, counts.defective
+    clauses = [f"of {good.total} good ones {good.reject} rejected and {good.review} to review"]
+    if bad.total:
+        clauses.append(
+            f"of {bad.total} defective ones {bad.reject} rejected, {bad.review} to review, "
+            f"{bad.good} called good (escapes)"
+        )
+    return f"{name} at its thresholds: {'; '.join(clauses)}"
+
+
+def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Reasons for missing figures, one line for each reason of each category."""
+    lines = []
+    for e in evaluations:
+        by_reason: dict[str, list[str]] = {}
+        for key, reason in e.metrics.reasons.items():
+            by_reason.setdefault(reason, []).append(key)
+        for why, keys in by_reason.items():
+            missing = f"{', '.join(keys)} undefined"
+            if why in (NO_MASKS, NO_DEFECT_MASKS):
+                missing = "no pixel figures"
+            lines.append(f"{e.name}: {missing}: {why}")
+    return lines
+
+
+def _category(evaluation: Evaluation) -> dict[str, Any]:
+    metrics = evaluation.metrics
+    return {
+        **metrics.values,
+        "n_good": evaluation.n_good,
+        "n_defect": evaluation.n_defect,
+        "n_threshold_images": evaluation.n_threshold_images,
+        "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
+        "n_settings_images": evaluation.n_settings_images,
+        "undefined": metrics.reasons,
+        "intervals": evaluation.intervals,
+        "by_type": {
+            name: {**metrics.values, "undefined": metrics.reasons}
+            for name, metrics in evaluation.by_type.items()
+        },
+    }
+
+
+def _verdicts(evaluation: Evaluation) -> dict[str, Any]:
+    counts = evaluation.verdicts
+    if counts is None:
+        why = {"verdicts": "the model has no thresholds"}
+        return {"verdicts": None, "undefined": evaluation.metrics.reasons | why}
+    totals = {
+        "false_rejects": counts.false_rejects,
+        "good_to_review": counts.good_to_review,
+        "escapes": counts.escapes,
+        "caught": counts.caught,
+        "false_reject_rate": _rate(counts.false_rejects, counts.good.total),
+        "good_to_review_rate": _rate(counts.good_to_review, counts.good.total),
+        "escape_rate": _rate(counts.escapes, counts.defective.total),
+    }
+    return {"verdicts": totals | asdict(counts)}
+
+
+def _rate(count: int, images: int) -> dict[str, Any] | None:
+    """A share with its Clopper–Pearson interval: the test images had no say in the thresholds."""
+    if not images:
+        return None
+    rate = rate_of(count, images, count / images)
+    return {"value": rate.expected, "interval": (rate.low, rate.high)}
+
+
+def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
+    """Each figure's mean over the evaluations that have it; None where none has."""
+    keys = dict.fromkeys(key for e in evaluations for key in e.metrics.values)
+    means: dict[str, float | None] = {}
+    for key in keys:
+        if key.endswith("_threshold"):  # in the score units of one model
+            continue
+        values = [v for e in evaluations if (v := e.metrics.values.get(key)) is not None]
+        means[key] = sum(values) / len(values) if values else None
+    return means
+
+
+def _on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
+    """True if an image was scored in two evaluations: models are compared, not added up."""
+    seen: set[str] = set()
+    for evaluation in evaluations:
+        own = {row.sha256 for row in evaluation.scored if row.sha256}
+        if own & seen:
+            return True
+        seen |= own
+    return False
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

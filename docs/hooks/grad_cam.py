@@ -5,8 +5,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from anomaly.explain.pictures import colored
-from anomaly.explain.saliency import grad_cam
+from anomaly.explain.saliency import colored, grad_cam
 
 generator = torch.manual_seed(0)
 SPECK, HOLE, NOTHING = 0, 1, 2

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from anomaly.explain.gradients import GradientMonitor
+from anomaly.explain.saliency import GradientMonitor
 from anomaly.hooks import HookSet
 
 torch.manual_seed(0)

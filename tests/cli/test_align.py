@@ -15,8 +15,7 @@ from moving_parts import LABEL, SIZE, draw, place, poses, write
 import anomaly
 from anomaly.errors import ModelError
 from anomaly.explain.evidence import patch_box, peak_of
-from anomaly.explain.pictures import read_image
-from anomaly.imaging.loading import NetworkInput
+from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import MarkedRegion
 from anomaly.storage.load import load_model
 
@@ -145,7 +144,7 @@ def test_an_export_says_the_same(run: Path, plates: Path, tmp_path: Path, says: 
 def test_an_explanation_compares_equal_places(run: Path, plates: Path) -> None:
     detector = load_model(run, "cpu")
     for i, pose in enumerate(poses(2, 3, 180)):
-        item = read_image(plates / "test" / "spot" / f"{i:03}.png", detector.loading)
+        item = load(i, plates / "test" / "spot" / f"{i:03}.png", detector.loading)
         assert isinstance(item, NetworkInput)
         x, y = (int(value) for value in place([(-20, -10)], pose)[0])
         flaw = MarkedRegion(x - 6, y - 6, 12, 12, 100, 1.0, x, y, 8.0, 8.0, 12.0, 12.0)

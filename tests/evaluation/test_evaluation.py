@@ -17,7 +17,7 @@ from anomaly.evaluation.evaluate import Evaluation, score_test_split, width_of
 from anomaly.evaluation.metrics import Metrics
 from anomaly.evaluation.price import Compared
 from anomaly.imaging.read import read_mask
-from anomaly.report.tables import metrics_json, table
+from anomaly.report.report import metrics_json, table
 from anomaly.scoring.prediction import Prediction, Scored
 from anomaly.storage.load import load_model
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.gradients import GradientMonitor, GradientRecord
+from anomaly.explain.saliency import GradientMonitor, GradientRecord
 from anomaly.hooks import HookSet, live_hooks
 
 

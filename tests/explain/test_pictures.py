@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anomaly.explain import pictures
-from anomaly.explain.evidence import patch_box
-from anomaly.explain.pictures import Box
+from anomaly.explain import saliency as pictures
+from anomaly.explain.evidence import MARK, Box, patch_box, patch_crop
 from anomaly.imaging.geometry import AxisView, View
 
 VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
@@ -79,13 +78,13 @@ def test_a_crop_shows_the_patch_in_its_middle_with_a_frame(top: int, left: int) 
     picture[top : top + 10, left : left + 10] = (0, 200, 0)
     before = picture.copy()
     box = Box(top, left, top + 10, left + 10)
-    crop = pictures.patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
+    crop = patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
     assert crop.shape == (140, 140, 3)
     assert (crop[64:76, 64:76] == (0, 200, 0)).all()
-    frame = (crop == pictures.MARK).all(axis=2)
+    frame = (crop == MARK).all(axis=2)
     rows, columns = np.flatnonzero(frame.any(axis=1)), np.flatnonzero(frame.any(axis=0))
     assert (rows[0], columns[0], rows[-1], columns[-1]) == (59, 59, 80, 80)
     if top < 20:
         assert (crop[:10] == 255).all()  # beyond the border
-    assert pictures.patch_crop(picture, box, 50).shape == (50, 50, 3)  # shrunk
+    assert patch_crop(picture, box, 50).shape == (50, 50, 3)  # shrunk
     np.testing.assert_array_equal(picture, before)

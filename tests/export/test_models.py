@@ -33,8 +33,8 @@ from anomaly.cli.common_options import chosen_device
 from anomaly.detector import Detector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
+from anomaly.export.commands import compare, golden_images
 from anomaly.export.graph import write_graph
-from anomaly.export.models import compare, golden_images
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import write_sealed
 from anomaly.storage.load import load_model

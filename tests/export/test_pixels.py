@@ -22,8 +22,8 @@ import anomaly
 from anomaly.backbones.engine import Graph
 from anomaly.errors import DataError, ModelError
 from anomaly.export import VERDICTS
+from anomaly.export.commands import compare_whole
 from anomaly.export.graph import write_graph
-from anomaly.export.models import compare_whole
 from anomaly.storage.load import load_model
 
 EXAMPLES = REPOSITORY / "examples"

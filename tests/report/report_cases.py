@@ -18,7 +18,8 @@ from anomaly.evaluation.metrics import image_intervals, image_metrics, metrics_b
 from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import pixels_for
 from anomaly.report import report
-from anomaly.report.report import About, Category, Tile
+from anomaly.report.page import About
+from anomaly.report.report import Category, Tile
 from anomaly.scoring.prediction import Scored
 
 LIMIT = 10.0

@@ -13,7 +13,7 @@ from report_cases import HOSTILE, limits
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import SHOWN, Thumbnails
 from anomaly.report.gallery import gallery_html
-from anomaly.report.report import About
+from anomaly.report.page import About
 
 REVIEW, REJECT = 8.5, 10.0
 EMPTY: dict[Any, Any] = {str: "", float: 0.0, int: 0}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from report_cases import HOSTILE, case, limits
 
 from anomaly.report.page import embedded, table_page
-from anomaly.report.report import folder_name
-from anomaly.report.tables import metrics_json, passed_in_evaluation, scores_csv, table
+from anomaly.report.report import folder_name, metrics_json, passed_in_evaluation, scores_csv, table
 
 
 def tags(text: str) -> list[str]:

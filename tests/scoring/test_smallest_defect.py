@@ -14,7 +14,7 @@ from scipy import ndimage
 import anomaly
 from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, ModelError
-from anomaly.export.models import ExportOptions, check_export
+from anomaly.export.commands import ExportOptions, check_export
 from anomaly.export.pixels import check_pixels
 from anomaly.imaging.geometry import Polygons, Region, Sizing
 from anomaly.scoring.image_score import levels_of_areas, network_map, place_of_level
