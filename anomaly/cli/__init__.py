@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # The commands of the annexes, each of which has them in its module `commands`.
 _ANNEXES = {
-    "line": ("serve", "deploy", "feedback", "report"),
+    "line": ("serve", "deploy", "report"),
     "export": ("export", "features"),
     "sample_data": ("demo",),
 }

@@ -160,19 +160,6 @@ def _deploy(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _feedback(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--record", type=Path, required=True, metavar="FILE", help="the record of serve"
-    )
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="FOLDER",
-        help="write the pictures of all judged parts to this folder: a folder for each "
-        "model, with good/ and defect/TYPE/; without it, all judgements are listed as JSON lines",
-    )
-
-
 def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record",
@@ -215,6 +202,5 @@ ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "features": _features,
     "serve": _serve,
     "deploy": _deploy,
-    "feedback": _feedback,
     "report": _report,
 }

@@ -78,11 +78,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
             "deploy --model runs/part_2 --to line/part",
             "deploy --back --to line/part",
         ),
-        "feedback": (
-            "list what people have said of parts, or write the pictures of these parts",
-            "feedback --record line.sqlite",
-            "feedback --record line.sqlite --pictures judged",
-        ),
         "report": (
             "write up a shift, a day or a month of a line: yield, judgements, drift, cost",
             "report --record line.sqlite --from '2026-11-27 06:00' --output shift",

@@ -240,7 +240,8 @@ def _update(parser: argparse.ArgumentParser) -> None:
         "--feedback",
         type=Path,
         metavar="FILE",
-        help="the record of serve, with people's judgements of parts",
+        help="the record of serve; parts that people have judged are learned, and kept in judged/ "
+        "of the new run",
     )
     add_paths(
         parser,

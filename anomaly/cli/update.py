@@ -21,7 +21,9 @@ from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
-    from anomaly.line.feedback import Confirmed
+    from anomaly.line.record import Confirmed
+
+_JUDGED = "judged"  # the record's judged pictures, as a data set; never written over
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output
     check_run_folder(output, folder)
     with locked(output):
-        claim(output, RUN, overwrite=options.overwrite)
+        kept = () if options.feedback is None else (_JUDGED,)
+        claim(output, (*RUN, *kept), overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
             return _run(options, folder, Path(scratch), good, defects)
 
@@ -87,6 +90,8 @@ def _run(
         return 1
     output: Path = options.output
     model_id = updated.keep(options.model, output, overwrite=options.overwrite)
+    if (scratch / _JUDGED).is_dir():
+        (scratch / _JUDGED).rename(output / _JUDGED)
     print(f"{output / 'model'} holds model {model_id}, updated from {folder}")
     return 3 if refused else 0
 
@@ -95,7 +100,7 @@ def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
     """The parts of a record that people have judged."""
     from anomaly.training.update import lineage
 
-    confirmed: Confirmed = annex("line.feedback").confirmed_parts(record, lineage(model), scratch)
+    confirmed: Confirmed = annex("line.record").confirmed_parts(record, lineage(model), scratch)
     if confirmed.lost:
         log.warning(
             "%d judged parts were left out, because the record has no picture of them (see "

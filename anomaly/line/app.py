@@ -18,11 +18,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from anomaly.errors import AnomalyError, DataError, nearest, visible
+from anomaly.line.models import BusyError, ModelSlot
 from anomaly.line.record import in_utc
 from anomaly.line.report import PAGE, Period, report
 from anomaly.line.server import author
 from anomaly.line.service import STOPPING, InspectionService
-from anomaly.line.slot import BusyError, ModelSlot
 from anomaly.runtime import __version__
 
 _T = TypeVar("_T")

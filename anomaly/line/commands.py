@@ -1,34 +1,46 @@
-"""`anomaly serve`, `anomaly deploy` and `anomaly feedback`."""
+"""`anomaly serve` and `anomaly deploy`, with the versions that a run keeps."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from anomaly.cli.common_options import agreed, chosen_device
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
-from anomaly.errors import AnomalyError, DataError, OutputError, visible, why
+from anomaly.errors import AnomalyError, OutputError, visible, why
 from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
-from anomaly.files.outputs import locked_file
-from anomaly.files.writing import like
+from anomaly.files.outputs import locked, locked_file
+from anomaly.files.writing import draft_of
 from anomaly.line import report
-from anomaly.line.feedback import judgements, safe_name, save_pictures
+from anomaly.line.models import check
 from anomaly.line.record import Keeping, Record
-from anomaly.line.registry import back, check, deploy, earlier, holds
 from anomaly.line.sinks import Mqtt, Sink, Webhook
 from anomaly.scoring.model import Model
-from anomaly.storage.folder import MANIFEST, find_model, find_models
+from anomaly.storage.folder import (
+    EXPORT,
+    MANIFEST,
+    check_run_folder,
+    find_model,
+    find_models,
+    model_id,
+)
+from anomaly.storage.golden import carry_missed
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 
 _TOKEN_VARIABLE = "ANOMALY_TOKEN"
 _SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
+_EARLIER, _WITHDRAWN = "earlier", "withdrawn"
+# In the order in which they move: nobody finds a new model without its golden parts.
+_BESIDE = ("train.json", "suspects", "golden")
+_PARTS = (*_BESIDE, "model")
 
 log = logging.getLogger(__name__)
 
@@ -205,24 +217,129 @@ def _doubts(model: Model, line: Path) -> list[str]:
     return [cost.refusal, cost.unlike or unlike_training(before, model)]
 
 
-def _feedback(options: argparse.Namespace) -> int:
-    """List judgements, or write judged pictures."""
-    if not options.record.is_file():
-        raise DataError(f"there is no record {options.record}{like(options.record)}")
-    if options.pictures is None:
-        for entry in judgements(options.record):
-            print(json.dumps(entry))
-        return 0
-    for model, counts in save_pictures(options.record, options.pictures).items():
-        lost = f", {counts['lost']} more without a picture" if counts["lost"] else ""
-        place = options.pictures / safe_name(model)
-        print(f"{model}: {counts['good']} good, {counts['defect']} defective{lost}; in {place}")
-    return 0
+def deploy(new: Path, run: Path) -> None:
+    """Copy a model into a run, which keeps its previous version.
+
+    Its golden parts, the previous version's missed defects and the facts of its training, above
+    all the data set, are copied, too.
+
+    Args:
+        new: the model folder.
+        run: created if missing.
+
+    Raises:
+        OutputError: the run holds this model already, can't be written, or is a folder of runs.
+    """
+    if (run / MANIFEST).is_file():
+        raise OutputError(
+            f"{run} is a model folder, which holds one version; give the run's folder"
+        )
+    check_run_folder(run)
+    draft = draft_of(run / "model")
+    beside = [new.parent / part for part in _BESIDE if new.name == "model"]
+    _check_links([new, *beside, run / "golden"])
+    with _changing(run):
+        if holds(run / "model", new):
+            raise OutputError(f"{run} holds this model already; nothing was changed")
+        try:
+            shutil.copytree(new, draft / "model")
+            for part in beside:
+                _copy(part, draft / part.name)
+            carry_missed(run / "golden", draft / "golden", _id(draft))
+            _move(run, _numbered(run, _EARLIER))
+            _move(draft, run)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def earlier(run: Path) -> Path:
+    """The previous version's folder, which `back` restores.
+
+    Raises:
+        OutputError: there is none.
+    """
+    versions = [v for v in _kept(run, _EARLIER) if (v / "model" / MANIFEST).is_file()]
+    if not versions:
+        raise OutputError(f"{run} has no earlier version (none in {run / _EARLIER})")
+    return versions[-1]
+
+
+def back(run: Path) -> None:
+    """Bring the previous version back; the current one is kept as withdrawn.
+
+    Args:
+        run: that a model was deployed to.
+
+    Raises:
+        OutputError: there is no previous version, or the folder can't be written.
+    """
+    with _changing(run):
+        before = earlier(run)
+        carry_missed(run / "golden", before / "golden", _id(before))
+        _move(run, _numbered(run, _WITHDRAWN))
+        _move(before, run)
+        shutil.rmtree(before)
+
+
+def _id(run: Path) -> str:
+    model = run / "model"
+    return model_id(model) if (model / MANIFEST).is_file() else ""
+
+
+def holds(old: Path, new: Path) -> bool:
+    """Whether two model folders are of one model in one engine; an export keeps its model's id."""
+    places = [(old / name, new / name) for name in (MANIFEST, EXPORT)]
+    return all(_content(before) == _content(after) for before, after in places)
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def _kept(run: Path, kind: str) -> list[Path]:
+    return sorted(version for version in (run / kind).glob("*") if version.is_dir())
+
+
+def _numbered(run: Path, kind: str) -> Path:
+    """A new folder for the version in use, numbered after all others of its kind."""
+    kept = _kept(run, kind)
+    last = int(kept[-1].name.partition("-")[0]) if kept else 0
+    return run / kind / f"{last + 1:03}-{_id(run)}"
+
+
+def _check_links(places: Iterable[Path]) -> None:
+    """Refuse links, which may lead to files that are no part of a run."""
+    for place in places:
+        for path in (place, *place.rglob("*")):
+            if path.is_symlink():
+                raise OutputError(f"{path} is a link, which isn't copied; put the file there")
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.exists():
+        shutil.copy2(source, target)
+
+
+def _move(source: Path, target: Path) -> None:
+    for part in _PARTS:
+        if (source / part).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            (source / part).rename(target / part)
+
+
+@contextmanager
+def _changing(run: Path) -> Iterator[None]:
+    with locked(run):
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise OutputError(f"the versions in {run} can't be changed: {why(error)}") from None
 
 
 COMMANDS = {
     "serve": _serve,
     "deploy": _deploy,
     "report": report.run,
-    "feedback": _feedback,
 }

@@ -18,12 +18,13 @@ import logging
 import os
 import queue
 import random
+import re
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.resources import files
@@ -33,8 +34,10 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter
 
+from anomaly.datasets import Sample
 from anomaly.errors import DataError, OutputError, visible, why
-from anomaly.files.writing import from_json
+from anomaly.files.writing import from_json, short_name, write
+from anomaly.imaging.read import suffix_of
 from anomaly.inference.rows import Row
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,19 @@ verdict IN ('good', 'defect') AND NOT EXISTS (SELECT 1 FROM feedback AS later WH
 JUDGED = f"""
 (SELECT part, sha256, verdict, defect_type, MAX (id) AS id FROM feedback
  WHERE {_COUNTS} GROUP BY sha256)
+"""
+_PAST = 200  # newest pictures that nobody has judged
+# The judged images that models have scored, with the picture of their newest part that has one.
+_CONFIRMED = f"""
+SELECT judged.verdict, judged.defect_type, MAX (pictures.part) AS part, file
+FROM {JUDGED} AS judged JOIN parts ON parts.sha256 = judged.sha256
+LEFT JOIN pictures ON pictures.part = parts.id
+WHERE parts.model_id IN ({{marks}}) GROUP BY judged.id ORDER BY judged.id
+"""
+_NEWEST = f"""
+SELECT MAX (parts.id), pictures.file FROM pictures JOIN parts ON pictures.part = parts.id
+WHERE parts.model_id IN ({{marks}}) AND parts.sha256 NOT IN (SELECT sha256 FROM {JUDGED})
+GROUP BY parts.sha256 ORDER BY MAX (parts.id) DESC LIMIT {_PAST}
 """
 # Each part with its image's last judgement, the newest part first.
 _PARTS = f"""
@@ -590,3 +606,69 @@ def in_utc(given: str) -> str:
 
 def _in_milliseconds(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Pictures of a record.
+
+    Attributes:
+        good: of parts that people have called good.
+        defects: of parts that people have called defects.
+        past: of the newest parts that nobody has judged.
+        lost: number of judged parts whose picture isn't kept.
+    """
+
+    good: list[Sample] = field(default_factory=list)
+    defects: list[Sample] = field(default_factory=list)
+    past: list[Sample] = field(default_factory=list)
+    lost: int = 0
+
+
+def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> Confirmed:
+    """Write pictures of a record into a folder.
+
+    The last judgement of an image counts. Parts of other models are left out.
+
+    Args:
+        record: the record of `serve`, which may be in use.
+        model_ids: ids of the model and of those it was updated from.
+        folder: an empty one; gets `past/` and, as a data set, `judged/good/` and
+            `judged/defect/<type>/`.
+
+    Raises:
+        DataError: the record can't be read, or holds no part of these models.
+        OutputError: the disk is too full for the pictures.
+    """
+    marks = ", ".join("?" * len(model_ids))
+    samples: dict[str, list[Sample]] = {"good": [], "defect": []}
+    lost = 0
+    with open_to_read(record) as db:
+        known = f"SELECT EXISTS (SELECT 1 FROM parts WHERE model_id IN ({marks}))"
+        if not db.execute(known, (*model_ids,)).fetchone()[0]:
+            raise DataError(
+                f"{record} holds no part scored by this model or an earlier version of it; give "
+                "--model the run that has scored its parts"
+            )
+        rows = db.execute(_CONFIRMED.format(marks=marks), (*model_ids,))
+        for verdict, kind, part, file in rows:
+            if file is None:
+                lost += 1
+                continue
+            place = folder / "judged" / verdict / (safe_name(kind) if kind else "")
+            path = place / f"part-{part}.{suffix_of(file)}"
+            name = f"part {part}" + (f" ({kind})" if kind else "")
+            samples[verdict].append(_sample(path, file, name))
+        newest = db.execute(_NEWEST.format(marks=marks), (*model_ids,))
+        past = [_sample(folder / "past" / f"{part}", file, f"part {part}") for part, file in newest]
+    return Confirmed(samples["good"], samples["defect"], past, lost)
+
+
+def safe_name(text: str) -> str:
+    """A kind of defect as the name of a visible folder."""
+    return short_name(re.sub(r"[^\w .-]|^\.|\.$", "_", text.strip()) or "_")
+
+
+def _sample(path: Path, file: bytes, name: str) -> Sample:
+    write(path, file)
+    return Sample(path, name)

@@ -29,7 +29,7 @@ from anomaly.storage.load import read_folder
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
 PAGE = "report.html"
-_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "times")
+_NAMES = ("yield", "judgements", "promises", "versions", "kinds", "times", "feedback")
 _FILES = (PAGE, *(f"{name}.csv" for name in _NAMES))
 _PRICES = {"false-reject": "false rejects", "escape": "escapes", "review": "review"}
 _WHY = ("", "Called good, but a defect", "Rejected, but good", "Nearest to a threshold")
@@ -211,6 +211,7 @@ def _tables(db: sqlite3.Connection, promises: _Promises) -> Iterator[_Table]:
     yield [*titles[:-2], "agreement"], [[*line, rate] for line, rate in both]
     yield _select(db, "kinds")
     yield _select(db, "times")
+    yield _select(db, "said")
 
 
 def _select(db: sqlite3.Connection, view: str) -> tuple[list[str], list[Any]]:

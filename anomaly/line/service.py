@@ -19,10 +19,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from anomaly.errors import DataError, visible
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import DEFAULT
+from anomaly.line.models import BusyError, ModelRegistry
 from anomaly.line.record import Answer, Record, Recorder
-from anomaly.line.registry import ModelRegistry
 from anomaly.line.sinks import Outbox, Sink
-from anomaly.line.slot import BusyError
 from anomaly.maps.heatmap import photograph
 from anomaly.storage.golden import keep_missed
 

@@ -186,7 +186,7 @@ def test_nothing_of_a_command_line_comes_back_as_it_was(
         ["check", "--config", "folder", "--set", f"data.root={HARM}"],
         ["check", "--config", "folder", HARM],
         ["infer", "--model", HARM, "--input", HARM, "--output", HARM],
-        ["feedback", "--record", HARM],
+        ["report", "--record", HARM, "--from", "2026-01-01", "--output", HARM],
     ):
         with suppress(SystemExit):
             assert cli.main([argument.replace("\0", "") for argument in arguments]) == 2

@@ -177,7 +177,7 @@ def test_every_command_that_writes_minds_the_lock(
         ("report", ["--record", record, "--from", "2026-05-01", *results], out),
     ]
     # These write one file that appears whole, add to a record or a store, or run others.
-    single = {"feedback", "demo", "tune"}
+    single = {"demo", "tune"}
     nothing = {"check", "layers"}
     assert {name for name, _, _ in lines} == COMMANDS.keys() - nothing - single
     for name, arguments, folder in lines:

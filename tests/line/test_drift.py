@@ -18,9 +18,9 @@ from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_fr
 from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of
+from anomaly.line.models import ModelSlot, Version
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.report import Period, parts_of
-from anomaly.line.slot import ModelSlot, Version
 from anomaly.storage.folder import model_id
 from anomaly.storage.load import load_model
 

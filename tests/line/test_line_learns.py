@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from conftest import Command, write_part
 from running import serving
+from test_record import PNG, answer
 
+from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
-from anomaly.line.feedback import confirmed_parts
-from anomaly.line.record import Keeping, Record
+from anomaly.line.record import Keeping, Record, confirmed_parts
 from anomaly.storage.load import load_model
 
 
@@ -42,8 +44,12 @@ def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: C
         # The record is in use all the while.
         new, record = models / "disc_lamp", models / "line.sqlite"
         arguments = ["--model", models / "disc", "--feedback", record, "--output", new]
-        code, out, err = command("update", [*arguments])
+        code, out, err = command("update", arguments)
     assert code == 0, err
+    judged = [len([*(new / "judged" / kind).iterdir()]) for kind in ("good", "defect")]
+    assert judged == [8, 2]
+    code, _, err = command("update", [*arguments, "--overwrite"])
+    assert (code, "isn't from an earlier run, so it isn't written over" in err) == (2, True)
     assert "learned 8 good images" in out
     assert "known defects caught: 5 of 5 before, 5 after" in out  # the test split's, too
     assert "past parts flagged: 1 of 1 before, 0 after" in out
@@ -57,60 +63,31 @@ def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: C
 
 
 def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path) -> None:
-    from test_record import answer
-
-    record = Record(tmp_path / "line.sqlite")
-    files = [answer("reject", number) for number in range(1, 7)]
-    record.add(files)
-    record.add_feedback("good", who="a", part=1)
-    record.add_feedback("good", who="a", part=2)
-    record.add_feedback("defect", who="b", part=2, defect_type="scratch")  # the last word
-    record.close()
-    (tmp_path / "pictures").mkdir()
-    found = confirmed_parts(tmp_path / "line.sqlite", {"0" * 16}, tmp_path / "pictures")
+    """Pictures of judged parts are a data set, for whatever takes files."""
+    with closing(Record(tmp_path / "line.sqlite", Keeping(goods=0))) as record:
+        record.add([replace(answer("reject", number), file=PNG) for number in range(1, 7)])
+        record.add([answer("good", 9)])
+        for part, verdict, kind in (
+            (1, "good", ""),
+            (2, "good", ""),
+            (2, "defect", "scratch"),  # the last word
+            (3, "defect", "../edge/nick"),
+            (7, "good", ""),  # its picture isn't kept
+        ):
+            record.add_feedback(verdict, who="a", part=part, defect_type=kind)
+    to = tmp_path / "pictures"
+    found = confirmed_parts(record.file, {"0" * 16}, to)
     assert [sample.name for sample in found.good] == ["part 1"]
-    assert [sample.name for sample in found.defects] == ["part 2 (scratch)"]
-    assert [sample.name for sample in found.past] == ["part 6", "part 5", "part 4", "part 3"]
-    assert found.good[0].path.read_bytes() == bytes(1000)
-    with pytest.raises(Exception, match="holds no part scored by this model"):
-        confirmed_parts(tmp_path / "line.sqlite", {"1" * 16}, tmp_path / "pictures")
+    names = ["part 2 (scratch)", "part 3 (../edge/nick)"]
+    assert [sample.name for sample in found.defects] == names
+    assert [sample.name for sample in found.past] == ["part 6", "part 5", "part 4"]
+    assert found.lost == 1
+    written = {p.relative_to(to / "judged").as_posix() for p in (to / "judged").rglob("*.png")}
+    kinds = {"defect/scratch/part-2.png", "defect/_._edge_nick/part-3.png"}
+    assert written == {"good/part-1.png", *kinds}
+    assert found.good[0].path.read_bytes() == PNG
+    with pytest.raises(DataError, match="holds no part scored by this model"):
+        confirmed_parts(record.file, {"1" * 16}, to)
     (tmp_path / "other.sqlite").write_bytes(b"no record")
-    with pytest.raises(Exception, match="can't be read as a record"):
-        confirmed_parts(tmp_path / "other.sqlite", {"0" * 16}, tmp_path / "pictures")
-
-
-def test_pictures_of_judged_parts_are_written_as_a_data_set(
-    tmp_path: Path, command: Command
-) -> None:
-    """For whatever takes files: a model of another record, training anew."""
-    from test_record import answer
-
-    png = part(tmp_path, 1).read_bytes()
-    record = Record(tmp_path / "line.sqlite", Keeping(goods=0))
-    files = [replace(answer("reject", number), file=png) for number in range(1, 6)]
-    record.add([*files, replace(files[0], model="lid"), answer("good", 9)])
-    record.add_feedback("defect", who="a", part=1)
-    record.add_feedback("good", who="a", part=1)  # the last word
-    record.add_feedback("defect", who="b", part=2)
-    record.add_feedback("defect", who="b", part=3, defect_type="../edge/nick")
-    record.add_feedback("good", who="b", part=7)  # its picture isn't kept
-    record.close()
-    to = tmp_path / "judged"
-    arguments = ["--record", tmp_path / "line.sqlite", "--pictures", to]
-    code, out, _ = command("feedback", arguments)
-    assert code == 0
-    assert "disc: 1 good, 2 defective, 1 more without a picture; in " in out
-    assert "lid: 1 good, 0 defective; in " in out
-    written = {file.relative_to(to).as_posix() for file in to.rglob("*") if file.is_file()}
-    assert written == {
-        "disc/good/part-1.png",
-        "disc/defect/part-2.png",
-        "disc/defect/_._edge_nick/part-3.png",
-        "lid/good/part-6.png",
-    }
-    assert (to / "disc" / "good" / "part-1.png").read_bytes() == png
-    code, _, err = command("feedback", arguments)
-    assert (code, "exists already; give another folder" in err) == (2, True)
-    Record(tmp_path / "empty.sqlite").close()
-    code, _, err = command("feedback", ["--record", tmp_path / "empty.sqlite", "--pictures", to])
-    assert (code, "holds no judged part" in err) == (2, True)
+    with pytest.raises(DataError, match="can't be read as a record"):
+        confirmed_parts(tmp_path / "other.sqlite", {"0" * 16}, to)

@@ -16,8 +16,8 @@ from running import serving
 from test_line_page import opened
 
 from anomaly.errors import OutputError
-from anomaly.line import registry
-from anomaly.line.registry import deploy
+from anomaly.line import models
+from anomaly.line.commands import deploy
 from anomaly.storage.golden import keep_missed, write_record
 
 
@@ -36,7 +36,7 @@ def test_the_page_keeps_a_defect_that_was_called_good(
     window: Browser,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(models, "_LOOK_SECONDS", 0.05)
     run = Path(shutil.copytree(run_folder, tmp_path / "models" / "disc"))
     with serving(run.parent) as served:
         rejected = served.score((product / "test" / "spot" / "000.png").read_bytes())[1]["id"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sqlite3
@@ -14,15 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Command
 from kit import unprivileged
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
-from anomaly.line.feedback import confirmed_parts, judgements
-from anomaly.line.record import Answer, Keeping, Record, Recorder
+from anomaly.line.record import Answer, Keeping, Record, Recorder, confirmed_parts
 from anomaly.line.report import Period, parts_of
 
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 WORDS = b"these are words, and enough of them to be more than a header of SQLite's\n" * 9
 
 
@@ -47,6 +45,11 @@ def kept(record: Record) -> list[int]:
 
 def numbers(record: Record) -> list[int]:
     return [part["id"] for part in record.parts()]
+
+
+def said(record: Record) -> list[tuple[str, str, str]]:
+    """All judgements, the oldest first."""
+    return record.read("SELECT verdict, who, sha256 FROM feedback ORDER BY id", ())
 
 
 def test_answers_are_there_once_they_are_written(tmp_path: Path) -> None:
@@ -101,8 +104,7 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
     (number, unread) = record.add([answer("reject", 7), answer("", 8, "unreadable")])
     record.add_feedback("defect", who="Ada", part=number, defect_type="scratch")
     record.add_feedback("good", who="Bob", part=number, note="dust")
-    said = [(one["verdict"], one["who"], one["sha256"]) for one in judgements(file)]
-    assert said == [("defect", "Ada", f"{7:064x}"), ("good", "Bob", f"{7:064x}")]
+    assert said(record) == [("defect", "Ada", f"{7:064x}"), ("good", "Bob", f"{7:064x}")]
     assert record.parts()[1]["feedback"]["verdict"] == "good"
     for part in (unread, 99):
         with pytest.raises(DataError, match=f"part {part}"):
@@ -111,19 +113,18 @@ def test_feedback_is_only_added_to(tmp_path: Path) -> None:
     for change in ("UPDATE feedback SET verdict = 'good'", "DELETE FROM feedback"):
         with pytest.raises(sqlite3.IntegrityError, match="only added to"):
             by_others.execute(change)
-    assert len(judgements(file)) == 2
+    assert len(said(record)) == 2
 
 
 def test_a_withdrawn_judgement_counts_for_nobody(tmp_path: Path) -> None:
     file = tmp_path / "line.sqlite"
     with closing(Record(file)) as record:
-        record.add([answer("reject", 1), answer("reject", 2)])
+        record.add([replace(one, file=PNG) for one in rejects(1, 2)])
         record.add_feedback("defect", who="a", part=1, defect_type="scratch")
         record.add_feedback("good", who="a", part=2)
         record.add_feedback("", who="a", part=1)
         assert (record.part(1) or {})["feedback"] is None
-        assert len(judgements(file)) == 3  # what was said stays
-        (tmp_path / "kept").mkdir()
+        assert len(said(record)) == 3  # what was said stays
         confirmed = confirmed_parts(file, ["0" * 16], tmp_path / "kept")
         assert [sample.name for sample in confirmed.past] == ["part 1"]
         assert (len(confirmed.good), len(confirmed.defects)) == (1, 0)
@@ -147,18 +148,6 @@ def test_people_take_back_what_is_theirs(tmp_path: Path) -> None:
             assert ((record.part(1) or {})["feedback"] or {}).get("verdict") == stands
         with pytest.raises(DataError, match="no judgement by Ann to take back"):
             record.add_feedback("", who="Ann", part=1)
-
-
-def test_the_command_lists(tmp_path: Path, command: Command) -> None:
-    with closing(Record(tmp_path / "line.sqlite")) as record:
-        record.add([answer("good", 0), answer("reject", 1)])
-        record.add_feedback("defect", who="Ada", part=2, defect_type="dent")
-    code, out, _ = command("feedback", ["--record", tmp_path / "line.sqlite"])
-    (said,) = map(json.loads, out.splitlines())
-    assert (code, said["part"], said["who"], said["defect_type"]) == (0, 2, "Ada", "dent")
-    code, _, err = command("feedback", ["--record", tmp_path / "lime.sqlite"])
-    assert (code, "did you mean 'line.sqlite'" in err) == (2, True)
-    assert not (tmp_path / "lime.sqlite").exists()
 
 
 def test_what_is_no_record_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -280,15 +269,16 @@ def test_a_record_that_may_only_be_read_is_read(tmp_path: Path) -> None:
         shutil.copytree(folder, tmp_path / "halved")
         (tmp_path / "halved" / "line.sqlite-shm").unlink()
         shutil.copy(folder / "line.sqlite", tmp_path / "copy.sqlite")
-    listing = []
+    reports = []
     for place in (folder, tmp_path / "served", tmp_path / "halved"):
         place.chmod(0o555)
-        listing.append(["feedback", "--record", place / "line.sqlite"])
-    report = ["report", "--record", folder / "line.sqlite", "--from", "2026-01-01"]
-    *read, halved = unprivileged([*report, "--output", tmp_path / "report"], *listing)
-    assert [code for code, _ in read] == [0, 0, 0], read
-    assert all("Ada" in text for _, text in read[1:])
+        report = ["report", "--record", place / "line.sqlite", "--from", "2026-01-01"]
+        reports.append([*report, "--output", tmp_path / "reports" / place.name])
+    *read, halved = unprivileged(*reports)
+    assert [code for code, _ in read] == [0, 0], read
+    for name in ("line", "served"):
+        assert "Ada" in (tmp_path / "reports" / name / "feedback.csv").read_text()
     assert (halved[0], "copy it and line.sqlite-wal into a folder" in halved[1]) == (2, True)
     assert sorted(entry.name for entry in folder.iterdir()) == ["line.sqlite"]
     with pytest.raises(DataError, match=r"copy.sqlite holds no parts: .* sqlite3 .*backup"):
-        judgements(tmp_path / "copy.sqlite")  # without its log
+        confirmed_parts(tmp_path / "copy.sqlite", ["0" * 16], tmp_path)  # without its log

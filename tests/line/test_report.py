@@ -23,9 +23,9 @@ from running import Served
 
 from anomaly.calibration.rates import rate_of
 from anomaly.inference.rows import Row
+from anomaly.line.models import Version
 from anomaly.line.record import Answer, Keeping, Record
 from anomaly.line.report import Period, report
-from anomaly.line.slot import Version
 from anomaly.storage.load import load_model
 
 _ROW = Row(

@@ -15,8 +15,8 @@ from kit import until
 from running import serving
 
 from anomaly.errors import OutputError
-from anomaly.line import registry
-from anomaly.line.registry import back, deploy
+from anomaly.line import models
+from anomaly.line.commands import back, deploy
 from anomaly.storage.folder import model_id
 
 
@@ -45,7 +45,7 @@ def other(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
 def test_a_new_version_and_the_way_back_without_a_gap(
     line: Path, other: Path, product: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    monkeypatch.setattr(registry, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(models, "_LOOK_SECONDS", 0.05)
     data = (product / "test" / "good" / "000.png").read_bytes()
     old, new = model_id(line / "disc" / "model"), model_id(other / "model")
     golden = line / "disc" / "golden"

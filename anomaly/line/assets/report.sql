@@ -53,6 +53,10 @@ CREATE TEMP VIEW judgements AS SELECT outcome AS "the model says",
     SUM (judged = '') AS "not judged" FROM seen
     WHERE age = 0 AND once AND outcome IN ('good', 'review', 'reject')
     GROUP BY outcome ORDER BY outcome = 'reject', outcome = 'review';
+-- All that people have said of these parts, also what counts no more.
+CREATE TEMP VIEW said AS SELECT part, strftime ('%Y-%m-%d %H:%M:%S', time, 'localtime') AS time, who,
+    verdict, defect_type AS "kind of defect", note, sha256 AS image FROM main.feedback
+    WHERE sha256 IN (SELECT sha256 FROM seen WHERE age = 0) ORDER BY id;
 CREATE TEMP VIEW versions AS SELECT model || ' ' || model_id AS "model and version",
     strftime ('%Y-%m-%d %H:%M', MIN (time), 'localtime') AS "first part", COUNT (*) AS parts,
     AVG (outcome = 'good') AS good, AVG (outcome = 'review') AS review,

@@ -15,8 +15,8 @@ from test_record import answer
 
 from anomaly.errors import OutputError
 from anomaly.imaging.pool import Decoders
+from anomaly.line.models import BusyError, ModelSlot, Version
 from anomaly.line.record import Answer, Record, Recorder
-from anomaly.line.slot import BusyError, ModelSlot, Version
 from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
@@ -101,7 +101,7 @@ def test_images_in_tiles_are_decoded_few_at_a_time(
         return submit(self, index, *more)
 
     monkeypatch.setattr(Decoders, "submit", counted)
-    monkeypatch.setattr("anomaly.line.slot.program_threads", lambda: 2)
+    monkeypatch.setattr("anomaly.line.models.program_threads", lambda: 2)
     with (
         Recorder(gate, lambda *_: None) as recorder,
         serving(tiled, recorder) as slot,
@@ -132,7 +132,7 @@ def test_batches_are_no_larger_than_the_model_takes_at_once(
         return score(self, seen())
 
     monkeypatch.setattr(Model, "predict_batches", counted)
-    monkeypatch.setattr("anomaly.line.slot.get_threads", lambda: 1)
+    monkeypatch.setattr("anomaly.line.models.get_threads", lambda: 1)
     gate.may.set()
     with Recorder(gate, lambda *_: None) as recorder:
         slot = serving(model, recorder)

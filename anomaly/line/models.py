@@ -1,4 +1,4 @@
-"""One model of the service, its checked version, and the parts that it scores.
+"""The models of the service, their checked versions, and the parts that they score.
 
 A part takes four steps: a decoding process reads it; the model's thread scores it in a batch of
 one network size; the decoding process draws its pictures; the record's thread writes it. A
@@ -16,16 +16,19 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anomaly.errors import AnomalyError, OutputError, why
+import numpy as np
+
+from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
 from anomaly.evaluation.splits import caught_defects
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
+from anomaly.imaging.read import Image, list_images
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.inference.pipeline import Pipeline
 from anomaly.inference.rows import Row, region_rows, row_of
@@ -35,11 +38,25 @@ from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
+from anomaly.storage.golden import (
+    golden_of,
+    is_missed,
+    moved_since,
+    read_record,
+    say_caught,
+    score_golden,
+)
+from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import thresholds_alone_differ
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
 _SMALL_PIXELS = 480_000  # of the heatmaps on the page
+_LOOK_SECONDS = 1.0  # between checks of the models' folders
+_TOLERANCE = 0.01  # largest change of a golden part's score, as in `selfcheck`
 
 
 class BusyError(AnomalyError):
@@ -332,3 +349,135 @@ class ModelSlot:
         compared, flagged = drift.flagged(review, str(self.folder))
         levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}
         return levels | {"compared": compared, "flagged": flagged}
+
+
+class ModelRegistry:
+    """All models of the service. Use it in a `with` statement, which finishes accepted parts.
+
+    A thread loads the models; until then the service is alive, but not ready. Afterwards the
+    thread checks for folders whose files have changed, and loads these.
+
+    Args:
+        folders: the models' folders by name.
+        recorder: records the results.
+        device: that the networks run on.
+        waiting_parts: most parts of each model that may wait.
+    """
+
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        recorder: Recorder,
+        *,
+        device: torch.device,
+        waiting_parts: int = 64,
+    ) -> None:
+        self.models = {
+            name: ModelSlot(name, folder, recorder, most_waiting=waiting_parts)
+            for name, folder in folders.items()
+        }
+        self._promises = recorder.record.promises
+        self._device = device
+        self._open = ExitStack()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
+
+    def __enter__(self) -> ModelRegistry:
+        for slot in self.models.values():
+            self._open.enter_context(slot)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._open.close()
+
+    def _keep_up(self) -> None:
+        for slot in self.models.values():
+            if not self._closing.is_set():
+                slot.seen = slot.tried = stamp_of(slot.folder)
+                self._load(slot)
+        while not self._closing.wait(_LOOK_SECONDS):
+            for slot in self.models.values():
+                self._look(slot)
+
+    def _look(self, slot: ModelSlot) -> None:
+        stamp = stamp_of(slot.folder)
+        still, slot.seen = stamp == slot.seen, stamp  # not while files are being written
+        if still and stamp != slot.tried and not self._closing.is_set():
+            slot.tried = stamp
+            self._load(slot)
+
+    def _load(self, slot: ModelSlot) -> None:
+        try:
+            version = self._version(slot)
+        except AnomalyError as error:
+            slot.trouble = visible(str(error))
+        except Exception as error:  # one model's error mustn't stop the others
+            log.exception("%s can't be loaded", slot.name)
+            slot.trouble = f"loading failed: {type(error).__name__}"
+        else:
+            model_id = version.model.model_id
+            if slot.now and slot.now.model.model_id != model_id:
+                log.info("%s now serves model %s", slot.name, model_id)
+            if version.promise:
+                self._promises[model_id] = version.promise
+            slot.use(version)
+            return
+        what = "the new version is refused" if slot.now else "it can't be served"
+        log.error("%s: %s: %s", slot.name, what, slot.trouble)
+
+    def _version(self, slot: ModelSlot) -> Version:
+        """Load and check a model's folder."""
+        model = load_model(slot.folder, self._device)
+        return Version.of(model, slot.folder, check(model, slot.folder))
+
+
+def check(model: Model, folder: Path) -> str:
+    """Check a model's golden parts, if there are any; `load` has checked its files.
+
+    Args:
+        model: the model.
+        folder: its folder.
+
+    Returns:
+        What was checked, for people.
+
+    Raises:
+        ModelError: a score or a verdict differs from the record.
+        DataError: the record of golden parts is damaged.
+    """
+    golden = golden_of(folder)
+    if golden is None:
+        # The first pass of a network takes longer than the others.
+        grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
+        list(model.results([grey]))
+        return "every file's hash; no golden parts are recorded beside the model"
+    recorded = read_record(golden)["images"]
+    scores = score_golden(model, list_images(golden), golden)
+    moved = moved_since(recorded, scores, _TOLERANCE)
+    if moved:
+        changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")
+        raise ModelError(f"its golden parts' scores or verdicts differ from {golden}: {changes}")
+    known = say_caught(scores)
+    parts = sum(not is_missed(name) for name in scores)
+    checked = f"every file's hash, and {parts} golden parts, which score as recorded"
+    return f"{checked}; {known}" if known else checked
+
+
+def stamp_of(folder: Path) -> tuple[object, ...]:
+    """Places, times and sizes of a model's files and golden parts, to notice changes.
+
+    Two results differ if a file was written in between.
+    """
+    golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
+    stamp: list[object] = []
+    for place in (folder, golden):
+        try:
+            for file in sorted(place.rglob("*")):
+                stat = file.stat()
+                stamp.append((str(file), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        except OSError:  # being replaced right now
+            stamp.append(place)
+    return tuple(stamp)
