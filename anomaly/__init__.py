@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from anomaly.config.load import load_config
     from anomaly.config.schema import Config
     from anomaly.datasets import open_dataset
+    from anomaly.desk.tune import tune
     from anomaly.detector import Detector, fit, load
     from anomaly.errors import AnomalyError, ImageError
     from anomaly.imaging.arrays import image
     from anomaly.runtime import __version__ as __version__
     from anomaly.scoring.prediction import Prediction
-    from anomaly.training.tuning.tune import tune
 
 _HOME = {
     "__version__": "runtime",
@@ -33,7 +33,7 @@ _HOME = {
     "load": "detector",
     "load_config": "config.load",
     "open_dataset": "datasets",
-    "tune": "training.tuning.tune",
+    "tune": "desk.tune",
 }
 
 __all__ = [

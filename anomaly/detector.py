@@ -21,8 +21,8 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import strays
+from anomaly.desk.calibrate import Asked, recalibrated
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
-from anomaly.evaluation.recalibrate import Asked, recalibrated
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
@@ -235,7 +235,7 @@ class Detector:
     ) -> Detector:
         """A new detector that has also learned further good images; this one is unchanged.
 
-        Its thresholds are found anew, see `anomaly.training.update.learn`.
+        Its thresholds are found anew, see `anomaly.desk.update.learn`.
 
         Args:
             good_images: a folder, or images as for `predict`, that people have confirmed.
@@ -251,7 +251,7 @@ class Detector:
             ImageError: an array can't be used as an image.
         """
         with _extra_train("Detector.update"):
-            from anomaly.evaluation.update import updated
+            from anomaly.desk.update import updated
 
         return Detector(
             updated(

@@ -42,10 +42,8 @@ from anomaly.config.schema import Config
 ROOT = Path(__file__).parents[1]
 # What helps a person before and after the model, by the beginnings of its files' names.
 _DESK = (
-    *("sample_data", "cli/start", "cli/check", "cli/tune", "cli/update", "cli/calibrate"),
-    *("cli/selfcheck", "cli/region", "training/tuning", "training/update"),
-    *("evaluation/weaknesses", "evaluation/update", "evaluation/recalibrate"),
-    *("calibration/production", "datasets/check"),
+    *("desk", "cli/start", "cli/demo", "cli/check", "cli/tune", "cli/update", "cli/calibrate"),
+    "cli/selfcheck",
 )
 _NOT_CORE = ("line", "cluster", *_DESK)
 # A bank of all patches, which is searched as banks of a usual size are.

@@ -14,7 +14,7 @@ from pathlib import Path
 import cv2
 
 import anomaly
-from anomaly.sample_data import write_sample_data
+from anomaly.desk.demo import write_sample_data
 
 
 def inspect(detector: anomaly.Detector, source: int | str, kept: Path) -> Counter[str]:

@@ -18,7 +18,7 @@ import pytest
 from conftest import REPOSITORY
 
 from anomaly import cli
-from anomaly.sample_data import write_sample_data
+from anomaly.desk.demo import write_sample_data
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "data" / "README.md"]
 PAGES += sorted((REPOSITORY / "docs").rglob("*.md"))

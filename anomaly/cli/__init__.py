@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 _ANNEXES = {
     "line": ("serve", "deploy", "report"),
     "export": ("export", "features"),
-    "sample_data": ("demo",),
 }
 _SCORING = ("deploy", "infer", "evaluate", "selfcheck", "serve")
 _GARBAGE = 10_000  # objects made since the last search for garbage
@@ -237,7 +236,7 @@ def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def annex(name: str) -> Any:
-    """A module of an annex: of `line`, `cluster`, `export` or `sample_data`.
+    """A module of an annex: of `line`, `cluster` or `export`.
 
     The core runs without them, so that it imports none at its top.
 

@@ -10,12 +10,6 @@ from pathlib import Path
 from anomaly.cli.options import add_device, add_output, number
 
 
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
-    )
-
-
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="the run, or its model/ folder")
     parser.add_argument(
@@ -197,7 +191,6 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 # By command.
 ANNEX_OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "demo": _demo,
     "export": _export,
     "features": _features,
     "serve": _serve,

@@ -11,8 +11,8 @@ from anomaly.cli.common_options import agreed, ask, chosen_device, images_given
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.cli.options import share_of
 from anomaly.datasets import Sample
+from anomaly.desk.calibrate import Asked, Recalibration, recalibrate
 from anomaly.errors import AnomalyError
-from anomaly.evaluation.recalibrate import Asked, Recalibration, recalibrate
 from anomaly.files.outputs import locked
 from anomaly.storage.folder import HISTORY, find_model
 from anomaly.storage.load import load_model

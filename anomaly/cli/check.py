@@ -14,7 +14,7 @@ from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import DataReport, Fault, Reading, Severity, SplitSummary, check
+from anomaly.desk.check import DataReport, Fault, Reading, Severity, SplitSummary, check
 from anomaly.errors import first_of
 from anomaly.files.writing import write
 from anomaly.report.page import region_page

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from anomaly.calibration.production import flagged_line
 from anomaly.cli import annex
 from anomaly.cli.common_options import (
     chosen_device,
@@ -26,6 +25,7 @@ from anomaly.cli.common_options import (
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
 from anomaly.datasets.inputs import Found, find_inputs, passed_over, picture_names
+from anomaly.desk.production import flagged_line
 from anomaly.errors import DataError, first_of, visible
 from anomaly.files.outputs import FOLDERS, HEATMAPS, PAGE, left_by_system, locked
 from anomaly.files.writing import from_json, remove_drafts, write

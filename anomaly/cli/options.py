@@ -111,6 +111,12 @@ def _start(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="for the models and their results"
+    )
+
+
 def _train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(reported=())  # why images can't be used, as `start` has printed it already
     add_config(parser)
@@ -393,6 +399,7 @@ def _layers(parser: argparse.ArgumentParser) -> None:
 OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "check": _check,
     "start": _start,
+    "demo": _demo,
     "train": _train,
     "evaluate": _evaluate,
     "calibrate": _calibrate,

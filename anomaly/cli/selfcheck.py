@@ -11,10 +11,7 @@ from pathlib import Path
 from anomaly.cli.common_options import chosen_device
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError
-from anomaly.files.outputs import GOLDEN, locked
-from anomaly.storage.folder import find_model
-from anomaly.storage.golden import (
+from anomaly.desk.golden import (
     golden_of,
     is_missed,
     missed_parts,
@@ -24,6 +21,9 @@ from anomaly.storage.golden import (
     score_golden,
     write_record,
 )
+from anomaly.errors import AnomalyError
+from anomaly.files.outputs import GOLDEN, locked
+from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)

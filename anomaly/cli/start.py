@@ -20,8 +20,8 @@ from anomaly.cli.logging_setup import ProgressLine, command_line
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import SMALL_SET, Severity, advice, check
 from anomaly.datasets.layouts import LIST_SUFFIX, listing_of, recognise
+from anomaly.desk.check import SMALL_SET, Severity, advice, check
 from anomaly.errors import DataError, OutputError
 from anomaly.files.outputs import locked
 from anomaly.files.writing import at_home, claim, from_json, write
@@ -30,8 +30,8 @@ from anomaly.storage.folder import check_run_folder
 if TYPE_CHECKING:
     from anomaly.config.schema import Config
     from anomaly.datasets import Dataset
-    from anomaly.datasets.check import Advice, DataReport, Reading
     from anomaly.datasets.layouts import Recognised
+    from anomaly.desk.check import Advice, DataReport, Reading
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from anomaly.cli.common_options import chosen_device, joined_cluster
 from anomaly.cli.logging_setup import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
+from anomaly.desk.advice import Run, lines, of_training
 from anomaly.errors import first_of, some
-from anomaly.evaluation.weaknesses import Run, lines, of_training
 from anomaly.files.outputs import locked
 from anomaly.training.runs import train_run
 

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     given = options.good or options.defects
     named = open_test_images(options.good, options.defects, None) if given else ()
     device = chosen_device(options)
-    from anomaly.training.tuning.tune import tune
+    from anomaly.desk.tune import tune
 
     with ProgressLine() as progress:
         tuning = tune(

@@ -57,7 +57,7 @@ def _run(
     good: list[Sample],
     defects: list[Sample],
 ) -> int:
-    from anomaly.evaluation.update import update
+    from anomaly.desk.update import update
 
     device = chosen_device(options)
     model = load_model(folder, device)
@@ -98,7 +98,7 @@ def _run(
 
 def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
     """The parts of a record that people have judged."""
-    from anomaly.training.update import lineage
+    from anomaly.desk.update import lineage
 
     confirmed: Confirmed = annex("line.record").confirmed_parts(record, lineage(model), scratch)
     if confirmed.lost:

@@ -14,8 +14,9 @@ from pathlib import Path
 from anomaly.cli.common_options import agreed, chosen_device
 from anomaly.cli.logging_setup import NOTE, ProgressLine
 from anomaly.cli.stopping import Stopping
+from anomaly.desk.golden import carry_missed
+from anomaly.desk.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.errors import AnomalyError, OutputError, visible, why
-from anomaly.evaluation.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.files.outputs import locked, locked_file
 from anomaly.files.writing import draft_of
 from anomaly.line import report
@@ -31,7 +32,6 @@ from anomaly.storage.folder import (
     find_models,
     model_id,
 )
-from anomaly.storage.golden import carry_missed
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 

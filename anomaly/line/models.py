@@ -24,6 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from anomaly.desk.golden import (
+    golden_of,
+    is_missed,
+    moved_since,
+    read_record,
+    say_caught,
+    score_golden,
+)
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
 from anomaly.evaluation.splits import caught_defects
 from anomaly.imaging.loading import NetworkInput, UnusableImage
@@ -38,14 +46,6 @@ from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
-from anomaly.storage.golden import (
-    golden_of,
-    is_missed,
-    moved_since,
-    read_record,
-    say_caught,
-    score_golden,
-)
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 

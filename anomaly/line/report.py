@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from anomaly.calibration.production import DEFECT_SHARE, LEAST_IMAGES, compare_flagged
 from anomaly.calibration.rates import Rate, percent, rate_of
+from anomaly.desk.production import DEFECT_SHARE, LEAST_IMAGES, compare_flagged
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from anomaly.desk.golden import keep_missed
 from anomaly.errors import DataError, visible
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import DEFAULT
@@ -23,7 +24,6 @@ from anomaly.line.models import BusyError, ModelRegistry
 from anomaly.line.record import Answer, Record, Recorder
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.maps.heatmap import photograph
-from anomaly.storage.golden import keep_missed
 
 if TYPE_CHECKING:
     import torch

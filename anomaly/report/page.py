@@ -25,9 +25,9 @@ import cv2
 import numpy as np
 from numpy.typing import ArrayLike
 
-from anomaly.calibration.production import flagged_line
 from anomaly.calibration.rates import percent
 from anomaly.calibration.thresholds import Thresholds
+from anomaly.desk.production import flagged_line
 from anomaly.errors import ImageError, counted
 from anomaly.imaging.geometry import Sizing
 from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of

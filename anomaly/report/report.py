@@ -19,10 +19,10 @@ import numpy as np
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import GOOD, Sample
+from anomaly.desk.advice import Run, Weakness, of_images
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
-from anomaly.evaluation.weaknesses import Run, Weakness, of_images
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.maps.heatmap import (

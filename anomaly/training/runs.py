@@ -7,7 +7,6 @@ train.json says what is known of its training, `suspects/` holds pictures of tra
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
 from anomaly.errors import DataError, why
-from anomaly.files.outputs import RUN, TRAIN
+from anomaly.files.outputs import TRAIN
 from anomaly.files.writing import as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.pool import Decoders
@@ -25,14 +24,12 @@ from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.maps.regions import outlined_areas
 from anomaly.runtime import peak_memory
-from anomaly.storage.folder import appearing, check_run_folder
-from anomaly.storage.golden import Answers, write_record
+from anomaly.storage.folder import check_run_folder
 from anomaly.storage.save import save
 
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.scoring.model import Model
     from anomaly.training.fit import SharedFeaturesOf, StageProgress, Training
 
 log = logging.getLogger(__name__)
@@ -94,49 +91,6 @@ def train_run(
     summary["seconds"] = {stage: round(spent, 3) for stage, spent in seconds.items()}
     write(output / "train.json", as_json(summary))
     return training, summary
-
-
-def keep_run(
-    detector: Model,
-    output: Path,
-    source: Path,
-    *,
-    golden: tuple[Path, Answers] | None = None,
-    overwrite: bool = False,
-) -> str:
-    """Write the run of a model made from another one.
-
-    Args:
-        detector: the model.
-        output: the run's folder.
-        source: run or model folder of the model that it was made of, whose data set it keeps.
-        golden: a folder of golden parts that go along, and what the model says of them.
-        overwrite: replace an earlier run there, its golden parts included, once the model is
-            written.
-
-    Returns:
-        The model's id.
-
-    Raises:
-        OutputError: an earlier run is there, or there is no room.
-    """
-    claim(output, RUN, overwrite=overwrite)
-    model_id = save(detector, output / "model", overwrite=overwrite)
-    clear(output, ("golden", "suspects"))
-    if golden is not None:
-        parts, answers = golden
-        with appearing(output / "golden") as draft:
-            shutil.copytree(parts, draft, dirs_exist_ok=True)
-            write_record(draft, model_id, answers)
-    data_folder = str(training_record(source).get("data_folder", ""))
-    record = {
-        "name": detector.config.name,
-        **({"data_folder": data_folder} if data_folder else {}),
-        "model_id": model_id,
-        "images": {"learned": len(detector.manifest["training_images"])},
-    }
-    write(output / "train.json", as_json(record))
-    return model_id
 
 
 def trained_on(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from anomaly.cli import main
-from anomaly.sample_data import write_sample_data
+from anomaly.desk.demo import write_sample_data
 
 plates = Path("data/sample/brushed_plate")  # what `anomaly demo` makes
 if not plates.is_dir():

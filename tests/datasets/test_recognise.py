@@ -7,8 +7,8 @@ import pytest
 from kit import touch
 
 from anomaly.datasets import open_dataset
-from anomaly.datasets.check import DataReport, SplitSummary, advice
 from anomaly.datasets.layouts import recognise
+from anomaly.desk.check import DataReport, SplitSummary, advice
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 

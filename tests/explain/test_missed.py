@@ -13,9 +13,9 @@ from conftest import Command, write_part
 from scipy.stats import binomtest
 
 import anomaly
+from anomaly.desk.golden import keep_missed, moved_since
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
-from anomaly.storage.golden import keep_missed, moved_since
 from anomaly.storage.load import load_model
 
 

@@ -15,10 +15,10 @@ from kit import until
 from running import serving
 from test_line_page import opened
 
+from anomaly.desk.golden import keep_missed, write_record
 from anomaly.errors import OutputError
 from anomaly.line import models
 from anomaly.line.commands import deploy
-from anomaly.storage.golden import keep_missed, write_record
 
 
 @pytest.fixture

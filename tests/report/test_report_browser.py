@@ -13,8 +13,8 @@ from report_cases import HOSTILE, LIMIT, case, limits
 from sklearn.metrics import precision_recall_curve, roc_curve
 
 from anomaly.datasets import Sample
+from anomaly.desk.advice import Weakness
 from anomaly.evaluation.metrics import confusion
-from anomaly.evaluation.weaknesses import Weakness
 from anomaly.report.report import Category, report_html
 from anomaly.scoring.prediction import Scored
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from anomaly.training.tuning.judging import LEAST_DEFECTS, Scores, judge, worth
+from anomaly.desk.judging import LEAST_DEFECTS, Scores, judge, worth
 
 RATE = 0.05
 

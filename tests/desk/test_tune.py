@@ -17,11 +17,11 @@ import anomaly
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
+from anomaly.desk import tune
+from anomaly.desk.tune import Search
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.report.report import flattered
 from anomaly.storage.load import load_model
-from anomaly.training.tuning import tune
-from anomaly.training.tuning.tune import Search
 
 
 @pytest.fixture(autouse=True)

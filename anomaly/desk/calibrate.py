@@ -11,7 +11,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.calibration.production import thresholds_from_production
 from anomaly.calibration.rates import percent
 from anomaly.calibration.thresholds import (
     GoodScores,
@@ -22,8 +21,7 @@ from anomaly.calibration.thresholds import (
 )
 from anomaly.datasets import Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import DataError, first_of, some
-from anomaly.evaluation.price import (
+from anomaly.desk.price import (
     DEFECTS,
     PRODUCTION,
     Price,
@@ -33,6 +31,8 @@ from anomaly.evaluation.price import (
     known_parts,
     price,
 )
+from anomaly.desk.production import thresholds_from_production
+from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described

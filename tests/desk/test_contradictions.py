@@ -16,9 +16,9 @@ from PIL import Image as Pillow
 
 import anomaly
 from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.datasets.check import DataReport, Fault, Reading, Severity, check
 from anomaly.datasets.layouts import listing_of
 from anomaly.datasets.samples import frames
+from anomaly.desk.check import DataReport, Fault, Reading, Severity, check
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import score_test_split
 from anomaly.files.writing import write

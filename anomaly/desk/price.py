@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from anomaly.calibration.rates import rate_above
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import Sample
+from anomaly.desk.golden import golden_of, is_missed
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
 from anomaly.imaging.read import list_images
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
-from anomaly.storage.golden import golden_of, is_missed
 
 if TYPE_CHECKING:
     from anomaly.training.fit import StageProgress

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from anomaly.datasets import open_dataset
+from anomaly.desk import demo, plate
+from anomaly.desk.demo import write_sample_data
+from anomaly.desk.plate import DEFECTS, clouds, streaks
 from anomaly.errors import ConfigError, OutputError
-from anomaly.sample_data import brushed_plate, photographs, write_sample_data
-from anomaly.sample_data.brushed_plate import DEFECTS, clouds, streaks
 
 SIZE = 128
 FEW = {"size": SIZE, "n_train": 2, "n_good": 1, "n_defect": 6}
@@ -74,7 +75,7 @@ def test_a_smaller_set_is_part_of_a_larger_one(sample: Path, tmp_path: Path) -> 
 
 
 def test_severity_spreads_from_obvious_to_subtle() -> None:
-    values = [photographs.severity(index) for index in range(65)]
+    values = [demo.severity(index) for index in range(65)]
     assert values[:9] == [1, 0, 1 / 2, 3 / 4, 1 / 4, 7 / 8, 3 / 8, 5 / 8, 1 / 8]
     # The first 2 + (2^k - 1) indices are an even grid.
     assert sorted(values) == [i / 64 for i in range(65)]
@@ -85,12 +86,12 @@ def test_mask_covers_the_change_and_nothing_else(kind: str) -> None:
     changes = []
     for seed, severity in enumerate((1.0, 0.5, 0.0)):
         # One part photographed twice with the same noise: good, and with its defect.
-        plate = brushed_plate.draw(np.random.default_rng([seed, 0]), photographs.scene_side(384))
-        faulty = DEFECTS[kind](plate, severity, np.random.default_rng([seed, 1]))
-        shot = photographs.Camera.set_up(np.random.default_rng([seed, 2]), 384)
-        lights = [shot.expose(brushed_plate.shade(part)) for part in (plate, faulty)]
+        part = plate.draw(np.random.default_rng([seed, 0]), demo.scene_side(384))
+        faulty = DEFECTS[kind](part, severity, np.random.default_rng([seed, 1]))
+        shot = demo.Camera.set_up(np.random.default_rng([seed, 2]), 384)
+        lights = [shot.expose(plate.shade(one)) for one in (part, faulty)]
         good, bad = (shot.develop(x, np.random.default_rng([seed, 3])).astype(int) for x in lights)
-        change, mask = np.abs(good - bad).max(axis=2), photographs.visible_change(*lights)
+        change, mask = np.abs(good - bad).max(axis=2), demo.visible_change(*lights)
         near = cv2.dilate(mask, np.ones((5, 5), np.uint8)) > 0
         assert change[mask > 0].max() >= 8, "the defect can be seen"
         assert change[~near].max() <= 0.35 * change.max(), "outside the mask it can't"
@@ -114,7 +115,7 @@ def test_noise_has_the_promised_size_and_strength(seed: int, side: int, octaves:
 def test_what_is_there_is_replaced_only_on_request_and_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, write = tmp_path / "plates", photographs._write_png
+    folder, write = tmp_path / "plates", demo._write_png
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
 
@@ -125,7 +126,7 @@ def test_what_is_there_is_replaced_only_on_request_and_whole(
 
     with pytest.raises(OutputError, match=r"plates exists.*overwrite=True"):
         write_sample_data(folder, **FEW)  # type: ignore[arg-type]
-    monkeypatch.setattr(photographs, "_write_png", fill_up)
+    monkeypatch.setattr(demo, "_write_png", fill_up)
     with pytest.raises(OutputError, match="No space left"):
         write_sample_data(folder, **FEW, overwrite=True)  # type: ignore[arg-type]
     assert contents(tmp_path) == {"plates/mine.txt": b"mine"}

@@ -15,8 +15,8 @@ from kit import tiny
 
 import anomaly
 from anomaly.datasets import Sample
+from anomaly.desk.update import update as learn_update
 from anomaly.errors import AnomalyError
-from anomaly.evaluation.update import update as learn_update
 from anomaly.files.writing import sha256_of
 from anomaly.storage.load import load_model
 

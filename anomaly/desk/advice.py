@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from anomaly.calibration.production import compare_flagged
 from anomaly.calibration.rates import images_needed, percent, supported_rate
+from anomaly.desk.judging import LEAST_DEFECTS
+from anomaly.desk.production import compare_flagged
 from anomaly.errors import counted, some
 from anomaly.scoring.image_statistics import LEAST_IMAGES
-from anomaly.training.tuning.judging import LEAST_DEFECTS
 
 if TYPE_CHECKING:
     from anomaly.config.schema import Config

@@ -14,7 +14,7 @@ from conftest import FAST, MadeOnce, run_command, write_product
 
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets import Sample, open_dataset
-from anomaly.evaluation.weaknesses import Run, lines, of_images, of_training
+from anomaly.desk.advice import Run, lines, of_images, of_training
 from anomaly.report.report import evaluated
 from anomaly.scoring.model import score
 from anomaly.scoring.prediction import Scored

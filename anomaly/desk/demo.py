@@ -14,11 +14,11 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from anomaly.desk import plate
+from anomaly.desk.plate import Field, grid, white
 from anomaly.errors import ConfigError, OutputError
 from anomaly.files.writing import write
 from anomaly.runtime import cores
-from anomaly.sample_data import brushed_plate
-from anomaly.sample_data.brushed_plate import Field, grid, white
 from anomaly.storage.folder import appearing
 
 _SUPERSAMPLING = 2
@@ -168,13 +168,13 @@ def take(
     # crc32, not hash(): the same in every process.
     entropy = [0, zlib.crc32(f"brushed_plate/{split}/{kind}".encode()), index]
     of_part, of_defect, of_camera = np.random.default_rng(entropy).spawn(3)
-    plate = brushed_plate.draw(of_part, scene_side(size))
+    part = plate.draw(of_part, scene_side(size))
     camera = Camera.set_up(of_camera, size)
-    light = camera.expose(brushed_plate.shade(plate))
+    light = camera.expose(plate.shade(part))
     if kind == "good":
         return camera.develop(light, of_camera), None
-    faulty = brushed_plate.DEFECTS[kind](plate, severity(index), of_defect)
-    changed = camera.expose(brushed_plate.shade(faulty))
+    faulty = plate.DEFECTS[kind](part, severity(index), of_defect)
+    changed = camera.expose(plate.shade(faulty))
     return camera.develop(changed, of_camera), visible_change(light, changed)
 
 
@@ -225,7 +225,7 @@ def write_sample_data(
         raise ConfigError(f"the sample data's size is {size} pixels; it must be 128 or more")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
         raise OutputError(f"{folder} exists; name another folder, or give overwrite=True")
-    kinds = tuple(brushed_plate.DEFECTS)
+    kinds = tuple(plate.DEFECTS)
     shots = [
         *(("train", "good", i) for i in range(n_train)),
         *(("test", "good", i) for i in range(n_good)),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from anomaly import cli
-from anomaly.cli import main
-from anomaly.sample_data import commands
+from anomaly.cli import demo, main
 
 
 def test_each_step_is_a_command_and_a_failing_one_ends_it(
@@ -25,8 +24,8 @@ def test_each_step_is_a_command_and_a_failing_one_ends_it(
         return next(codes)
 
     made: list[Path] = []
-    monkeypatch.setattr(commands, "write_sample_data", lambda root, **more: made.append(root))
-    monkeypatch.setattr(commands, "execute", execute)
+    monkeypatch.setattr(demo, "write_sample_data", lambda root, **more: made.append(root))
+    monkeypatch.setattr(demo, "execute", execute)
     assert main(["demo", "--output", "all"]) == 0
     assert [step[0] for step in steps] == ["train", "infer", "evaluate"]
     assert all("--overwrite" in step for step in steps)

@@ -6,7 +6,7 @@ import pytest
 
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.training.tuning.candidates import (
+from anomaly.desk.tune import (
     changed,
     expense,
     steps,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from anomaly.cli import execute
 from anomaly.cli.logging_setup import ProgressLine
+from anomaly.desk.demo import write_sample_data
 from anomaly.files.outputs import locked
-from anomaly.sample_data import write_sample_data
 
 _DATA, _CONFIG = Path("data/sample/brushed_plate"), Path("sample_brushed_plate.yaml")
 
 
-def _demo(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
     model, evaluation = options.output / "plate", options.output / "evaluation"
     results = model / "results"
@@ -32,6 +32,3 @@ def _demo(options: argparse.Namespace) -> int:
     print(f"\nLook at {(evaluation / _CONFIG.stem / 'report.html').absolute()},")
     print(f"the heatmaps in {results}/heatmaps, the verdicts in {results}/results.csv.")
     return 0
-
-
-COMMANDS = {"demo": _demo}

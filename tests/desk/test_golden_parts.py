@@ -10,7 +10,7 @@ import cv2
 import pytest
 from conftest import Says, write_part
 
-from anomaly.storage.golden import moved_since
+from anomaly.desk.golden import moved_since
 
 Selfcheck = Callable[..., str]
 

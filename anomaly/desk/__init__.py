@@ -1,0 +1,1 @@
+"""Before and after the model: data sets checked, settings and thresholds chosen, advice."""

@@ -1,1 +1,0 @@
-"""Trained settings compared: which of them catch the defects that are known, and at what cost."""
