@@ -36,7 +36,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from anomaly.cli import options_of
-from anomaly.cli.help import COMMANDS
+from anomaly.cli.commands import COMMANDS
 from anomaly.config.schema import Config
 
 ROOT = Path(__file__).parents[1]

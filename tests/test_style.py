@@ -9,9 +9,6 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 
-from anomaly import cli
-from anomaly.cli.help import COMMANDS
-
 DOCS = REPOSITORY / "docs"
 GENERATED = {"settings.md", "licences.md", "api.md"}
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -83,13 +80,6 @@ def test_messages_and_docstrings_are_plain() -> None:
         if len(words) > LONGEST
     ]
     assert long == []
-
-
-def test_every_option_has_help() -> None:
-    for command in COMMANDS:
-        actions = cli._parser(command)._actions
-        (commands,) = (a.choices for a in actions if isinstance(a.choices, dict))
-        assert [action.dest for action in commands[command]._actions if not action.help] == []
 
 
 def test_every_page_is_linked_from_the_index() -> None:

@@ -13,29 +13,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
-from anomaly.cli.annex_options import ANNEX_OPTIONS
-from anomaly.cli.help import COMMANDS, examples, overview
+from anomaly.cli.commands import COMMANDS, overview
 from anomaly.cli.logging_setup import (
     add_logging,
     command_line,
     log_to_terminal,
     plain_output,
 )
-from anomaly.cli.options import OPTIONS
 from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
 from anomaly.runtime import __version__
 
 log = logging.getLogger(__name__)
 
-# The commands of the annexes, each of which has them in its module `commands`.
-_ANNEXES = {
-    "line": ("serve", "deploy", "report"),
-    "export": ("export", "features"),
-}
 _SCORING = ("deploy", "infer", "evaluate", "selfcheck", "serve")
 _GARBAGE = 10_000  # objects made since the last search for garbage
-_HOMES = {command: room for room, commands in _ANNEXES.items() for command in commands}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,11 +50,7 @@ def _main(arguments: list[str]) -> int:
         hint = nearest(arguments[0], COMMANDS)
         print(f"error: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
         return 2
-    try:
-        options = _parse(command, arguments or ["--help"])
-    except AnomalyError as error:  # its annex isn't installed
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    options = _parse(command, arguments or ["--help"])
     started = time.monotonic()
     with ExitStack() as listeners:
         listeners.enter_context(log_to_terminal(quiet=options.quiet, verbose=options.verbose))
@@ -129,7 +117,7 @@ def execute(arguments: Sequence[str], **more: object) -> int:
 
     Args:
         arguments: the command's name and its options.
-        more: options that aren't typed, by name, see `anomaly.cli.options`.
+        more: what only commands tell one another, by name.
 
     Returns:
         Its exit code.
@@ -198,12 +186,12 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"anomaly {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS)
-    for name, (text, *_) in COMMANDS.items():
+    for name, about in COMMANDS.items():
         sub = commands.add_parser(
             name,
             prog=f"anomaly {name}",
-            description=text[0].upper() + text[1:] + ".",
-            epilog=examples(name),
+            description=about.help[0].upper() + about.help[1:] + ".",
+            epilog="\n".join(["examples:", *(f"  anomaly {line}" for line in about.examples)]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == command:
@@ -220,38 +208,22 @@ def options_of(command: str) -> list[str]:
 
 def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
     """Declare the options of a command; its own module, which imports much, isn't needed."""
-    if command in _HOMES:
-        annex(_HOMES[command])  # refused here where it isn't installed
-    (OPTIONS | ANNEX_OPTIONS)[command](parser)
+    for add in COMMANDS[command].options:
+        add(parser)
     add_logging(parser)
 
 
 def _run_of(command: str) -> Callable[[argparse.Namespace], int]:
     """The function that does the work of a command."""
-    if command in _HOMES:
-        run = annex(f"{_HOMES[command]}.commands").COMMANDS[command]
-    else:
-        run = importlib.import_module(f"anomaly.cli.{command.replace('-', '_')}").run
+    home = COMMANDS[command].home
+    run = annex(home).COMMANDS[command] if home else annex(f"cli.{command}").run
     return cast(Callable[[argparse.Namespace], int], run)
 
 
 def annex(name: str) -> Any:
-    """A module of an annex: of `line`, `cluster` or `export`.
-
-    The core runs without them, so that it imports none at its top.
+    """A module of `anomaly` that is imported only now, or lies above this room.
 
     Args:
         name: below `anomaly`.
-
-    Raises:
-        AnomalyError: this installation came without it.
     """
-    try:
-        return importlib.import_module(f"anomaly.{name}")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("anomaly."):
-            raise
-        room = name.partition(".")[0]
-        raise AnomalyError(
-            f"this command needs anomaly.{room}, which isn't installed; install all of anomaly"
-        ) from None
+    return importlib.import_module(f"anomaly.{name}")

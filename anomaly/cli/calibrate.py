@@ -7,9 +7,9 @@ import logging
 import shlex
 from dataclasses import fields
 
+from anomaly.cli.commands import share_of
 from anomaly.cli.common_options import agreed, ask, chosen_device, images_given
 from anomaly.cli.logging_setup import ProgressLine
-from anomaly.cli.options import share_of
 from anomaly.datasets import Sample
 from anomaly.desk.calibrate import Asked, Recalibration, recalibrate
 from anomaly.errors import AnomalyError

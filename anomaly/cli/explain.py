@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
-    if options.backbone is None and (options.classes or options.weights != "imagenet"):
+    if options.backbone is None and (options.classes or options.weights):
         unused = "--class" if options.classes else "--weights"
         raise AnomalyError(f"{unused} needs a classifier; give --backbone too, or leave it out")
     if options.model is None and (options.good or options.keep):
@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
         raise AnomalyError(f"{options.image} isn't a file; explain takes one image")
     if options.model is not None:
         find_model(options.model, exported=False)
+    options.weights = options.weights or "imagenet"
     if options.backbone is not None:
         check_weights(options.weights)
     if options.output is None:
@@ -69,7 +70,7 @@ def _explain(options: argparse.Namespace) -> int:
             options.image,
             weights=options.weights,
             device=device,
-            classes=options.classes,
+            classes=options.classes or None,
             # Beside a model's pictures, whose layers may have the same names.
             before="" if options.model is None else "classifier_",
         )

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
                     shared=shared,
                     progress=progress,
                 )
-        _report(summary, output, training.detector, options.reported)
+        _report(summary, output, training.detector, getattr(options, "reported", ()))
         return 3 if training.refused else 0
 
 

@@ -459,7 +459,7 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
 
     device = chosen_device(options)
     if options.model is None:
-        source = from_backbone(options.backbone, options.weights, device, options.layers)
+        source = from_backbone(options.backbone, options.weights, device, options.layers or None)
     else:
         source = from_model(options.model, device)
     with ProgressLine() as progress:

@@ -19,8 +19,6 @@ from kit import contents, table, with_data
 
 from anomaly.backbones.weights import search_folders
 from anomaly.cli import COMMANDS, layers
-from anomaly.cli.annex_options import ANNEX_OPTIONS
-from anomaly.cli.options import OPTIONS
 from anomaly.errors import ModelError
 from anomaly.storage.load import load_model
 
@@ -271,9 +269,10 @@ def test_a_model_that_cannot_be_loaded_leaves_earlier_results(
 
 
 def test_options_have_help_may_be_repeated_and_their_examples_are_commands() -> None:
-    for name, (_, *examples) in COMMANDS.items():
+    for name, about in COMMANDS.items():
         parser = argparse.ArgumentParser()
-        (OPTIONS | ANNEX_OPTIONS)[name](parser)
+        for add in about.options:
+            add(parser)
         assert [action.dest for action in parser._actions if not action.help] == []
         for action in parser._actions:
             if action.nargs in ("+", "*") and action.option_strings:
@@ -282,7 +281,7 @@ def test_options_have_help_may_be_repeated_and_their_examples_are_commands() -> 
                 alone._add_action(action)
                 values = vars(alone.parse_args(both))[action.dest]
                 assert [str(value) for value in values] == ["1", "2"], action.option_strings
-        for line in examples:
+        for line in about.examples:
             command, *arguments = shlex.split(line.partition(" > ")[0])
             assert command == name
             parser.parse_args(arguments)  # exits where it can't
