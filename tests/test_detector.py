@@ -18,7 +18,8 @@ def _detector(thresholds: Thresholds | None = None) -> Model:
     rates = {"review_rate": 0.05, "reject_rate": 0.01}
     config = parse_config({"calibration": rates}, "a test")
     nothing = cast(Any, None)
-    return Model(config, nothing, nothing, nothing, thresholds, nothing)
+    stages = dict.fromkeys(("extractor", "normalise", "scorer", "device"), nothing)
+    return Model(config=config, thresholds=thresholds, **stages)
 
 
 def test_a_rate_that_was_not_given_gives_way() -> None:

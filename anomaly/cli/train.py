@@ -39,11 +39,9 @@ def run(options: argparse.Namespace) -> int:
         check_weights(config.backbone.weights)
         device = chosen_device(options, images=len(dataset.train))
         with joined_cluster(options, device) as cluster:
-            shared = (
-                None
-                if cluster is None
-                else partial(annex("cluster.features").ClusterFeatures, cluster)
-            )
+            features_of = None
+            if cluster is not None:
+                features_of = partial(annex("cluster.features").cluster_features, cluster)
             with ProgressLine() as progress:
                 training, summary = train_run(
                     config,
@@ -52,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
                     device=device,
                     calibrate=not options.no_calibrate,
                     overwrite=options.overwrite,
-                    shared=shared,
+                    features_of=features_of,
                     progress=progress,
                 )
         _report(summary, output, training.detector, getattr(options, "reported", ()))

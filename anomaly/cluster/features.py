@@ -16,7 +16,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from anomaly.errors import AnomalyError, DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
-from anomaly.methods.base import PatchSet, Progress, Result, Scorer
+from anomaly.methods.base import Fitter, PatchSet, Progress, Result, Scorer
 from anomaly.runtime import device_of, use_threads
 from anomaly.scoring.model import Model
 from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
@@ -36,7 +36,6 @@ from anomaly.training.features import (
     CachedFeatures,
     TrainingSetup,
     cached_features,
-    joined_features,
 )
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
@@ -47,68 +46,90 @@ _FOLDER = "features-"
 _SCORED = 16  # images at once
 
 
-class ClusterFeatures:
-    """The features of training images, computed by workers.
+@contextmanager
+def cluster_features(
+    cluster: Cluster,
+    model: TrainingSetup,
+    fitter: Fitter[Any],
+    images: Mapping[int, Path | Image],
+    scratch: Path,
+    progress: Progress,
+) -> Iterator[CachedFeatures]:
+    """Have workers compute the features of training images, and keep them while the block runs.
 
     Args:
         cluster: where the workers are.
         model: whose network and alignment make the embeddings, by its settings.
+        fitter: what is to learn from them.
         images: files, or pixels that are decoded already, by their numbers, ascending.
         scratch: an existing folder that all machines see.
         progress: called with images done, and how many there are.
 
-    Attributes:
-        shard: how many images make one.
+    Raises:
+        AnomalyError: a worker has met it, or workers die whatever they are given.
+    """
+    for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    batch = model.embedder.max_batch_size(model.config.batch_size)
+    wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
+    size = -(-wanted // batch) * batch
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute()) as folder:
+        job = ShardJob(model, fitter, images, Path(folder))
+        # An actor outlives a pass over the images: its decoders are started.
+        with closing(Workers(cluster, ShardWorker, cluster.put(job))) as workers:
+            yield _Shards(cluster, workers, images, size).build(progress)
+
+
+class _Shards:
+    """The shards of training images, whose features workers keep.
+
+    Args:
+        cluster: where the workers are.
+        workers: they.
+        images: files, or pixels that are decoded already, by their numbers, ascending.
+        size: how many images make a shard.
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        model: TrainingSetup,
-        images: Mapping[int, Path | Image],
-        scratch: Path,
-        progress: Progress,
+        self, cluster: Cluster, workers: Workers, images: Mapping[int, Path | Image], size: int
     ) -> None:
-        self._images = images
-        self._cluster = cluster
-        self._progress = progress
-        batch = model.embedder.max_batch_size(model.config.batch_size)
-        wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
-        self.shard = -(-wanted // batch) * batch
-        for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute())
-        job = ShardJob(model, images, Path(self._folder.name))
-        # An actor outlives a pass over the images: its decoders are started.
-        self._workers = Workers(cluster, ShardWorker, cluster.put(job))
+        self._cluster, self._workers = cluster, workers
+        self._images, self._size = images, size
         self._used: list[list[int]] = []
         self._features: list[Any] = []
 
-    def build(self) -> CachedFeatures:
-        """Compute all features on other machines.
-
-        Raises:
-            AnomalyError: a worker has met it, or workers die whatever they are given.
-        """
+    def build(self, progress: Progress) -> CachedFeatures:
+        """Compute all features on other machines."""
         numbers = list(self._images)
-        shards = [numbers[i : i + self.shard] for i in range(0, len(numbers), self.shard)]
+        shards = [numbers[i : i + self._size] for i in range(0, len(numbers), self._size)]
         built: list[CachedFeatures] = []
         refused: list[UnusableImage] = []
         done = 0
         results = self._workers.share_out(shards, lambda actor, shard: actor.ask("learn", shard))
         for shard, (features, lost) in zip(shards, results, strict=True):
             built.append(features)
+            refused += features.refused
             refused += [
                 UnusableImage(i, "failed", f"{self._images[i]}: {CRASHED}")
                 for i in [shard[place] for place in lost]
             ]
             done += len(shard)
-            self._progress(done, len(numbers))
+            progress(done, len(numbers))
         self._features = [self._cluster.put(features) for features in built]
-        self._used = [sorted(features.hashes) for features in built]
-        joined = joined_features(built)
-        refused = sorted([*joined.refused, *refused], key=lambda item: item.index)
-        return replace(joined, refused=tuple(refused), run_each=self.run_each)
+        self._used = [sorted(features.facts) for features in built]
+        facts = {i: image for features in built for i, image in features.facts.items()}
+        return replace(
+            built[0],
+            files=tuple(file for features in built for file in features.files),
+            points=tuple(points for features in built for points in features.points),
+            refused=tuple(sorted(refused, key=lambda item: item.index)),
+            facts=facts,
+            channels=max(features.channels for features in built),
+            images=facts,
+            run_each=self.run_each,
+            score=self.score,
+            shard=self._size,
+        )
 
     def run_each(
         self, images: Container[int], function: Callable[[PatchSet], Result]
@@ -140,11 +161,6 @@ class ClusterFeatures:
                 suspects.take(worst)
         return known
 
-    def close(self) -> None:
-        """End the workers and delete the features."""
-        self._workers.close()
-        self._folder.cleanup()
-
     def _units(self, images: Container[int]) -> list[list[int]]:
         """Those of some images that have patches, shard by shard."""
         shards = ([i for i in used if i in images] for used in self._used)
@@ -154,7 +170,7 @@ class ClusterFeatures:
         """What a worker's method says of images, with what was sent beside them."""
 
         def ask(actor: Actor, images: Sequence[int]) -> Future[Any]:
-            features = self._features[images[0] // self.shard if images else 0]
+            features = self._features[images[0] // self._size if images else 0]
             return actor.ask(method, features, images, sent)
 
         for unit, (result, lost) in zip(units, self._workers.share_out(units, ask), strict=True):
@@ -169,12 +185,14 @@ class ShardJob:
 
     Attributes:
         model: before it has learned; of its device, a worker's own of that type is meant.
+        fitter: what is to learn.
         images: all training images, by number.
         scratch: a folder for feature maps that all machines see.
         folder: the working folder, where relative paths begin.
     """
 
     model: TrainingSetup
+    fitter: Fitter[Any]
     images: Mapping[int, Path | Image]
     scratch: Path
     folder: Path = field(default_factory=Path.cwd)
@@ -202,8 +220,8 @@ class ShardWorker:
         # The first shard stands for all of them where it is asked whether the disk has room.
         among = len(job.images) if 0 in images else len(images)
         mine = {i: job.images[i] for i in images}
-        model = self._model
-        with closing(cached_features(model, model.fitter, mine, job.scratch, among=among)) as built:
+        features = cached_features(self._model, job.fitter, mine, job.scratch, among=among)
+        with features as built:
             return built
 
     def _check_there(self, images: Sequence[int]) -> None:
@@ -220,7 +238,7 @@ class ShardWorker:
     ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
         """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
         self._begin()
-        detector = self._model.detector(scorer.to(self._model.device))
+        detector = self._model.model(scorer.to(self._model.device))
         suspects = Suspects(features.views)
         scores = scores_of(detector, features.only(images), features.views, suspects=suspects)
         return scores, suspects.worst()

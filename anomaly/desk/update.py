@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,9 +117,9 @@ def learn(
     groups = {i: sample.group for i, sample in numbered.items() if sample.group}
     fitter, seen = fitter_of(detector.config), partial(progress, "features")
     images = {i: sample.source for i, sample in numbered.items()}
-    with closing(cached_features(detector, fitter, images, scratch, seen)) as patches:
+    with cached_features(detector, fitter, images, scratch, seen) as patches:
         patches.checked()
-        learned = {i: names[i] for i in sorted(patches.hashes)}
+        learned = {i: names[i] for i in sorted(patches.facts)}
         # The first trial, with all images, finds the suspects; a second one learns without them.
         new, good = _trial(detector, patches, learned, groups, progress)
         suspects = {} if include_suspects else _suspects(good, limit, rate)
@@ -133,7 +133,7 @@ def learn(
             new, good = _trial(detector, patches, learned, groups, progress)
         refused = {names[item.index]: item.reason for item in patches.refused}
         hashes = {name: patches.hashes[i] for i, name in learned.items()}
-        statistics = TrainingStatistics.of([patches.statistics[i] for i in learned])
+        statistics = TrainingStatistics.of(patches.statistics_of([*learned]))
     left_out = {name: i for i, name in names.items() if name not in hashes}
     manifest, known_statistics = detector.manifest, detector.training_statistics
     new = replace(

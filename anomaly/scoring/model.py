@@ -56,8 +56,44 @@ _LEAST_SCORE = 1e-12  # where a power has a gradient
 _TILES_AT_ONCE = 4
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageStages:
+    """The stages from an image to what the network makes of it.
+
+    Attributes:
+        config: all settings, the precision chosen; `config.data` isn't read.
+        extractor: the truncated backbone on its device.
+        normalise: what the backbone expects of its input.
+        device: where the network and the scorer are.
+        region: what of each image counts; None for all of it.
+        aspect: H/W that images have to have; None for any.
+        reference: says where the part lies in each image; None where images are seen as they are.
+    """
+
+    config: Config
+    extractor: FeatureExtractor
+    normalise: Normalisation
+    device: torch.device
+    region: Region | None = None
+    aspect: float | None = None
+    reference: Reference | None = None
+
+    @cached_property
+    def loading(self) -> Preprocessing:
+        """Preprocessing that makes network inputs of files."""
+        network = self.extractor
+        return loading_of(
+            self.config,
+            network.coarsest_stride,
+            self.region,
+            self.aspect,
+            network.patch,
+            self.reference,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model(ImageStages):
     """A trained model: backbone, alignment, patch scores, image scores, predictions.
 
     Nothing in it changes while it runs, so threads may share it. Embeddings and patch scores are
@@ -65,15 +101,8 @@ class Model:
     scorer, with nothing to normalise, and torch may be absent.
 
     Attributes:
-        config: all settings; `config.data` isn't read.
-        extractor: the truncated backbone.
-        normalise: what the backbone expects of its input.
         scorer: what good patches look like.
         thresholds: None where there were no good images to find them with.
-        device: where the network and the scorer are.
-        region: what of each image counts; None for all of it.
-        aspect: H/W that images have to have; None for any.
-        reference: says where the part lies in each image; None where images are seen as they are.
         training_statistics: what its training images have in common; None where that isn't known.
         manifest: what the model folder says, or will say, of how the model was made.
         model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
@@ -83,15 +112,8 @@ class Model:
         changes: of thresholds since; saving adds them to the history.
     """
 
-    config: Config
-    extractor: FeatureExtractor
-    normalise: Normalisation
     scorer: Scorer
     thresholds: Thresholds | None
-    device: torch.device
-    region: Region | None = None
-    aspect: float | None = None
-    reference: Reference | None = None
     training_statistics: TrainingStatistics | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     model_id: str = ""
@@ -139,19 +161,6 @@ class Model:
             return review, reject
         # One of them gives way: the one that wasn't given, or the rate of rejection.
         return (reject, reject) if reject_rate is not None else (review, review)
-
-    @cached_property
-    def loading(self) -> Preprocessing:
-        """Preprocessing that makes network inputs of files."""
-        network = self.extractor
-        return loading_of(
-            self.config,
-            network.coarsest_stride,
-            self.region,
-            self.aspect,
-            network.patch,
-            self.reference,
-        )
 
     @cached_property
     def embedder(self) -> Embedder:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from anomaly.methods.base import Fitter, Fold, PatchBatch, Progress
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_score import Piece, image_scores, network_map
 from anomaly.scoring.model import Model
-from anomaly.training.features import CachedFeatures
+from anomaly.training.features import CachedFeatures, Scoring
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,6 @@ def standing_out(good: GoodScores) -> dict[str, float]:
     spread = 1.4826 * float(np.median(np.abs(away)))
     order = np.argsort(-scores, kind="stable").tolist()
     return {good.names[i]: good.image[i] for i in order if away[i] > _FAR * max(spread, _LEAST)}
-
-
-Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
-"""Called as `scores_of`, with the patches of whole images."""
 
 
 def scores_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
@@ -18,17 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anomaly.backbones.extractor import Embedder, FeatureExtractor
-from anomaly.backbones.networks import Normalisation
-from anomaly.config.schema import Config
+from anomaly.backbones.extractor import Embedder
 from anomaly.datasets.samples import none_usable
 from anomaly.errors import WriteError, unwritable
-from anomaly.imaging.alignment import Reference
 from anomaly.imaging.geometry import AnyView, Region
 from anomaly.imaging.loading import (
     Look,
     NetworkInput,
-    Preprocessing,
     UnusableImage,
     by_shape,
     inspectable,
@@ -48,18 +43,11 @@ from anomaly.methods.base import (
     Scorer,
 )
 from anomaly.runtime import in_parallel, release_memory
-from anomaly.scoring.build import loading_of, turns_of
-from anomaly.scoring.image_score import patches_inside, pieces_of
-from anomaly.scoring.image_statistics import (
-    ImageStatistics,
-    StatisticsSums,
-    statistics_of,
-)
-from anomaly.scoring.model import Model
+from anomaly.scoring.build import turns_of
+from anomaly.scoring.image_score import patches_inside
+from anomaly.scoring.image_statistics import ImageStatistics, statistics_of
+from anomaly.scoring.model import ImageStages, Model
 
-log = logging.getLogger(__name__)
-
-_WORTH_SAYING = 4e9  # bytes
 # Images after which memory that is free but still held goes back to the system.
 _TRIMMED = 128
 # Images that a function of `CachedFeatures.each` sees at once.
@@ -67,60 +55,34 @@ _PART = 512
 
 # What `CachedFeatures.each` gives for some of the images and a function of their patches.
 RunEach: TypeAlias = "Callable[[Container[int], Callable[[PatchSet], Any]], Iterator[Any]]"
+Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
+"""Called as `anomaly.training.cross_fitting.scores_of`, with the patches of whole images."""
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingSetup:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingSetup(ImageStages):
     """All stages of a model except the scorer, and its fitter.
 
     Attributes:
-        config: all settings, the precision chosen.
-        extractor: the backbone on its device, in that precision.
-        normalise: what the backbone expects of its input.
         fitter: of the method, prepared.
-        region: what of each image counts; None for all of it.
-        aspect: H/W that images have to have; None for any.
-        reference: says where the part lies in each image; None where images are seen as they are.
-        device: where the network and the scorer run.
         weights_sha256: of the weights file; None for random ones.
     """
 
-    config: Config
-    extractor: FeatureExtractor
-    normalise: Normalisation
     fitter: Fitter[Any]
-    region: Region | None
-    aspect: float | None
-    reference: Reference | None
-    device: torch.device
     weights_sha256: str | None
-
-    @property
-    def loading(self) -> Preprocessing:
-        """Preprocessing that makes network inputs of files."""
-        stride, patch = self.extractor.coarsest_stride, self.extractor.patch
-        return loading_of(self.config, stride, self.region, self.aspect, patch, self.reference)
 
     @property
     def embedder(self) -> Embedder:
         """How network inputs become patch embeddings."""
         return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
 
-    def detector(self, scorer: Scorer) -> Model:
+    def model(self, scorer: Scorer) -> Model:
         """A model with a fitted scorer, without thresholds."""
-        return Model(
-            config=self.config,
-            extractor=self.extractor,
-            normalise=self.normalise,
-            scorer=scorer,
-            thresholds=None,
-            device=self.device,
-            region=self.region,
-            aspect=self.aspect,
-            reference=self.reference,
-        )
+        stages = {field.name: getattr(self, field.name) for field in fields(ImageStages)}
+        return Model(**stages, scorer=scorer, thresholds=None)
 
 
+@contextmanager
 def cached_features(
     model: TrainingSetup | Model,
     fitter: Fitter[Any],
@@ -129,13 +91,13 @@ def cached_features(
     progress: Progress = lambda done, total: None,
     *,
     among: int | None = None,
-) -> CachedFeatures:
+) -> Iterator[CachedFeatures]:
     """Run the network on images to learn from, and store the features in temporary files.
 
     Feature maps are written before they are aligned, which is half the size of the embeddings
     (coarse layers aren't up-sampled yet), or as embeddings, where the method makes these smaller.
     Where it selects by projected patches, these are kept in a second file. Large images go tile by
-    tile, and images in the further poses that the settings ask for.
+    tile, and images in the further poses that the settings ask for. The files go with the block.
 
     Args:
         model: whose network and alignment make the embeddings, by its settings.
@@ -144,7 +106,7 @@ def cached_features(
         scratch: an existing folder for the temporary files.
         progress: called with images done, and how many there are.
         among: how many images there will be features of in the folder; given where other
-            processes are to read them.
+            processes are to read them, and delete them.
 
     Raises:
         OutputError: no room for the features.
@@ -156,23 +118,64 @@ def cached_features(
             return batch
         with torch.inference_mode():
             maps = embedder.maps(batch)
-            embeddings = embedder.align(maps)
-            inside = patches_inside(pieces_of(batch), embeddings, model.region)
-            # A turned copy has the statistics of its image.
-            statistics = [] if batch[0].turn else statistics_of(batch, embeddings, inside)
-        return _Embedded(batch, [embeddings] if fitter.compact else maps, embeddings, statistics)
+            names = [Piece(item.index, *item.tile, item.turn) for item in batch]
+            layouts = {item.index: item.layout for item in batch}
+            patches = _patch_batch(embedder.align(maps), names, layouts, model.region)
+            statistics = statistics_of(batch, patches.embeddings, patches.inside)
+        kept = [patches.embeddings] if fitter.compact else maps
+        return _Embedded(batch, tuple(names), kept, patches, statistics)
 
     size = embedder.max_batch_size(model.config.batch_size)
     loaded = Decoders(model.loading, looks=True).load_all(images.items())
     loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
     batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
+    writer = _Writer(fitter, scratch, len(images), 1 + len(turns), among)
     with torch.inference_mode():
-        writer = _Writer(model, fitter, scratch, images, 1 + len(turns), among)
         for done in in_parallel(embed, batches, embedder.device):
             writer.add(done)
-            progress(len(writer.hashes) + len(writer.refused), len(images))
+            progress(len(writer.facts) + len(writer.refused), len(images))
     release_memory()
-    return writer.features()
+    try:
+        yield CachedFeatures(
+            files=(writer.file,),
+            points=() if writer.points is None else (writer.points,),
+            refused=tuple(writer.refused),
+            facts=writer.facts,
+            channels=writer.channels,
+            align=None if fitter.compact else embedder.align,
+            region=model.region,
+            images=writer.facts,
+        )
+    finally:
+        for file in filter(None, (writer.file, writer.points)):
+            file.close()
+
+
+@dataclass(eq=False)
+class ImageFacts:
+    """Facts about a training image, besides its features.
+
+    Attributes:
+        sha256: of its file.
+        view: how it was turned into the network's input.
+        look: what it looks like.
+        patches: how many it has, those of its turned copies included.
+        statistics: of it as a whole; None before its first tile.
+    """
+
+    sha256: str
+    view: AnyView
+    look: Look
+    patches: int = 0
+    statistics: ImageStatistics | None = None
+
+    def add(self, patches: int, tile: ImageStatistics | None) -> None:
+        """Count the patches of one more tile or turned copy, and a tile's statistics."""
+        self.patches += patches
+        if tile is not None:
+            total = tile if self.statistics is None else self.statistics + tile
+            # Half the memory, of thousands of images.
+            self.statistics = replace(total, embedding=np.asarray(total.embedding, np.float32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,40 +189,46 @@ class CachedFeatures(PatchSet):
         points: of `projected`, image by image, in as many files; none where the method asks for
             none.
         refused: files that couldn't be used.
-        hashes: sha256 of each file used, by its number.
-        views: how each was turned into the network's input.
-        statistics: of each as a whole.
-        looks: what each looks like.
-        counts: how many patches each has.
+        facts: what is known of each image used, by its number.
         channels: D of the embeddings; 0 without images.
         align: how maps become embeddings; None where these are kept.
         region: what of each image counts; None for all of it.
         images: the numbers of those that are read; the attributes above are of all.
         run_each: does what `each` does, where features lie elsewhere.
+        score: scores images there.
+        shard: how many images were computed together there.
     """
 
     files: tuple[TensorFile, ...]
     points: tuple[TensorFile, ...]
     refused: tuple[UnusableImage, ...]
-    hashes: dict[int, str]
-    views: dict[int, AnyView]
-    statistics: dict[int, ImageStatistics]
-    looks: dict[int, Look]
-    counts: dict[int, int]
+    facts: dict[int, ImageFacts]
     channels: int
     align: Align | None
     region: Region | None
     images: Container[int]
     run_each: RunEach | None = None
+    score: Scoring | None = None
+    shard: int = 0
+
+    @property
+    def hashes(self) -> dict[int, str]:
+        """sha256 of each file used, by image number."""
+        return {i: facts.sha256 for i, facts in self.facts.items()}
+
+    @property
+    def views(self) -> dict[int, AnyView]:
+        """How each image was turned into the network's input, by image number."""
+        return {i: facts.view for i, facts in self.facts.items()}
 
     @property
     def count(self) -> int:
         """Number of patches of the images."""
-        return sum(count for image, count in self.counts.items() if image in self.images)
+        return sum(facts.patches for i, facts in self.facts.items() if i in self.images)
 
     def pictures(self) -> dict[int, str]:
         """Hashes of the pictures, by image number."""
-        return {i: look.picture for i, look in self.looks.items()}
+        return {i: facts.look.picture for i, facts in self.facts.items()}
 
     def checked(self) -> CachedFeatures:
         """The same.
@@ -227,20 +236,21 @@ class CachedFeatures(PatchSet):
         Raises:
             DataError: no image can be used.
         """
-        if not self.hashes:
+        if not self.facts:
             raise none_usable([item.reason for item in self.refused])
         return self
-
-    def close(self) -> None:
-        """Delete the temporary files, except those that other processes read."""
-        for file in (*self.files, *self.points):
-            file.close()
 
     def only(self, images: Container[int]) -> CachedFeatures:
         """The patches of some of the images."""
         return replace(self, images=images)
 
+    def statistics_of(self, images: Sequence[int]) -> list[ImageStatistics]:
+        """The statistics of images, each as a whole."""
+        known = (self.facts[i].statistics for i in images)
+        return [statistics for statistics in known if statistics is not None]
+
     def __iter__(self) -> Iterator[PatchBatch]:
+        views = self.views
         with torch.inference_mode():
             for file in self.files:
                 for names, kept in file.read(self.images):
@@ -248,7 +258,7 @@ class CachedFeatures(PatchSet):
                     selected = kept if len(rows) == len(names) else [t[rows] for t in kept]
                     embeddings = selected[0] if self.align is None else self.align(selected)
                     read = [names[row] for row in rows]
-                    yield _patch_batch(embeddings, read, self.views, self.region)
+                    yield _patch_batch(embeddings, read, views, self.region)
 
     def projected(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Image number and projected patches (n, d) float32, image by image."""
@@ -269,27 +279,9 @@ class CachedFeatures(PatchSet):
             yield from map(function, self._parts())
 
     def _parts(self) -> Iterator[CachedFeatures]:
-        used = [i for i in sorted(self.hashes) if i in self.images]
+        used = [i for i in sorted(self.facts) if i in self.images]
         for first in range(0, len(used), _PART):
             yield self.only(frozenset(used[first : first + _PART]))
-
-
-def joined_features(shards: Sequence[CachedFeatures]) -> CachedFeatures:
-    """The joined features of several shards."""
-    hashes = {i: sha256 for shard in shards for i, sha256 in shard.hashes.items()}
-    return replace(
-        shards[0],
-        files=tuple(file for shard in shards for file in shard.files),
-        points=tuple(points for shard in shards for points in shard.points),
-        refused=tuple(item for shard in shards for item in shard.refused),
-        hashes=hashes,
-        views={i: view for shard in shards for i, view in shard.views.items()},
-        statistics={i: image for shard in shards for i, image in shard.statistics.items()},
-        looks={i: look for shard in shards for i, look in shard.looks.items()},
-        counts={i: count for shard in shards for i, count in shard.counts.items()},
-        channels=max(shard.channels for shard in shards),
-        images=hashes,
-    )
 
 
 class Piece(NamedTuple):
@@ -319,14 +311,14 @@ class TensorFile:
             self._path, self._file = Path(name), os.fdopen(descriptor, "wb")
         else:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
-        self._written: list[tuple[tuple[Piece, ...], int, list[_InFile]]] = []
+        self._written: list[tuple[Sequence[Piece], list[_InFile]]] = []
 
     @property
     def empty(self) -> bool:
         """Whether the file is still empty."""
         return not self._written
 
-    def write(self, names: tuple[Piece, ...], tensors: Sequence[Tensor]) -> None:
+    def write(self, names: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
         """Append one batch.
 
         Args:
@@ -336,22 +328,24 @@ class TensorFile:
         Raises:
             OutputError: no room.
         """
-        layouts = []
-        offset = self._file.tell()
+        places = []
         try:
             for t in tensors:
-                layout = _InFile.of(t)
-                self._file.write(t.permute(layout.order).cpu().view(torch.uint8).numpy().data)
-                layouts.append(layout)
+                dense = t.cpu().clone()  # without gaps, its axes in memory in the same order
+                places.append(
+                    _InFile(self._file.tell(), t.shape, dense.stride(), t.dtype, t.device)
+                )
+                flat = dense.as_strided((dense.numel(),), (1,))
+                self._file.write(flat.view(torch.uint8).numpy().data)
             self._file.flush()
         except OSError as error:
             what = "no room for temporary feature maps in {}"
             raise unwritable(self._folder, error, what) from None
-        self._written.append((names, offset, layouts))
+        self._written.append((names, places))
 
     def read(
         self, images: Container[int], *, ascending: bool = False
-    ) -> Iterator[tuple[tuple[Piece, ...], list[Tensor]]]:
+    ) -> Iterator[tuple[Sequence[Piece], list[Tensor]]]:
         """The stored batches that contain any of some images, unchanged.
 
         Args:
@@ -362,10 +356,9 @@ class TensorFile:
         if ascending:
             written = sorted(written, key=lambda batch: batch[0][0].image)
         with nullcontext(self._file) if self._path is None else self._path.open("rb") as file:
-            for names, offset, layouts in written:
+            for names, places in written:
                 if any(name.image in images for name in names):
-                    file.seek(offset)
-                    yield names, [layout.read(file) for layout in layouts]
+                    yield names, [place.read(file) for place in places]
 
     def close(self) -> None:
         """Delete the file, unless it is shared."""
@@ -375,157 +368,110 @@ class TensorFile:
         return {**self.__dict__, "_file": BytesIO()}  # a copy only reads
 
 
-@dataclass(frozen=True)
-class _InFile:
-    """The layout of a tensor in the file, in the order of its strides."""
+class _InFile(NamedTuple):
+    """A tensor's place in the file, and how it lay in memory: kernels round by that."""
 
+    offset: int
     shape: tuple[int, ...]
-    order: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, t: Tensor) -> _InFile:
-        strides = t.stride()
-        order = tuple(sorted(range(t.ndim), key=strides.__getitem__, reverse=True))
-        return cls(tuple(t.shape[axis] for axis in order), order, t.dtype, t.device)
-
     def read(self, file: IO[bytes]) -> Tensor:
+        file.seek(self.offset)
         values = np.fromfile(file, np.uint8, math.prod(self.shape) * self.dtype.itemsize)
-        tensor = torch.from_numpy(values).view(self.dtype).view(self.shape).to(self.device)
-        return tensor.permute(tuple(int(i) for i in np.argsort(self.order)))
+        tensor = torch.from_numpy(values).view(self.dtype)
+        return tensor.as_strided(self.shape, self.strides).to(self.device)
 
 
 class _Embedded(NamedTuple):
     """A batch of images with kept features, embeddings and image statistics."""
 
     images: list[NetworkInput]
+    names: tuple[Piece, ...]
     kept: list[Tensor]
-    embeddings: Tensor
+    patches: PatchBatch
     statistics: list[ImageStatistics]
 
 
 class _Writer:
-    """Writes batches of features and records facts about their images.
+    """Writes batches of features, and notes facts about their images.
 
     Args:
-        model: makes the embeddings.
         fitter: is to learn from them.
         scratch: folder of the temporary files.
-        images: all of them.
-        copies: of each image, itself included.
+        images: number of images.
+        copies: of each, itself included.
         among: images with features in the folder; None where no other process reads them.
     """
 
     def __init__(
-        self,
-        model: TrainingSetup | Model,
-        fitter: Fitter[Any],
-        scratch: Path,
-        images: Mapping[int, Path | Image],
-        copies: int,
-        among: int | None,
+        self, fitter: Fitter[Any], scratch: Path, images: int, copies: int, among: int | None
     ) -> None:
-        self._model, self._fitter, self._scratch = model, fitter, scratch
-        self._copies = copies
-        self._shared = among is not None
-        self._expected = among or len(images)
-        self._file = TensorFile(scratch, shared=self._shared)
+        self._scratch, self._copies = scratch, copies
+        self._expected, self._shared = among or images, among is not None
+        self.file = TensorFile(scratch, shared=self._shared)
         self._matrix_of = fitter.projected_by
-        self._points = self._matrix_of and TensorFile(scratch, shared=self._shared)
+        self.points = self._matrix_of and TensorFile(scratch, shared=self._shared)
         self._matrix: Tensor | None = None
-        self._channels = 0
-        self._statistics = StatisticsSums(images)
+        self.channels = 0
         self.refused: list[UnusableImage] = []
-        self.hashes: dict[int, str] = {}
-        self._views: dict[int, AnyView] = {}
-        self._looks: dict[int, Look] = {}
-        self._counts: dict[int, int] = {}
+        self.facts: dict[int, ImageFacts] = {}
 
     def add(self, done: _Embedded | UnusableImage) -> None:
         """Store a batch, or record an unusable image."""
         if isinstance(done, UnusableImage):
             self.refused.append(done)
             return
-        images, kept, embeddings, statistics = done
-        self._channels = embeddings.shape[3]
-        for item in images:
-            self.hashes[item.index] = item.sha256
-            self._views[item.index] = item.layout
-            if item.look is not None:
-                self._looks[item.index] = item.look
-            count = self._counts.get(item.index, 0)
-            self._counts[item.index] = count + math.prod(embeddings.shape[1:3])
-        for item, tile in zip(images, statistics, strict=False):
-            self._statistics.add(item.index, tile)
-        names = tuple(Piece(item.index, *item.tile, item.turn) for item in images)
-        room = float(sum(t.nbytes for t in kept))
-        room += self._project(_patch_batch(embeddings, names, self._views, self._model.region))
-        if self._file.empty:
+        images, names, kept, patches, statistics = done
+        *_, height, width, self.channels = patches.embeddings.shape
+        for item, tile in zip(images, statistics, strict=True):
+            if item.index not in self.facts:
+                assert item.look is not None  # the decoders were asked for it
+                self.facts[item.index] = ImageFacts(item.sha256, item.layout, item.look)
+            # A turned copy has the statistics of its image.
+            self.facts[item.index].add(height * width, None if item.turn else tile)
+        room = sum(t.nbytes for t in kept) + self._project(patches)
+        if self.file.empty:
             self._check_room(images, room)
-        self._file.write(names, kept)
-        if len(self.hashes) % _TRIMMED < len(images):
+        self.file.write(names, kept)
+        if len(self.facts) % _TRIMMED < len(images):
             release_memory()
 
     def _project(self, batch: PatchBatch) -> int:
         """Keep the projected patches that count, image by image; the bytes that they take."""
-        if self._points is None or self._matrix_of is None:
+        if self.points is None or self._matrix_of is None:
             return 0
         if self._matrix is None:
-            self._matrix = self._matrix_of(self._channels).to(batch.embeddings.device)
+            self._matrix = self._matrix_of(self.channels).to(batch.embeddings.device)
         written = 0
         for image, patches in zip(batch.images, batch.counted(), strict=True):
             points = patches @ self._matrix
             if len(points):  # of a tile outside the region none count
-                self._points.write((Piece(image, 0, 0),), [points])
+                self.points.write((Piece(image, 0, 0),), [points])
             written += points.nbytes
         return written
 
     def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
-        """Report the disk space for all features, if it is large; refuse if it is missing.
+        """Refuse features that are larger than the disk has room for.
 
         Raises:
             OutputError: all images, each of which takes as much as the first, need more than is
                 free.
         """
-        folder, layout = self._scratch, first[0].layout
-        tiles = math.prod(map(len, layout.axes))
-        needed = room * tiles * self._copies / len(first) * self._expected
-        free: float = shutil.disk_usage(folder).free
+        layout = first[0].layout
+        if not layout.whole:  # large images may differ in their tiles
+            return
+        needed = room * self._copies / len(first) * self._expected
+        free: float = shutil.disk_usage(self._scratch).free
         if self._shared:  # all that is in the folder already are features of these images
-            free += sum(file.stat().st_size for file in folder.iterdir())
-        if needed > free and layout.whole:  # large images may differ in their tiles
+            free += sum(file.stat().st_size for file in self._scratch.iterdir())
+        if needed > free:
             raise WriteError(
-                f"the features of {self._expected} images take about {_gigabytes(needed)} in "
-                f"{folder} until training ends, where {_gigabytes(free)} are free; free some disk "
-                "space or write to another disk with --output"
+                f"the features of {self._expected} images take about {needed / 1e9:.2g} GB in "
+                f"{self._scratch} until training ends, where {free / 1e9:.2g} GB are free; free "
+                "some disk space or write to another disk with --output"
             )
-        if needed > _WORTH_SAYING:
-            log.info(
-                "the features of %d images take about %s of the %s that are free in %s, until "
-                "training ends",
-                self._expected,
-                _gigabytes(needed),
-                _gigabytes(free),
-                folder,
-            )
-
-    def features(self) -> CachedFeatures:
-        """The stored features."""
-        return CachedFeatures(
-            files=(self._file,),
-            points=() if self._points is None else (self._points,),
-            refused=tuple(self.refused),
-            hashes=self.hashes,
-            views=self._views,
-            statistics=self._statistics.of_image,
-            looks=self._looks,
-            counts=self._counts,
-            channels=self._channels,
-            align=None if self._fitter.compact else self._model.embedder.align,
-            region=self._model.region,
-            images=self.hashes,
-        )
 
 
 def _patch_batch(
@@ -542,7 +488,3 @@ def _patch_batch(
         tuple(turned_corner(n.row * height, n.column * width, n.turn) for n in names),
         patches_inside(pieces, embeddings, region),
     )
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -7,12 +7,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,7 +29,7 @@ from anomaly.imaging.geometry import Region, Sizing, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
-from anomaly.methods.base import Progress
+from anomaly.methods.base import Fitter, Progress
 from anomaly.scoring.build import (
     backbone,
     decoding_of,
@@ -42,7 +42,6 @@ from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.model import Model
 from anomaly.storage.save import manifest_of
 from anomaly.training.cross_fitting import (
-    Scoring,
     Suspect,
     Suspects,
     cross_fit,
@@ -71,7 +70,10 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
     """
     extractor, weights_sha256 = backbone(config, device)
     normalise = normalisation(config.backbone.name)
-    region, aspect = region_of(config.image, Path()), _aspect(config, samples)
+    region, smallest = region_of(config.image, Path()), config.model.smallest_defect
+    sizes = _image_sizes(samples) if config.one_aspect or smallest else []
+    # Where the model needs one for all, that of most images.
+    aspect = median(h / w for h, w in sizes) if config.one_aspect and sizes else None
     stride, patch = extractor.coarsest_stride, extractor.patch
     reference = reference_of(config, samples)
     loading = loading_of(config, stride, region, aspect, patch, reference)
@@ -85,18 +87,18 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
     config = config.model_copy(update={"precision": precision})
     # What has to be drawn, such as a projection, is drawn before images are read.
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)
-    log.debug(
-        "%s: %s, strides %s, in %s",
-        config.backbone.name,
-        ", ".join(extractor.layers),
-        extractor.strides,
-        precision,
-    )
     setup = TrainingSetup(
-        config, extractor, normalise, fitter, region, aspect, reference, device, weights_sha256
+        config=config,
+        extractor=extractor,
+        normalise=normalise,
+        fitter=fitter,
+        region=region,
+        aspect=aspect,
+        reference=reference,
+        device=device,
+        weights_sha256=weights_sha256,
     )
-    if config.model.smallest_defect is not None:
-        sizes = _image_sizes(samples)
+    if smallest is not None:
         check_smallest_defect(config, sizes, loading.sizing, setup.embedder.grid, region)
     return setup
 
@@ -163,14 +165,6 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
     return poses.reference
 
 
-def _aspect(config: Config, samples: Sequence[Sample]) -> float | None:
-    """H/W of most training images, where the model needs one for all."""
-    if not config.one_aspect:
-        return None
-    sizes = _image_sizes(samples)
-    return median(height / width for height, width in sizes) if sizes else None
-
-
 def _image_sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     """Sizes (H0, W0) of all readable images."""
     headers = read_all(size_of, [s.path for s in samples if s.image is None])
@@ -228,7 +222,6 @@ def _fit(
     stages: Stages,
     *,
     calibrate: bool,
-    score: Scoring = scores_of,
 ) -> Training:
     """Fit a scorer, find the thresholds, and look for images that stand out from all others.
 
@@ -240,19 +233,18 @@ def _fit(
         samples: good images.
         stages: called with progress, and at the end of a stage.
         calibrate: whether to find thresholds.
-        score: see `cross_fit`.
     """
 
     def fitted(part: CachedFeatures) -> Model:
-        return setup.detector(setup.fitter.fit(part, stages.of("scorer")))
+        return setup.model(setup.fitter.fit(part, stages.of("scorer")))
 
     detector = fitted(features)
     stages.end("scorer")
-    images, suspects = tuple(sorted(features.hashes)), Suspects(features.views)
-    log.debug("%d patches of %d images learned", features.count, len(images))
+    images, suspects = tuple(sorted(features.facts)), Suspects(features.views)
     pictures = features.pictures()
     _warn_of_copies(pictures)
-    if near := near_copies(dict(enumerate(samples)), features.looks):
+    looks = {i: facts.look for i, facts in features.facts.items()}
+    if near := near_copies(dict(enumerate(samples)), looks):
         log.warning("%s", near)
     config = setup.config
     leave_out = config.model.leave_out_suspects
@@ -270,7 +262,7 @@ def _fit(
             pictures,
             groups={i: group for i in used if (group := samples[i].group)},
             suspects=suspects,
-            score=score,
+            score=features.score or scores_of,
             progress=stages.of("calibration"),
         )
 
@@ -355,26 +347,10 @@ class Stages:
         self._last = now
 
 
-class SharedFeatures(Protocol):
-    """Features of the training images that other machines compute, keep and score."""
-
-    @property
-    def shard(self) -> int:
-        """Number of images that a worker computes together."""
-
-    @property
-    def score(self) -> Scoring:
-        """Scores images where their features are; see `cross_fit`."""
-
-    def build(self) -> CachedFeatures:
-        """Compute all features on other machines."""
-
-    def close(self) -> None:
-        """Delete the stored features."""
-
-
-SharedFeaturesOf: TypeAlias = Callable[
-    [TrainingSetup, Mapping[int, Path | Image], Path, Progress], SharedFeatures
+# Computes the features of training images, as `cached_features` does.
+FeaturesOf: TypeAlias = Callable[
+    [TrainingSetup, Fitter[Any], Mapping[int, Path | Image], Path, Progress],
+    AbstractContextManager[CachedFeatures],
 ]
 
 
@@ -386,7 +362,7 @@ def train(
     device: torch.device,
     scratch: Path,
     calibrate: bool = True,
-    shared: SharedFeaturesOf | None = None,
+    features_of: FeaturesOf | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Training:
     """Learn what good looks like.
@@ -401,7 +377,7 @@ def train(
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
         calibrate: whether to find thresholds.
-        shared: has other machines compute features and scores; all of them see `scratch`.
+        features_of: has other machines, which see `scratch`, compute features and scores.
         progress: called with (stage, done, total).
 
     Raises:
@@ -416,35 +392,26 @@ def train(
         split(range(len(samples)), {})
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}
-    with ExitStack() as opened:
-        setup = prepare(config, samples, device)
-        stages.end("backbone")
-
-        computed = stages.of("features")
-        elsewhere: SharedFeatures | None = None
-        if shared is None:
-            cached = cached_features(setup, setup.fitter, images, scratch, computed)
-            features = opened.enter_context(closing(cached))
-        else:
-            elsewhere = opened.enter_context(closing(shared(setup, images, scratch, computed)))
-            features = elsewhere.build()
+    setup = prepare(config, samples, device)
+    stages.end("backbone")
+    compute, computed = features_of or cached_features, stages.of("features")
+    with compute(setup, setup.fitter, images, scratch, computed) as features:
         _check_labels(features.checked(), samples, defects, setup.loading.decoding)
         rest()  # their memory is wanted for the scorer
-        bits = bits_used(look.brightest for look in features.looks.values())
+        bits = bits_used(facts.look.brightest for facts in features.facts.values())
         if bits is not None and config.image.bit_depth is None:
             log.warning("%s", say_bits_used(bits))
         stages.end("features")
-        score = scores_of if elsewhere is None else elsewhere.score
-        fit = _fit(setup, features, samples, stages, calibrate=calibrate, score=score)
-    spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.seconds.items())
-    log.debug("time: %s", spent)
-    hashes = {samples[i].name: features.hashes[i] for i in fit.images}
+        fit = _fit(setup, features, samples, stages, calibrate=calibrate)
+    hashes = {samples[i].name: features.facts[i].sha256 for i in fit.images}
     unused = {samples[i].name: i for i in sorted({*images} - {*fit.images})}
     manifest = manifest_of(fit.detector, setup.weights_sha256, hashes, unused)
-    if elsewhere is not None:
-        manifest["made_with"]["shard_images"] = elsewhere.shard
-    statistics = [features.statistics[i] for i in fit.images]
-    partly = [samples[i].name for i in fit.images if fit.detector.uninspected(features.views[i])]
+    if features.shard:
+        manifest["made_with"]["shard_images"] = features.shard
+    statistics = features.statistics_of(fit.images)
+    partly = [
+        samples[i].name for i in fit.images if fit.detector.uninspected(features.facts[i].view)
+    ]
     if partly:
         log.warning(
             f"in {len(partly)} of {len(fit.images)} training images a part of image.region lies "

@@ -30,7 +30,7 @@ from anomaly.storage.save import save
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.training.fit import SharedFeaturesOf, StageProgress, Training
+    from anomaly.training.fit import FeaturesOf, StageProgress, Training
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def train_run(
     device: torch.device,
     calibrate: bool = True,
     overwrite: bool = False,
-    shared: SharedFeaturesOf | None = None,
+    features_of: FeaturesOf | None = None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> tuple[Training, dict[str, Any]]:
     """Train a model into a run's folder.
@@ -55,7 +55,7 @@ def train_run(
         device: where to compute.
         calibrate: whether to find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
-        shared: has other machines compute features and scores; all of them see the folder.
+        features_of: has other machines compute features and scores; all of them see the folder.
         progress: called with (stage, done, total).
 
     Returns:
@@ -77,7 +77,7 @@ def train_run(
         device=device,
         scratch=output,
         calibrate=calibrate,
-        shared=shared,
+        features_of=features_of,
         progress=progress,
     )
     before = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 from conftest import REPOSITORY, fast, write_part, write_product
 from thread_cluster import Once, ThreadCluster
 
-from anomaly.cluster.features import ClusterFeatures
+from anomaly.cluster.features import cluster_features
 from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
 from anomaly.errors import DataError, OutputError
@@ -35,8 +35,8 @@ def _trained(
     )
     data = open_dataset(config.data.format, config.data.root, config.data.category)
     (output / "features-of-one-that-was-killed").mkdir(parents=True)
-    shared = None if cluster is None else partial(ClusterFeatures, cluster)
-    more: dict[str, Any] = {"shared": shared, "calibrate": calibrate}
+    shared = None if cluster is None else partial(cluster_features, cluster)
+    more: dict[str, Any] = {"features_of": shared, "calibrate": calibrate}
     return train_run(config, data, output, device=_CPU, **more)
 
 

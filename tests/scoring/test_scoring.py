@@ -23,7 +23,14 @@ def test_a_broken_patch_counts_where_it_lies_inside_the_region(how: str) -> None
     config = parse_config({"model": {"kind": "patchcore", "image_score": how}}, "a test")
     bank = MemoryBank(torch.zeros(4, 8), torch.zeros(4, 3, dtype=torch.int32), 0.0)
     nothing = cast(Any, None)
-    pipeline = Model(config, nothing, nothing, bank, None, torch.device("cpu"))
+    pipeline = Model(
+        config=config,
+        extractor=nothing,
+        normalise=nothing,
+        scorer=bank,
+        thresholds=None,
+        device=torch.device("cpu"),
+    )
     embeddings = torch.ones(2, 4, 5, 8)
     embeddings[:, 0, 0] = math.nan
     inside = torch.ones(2, 4, 5, dtype=torch.bool)

@@ -58,7 +58,14 @@ def _fitted(kind: str, patches: _Patches) -> tuple[Model, Any]:
         fitter = GaussianFitter(dimensions=8).prepared(8, CPU)
         scorer = fitter.fit(patches)
     nothing = cast(Any, None)
-    return Model(config, nothing, nothing, scorer, None, CPU), fitter
+    return Model(
+        config=config,
+        extractor=nothing,
+        normalise=nothing,
+        scorer=scorer,
+        thresholds=None,
+        device=CPU,
+    ), fitter
 
 
 def _cross_fit(
