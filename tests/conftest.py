@@ -195,10 +195,10 @@ def run_command(name: str, arguments: Sequence[object]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def patience() -> Iterator[None]:
     """A busy machine takes longer to finish what is in hand; a command must not end the tests."""
-    from anomaly.cli import stopping
+    from anomaly.cli import terminal
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stopping, "PATIENCE_SECONDS", 600.0)
+        patched.setattr(terminal, "PATIENCE_SECONDS", 600.0)
         yield
 
 

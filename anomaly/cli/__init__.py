@@ -14,13 +14,14 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 from anomaly.cli.commands import COMMANDS, overview
-from anomaly.cli.logging_setup import (
+from anomaly.cli.terminal import (
+    Interrupted,
+    Stopping,
     add_logging,
     command_line,
     log_to_terminal,
     plain_output,
 )
-from anomaly.cli.stopping import Interrupted, Stopping
 from anomaly.errors import DISK, AnomalyError, WriteError, nearest, needs_training
 from anomaly.runtime import __version__
 

@@ -8,12 +8,12 @@ import shlex
 from dataclasses import fields
 
 from anomaly.cli.commands import share_of
-from anomaly.cli.common_options import agreed, ask, chosen_device, images_given
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import agreed, ask, chosen_device, images_given
+from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets import Sample
 from anomaly.desk.calibrate import Asked, Recalibration, recalibrate
 from anomaly.errors import AnomalyError
-from anomaly.files.outputs import locked
+from anomaly.files.writing import locked
 from anomaly.storage.folder import HISTORY, find_model
 from anomaly.storage.load import load_model
 from anomaly.storage.thresholds import replace_thresholds

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config
 from anomaly.datasets import open_dataset

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from anomaly.cli import execute
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.terminal import ProgressLine
 from anomaly.desk.demo import write_sample_data
-from anomaly.files.outputs import locked
+from anomaly.files.writing import locked
 
 _DATA, _CONFIG = Path("data/sample/brushed_plate"), Path("sample_brushed_plate.yaml")
 

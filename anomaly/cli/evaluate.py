@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anomaly.cli.common_options import chosen_device
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import chosen_device
+from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets import open_test_images
 from anomaly.desk.advice import lines
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
-from anomaly.files.outputs import locked
+from anomaly.files.writing import locked
 from anomaly.report.report import (
     Category,
     EvaluationFolder,

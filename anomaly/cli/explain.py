@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import chosen_device
+from anomaly.cli.common import chosen_device
 from anomaly.desk.golden import keep_missed
 from anomaly.errors import AnomalyError, DataError
 from anomaly.explain.page import PAGE, claim_folder, next_steps, save_explanation
-from anomaly.files.outputs import locked
-from anomaly.files.writing import short_name
+from anomaly.files.writing import locked, short_name
 from anomaly.maps.heatmap import RgbImage
 from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model

@@ -18,17 +18,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anomaly.cli import annex
-from anomaly.cli.common_options import (
+from anomaly.cli.common import (
     chosen_device,
     joined_cluster,
 )
-from anomaly.cli.logging_setup import NOTE, ProgressLine
-from anomaly.cli.stopping import Stopping
+from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
 from anomaly.datasets.inputs import Found, find_inputs, passed_over, picture_names
 from anomaly.desk.production import flagged_line
 from anomaly.errors import DataError, first_of, visible
-from anomaly.files.outputs import FOLDERS, HEATMAPS, PAGE, left_by_system, locked
-from anomaly.files.writing import from_json, remove_drafts, write
+from anomaly.files.writing import (
+    FOLDERS,
+    HEATMAPS,
+    PAGE,
+    from_json,
+    left_by_system,
+    locked,
+    remove_drafts,
+    write,
+)
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import is_folder
 from anomaly.inference.outputs import Outputs, about_model

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from anomaly.cli.common_options import chosen_device
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import chosen_device
+from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets.inputs import find_inputs
 from anomaly.desk.golden import (
     golden_of,
@@ -22,7 +22,7 @@ from anomaly.desk.golden import (
     write_record,
 )
 from anomaly.errors import AnomalyError
-from anomaly.files.outputs import GOLDEN, locked
+from anomaly.files.writing import GOLDEN, locked
 from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
 

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.cli import execute
 from anomaly.cli.check import as_text, reading_of
-from anomaly.cli.common_options import passed_on
-from anomaly.cli.logging_setup import ProgressLine, command_line
+from anomaly.cli.common import passed_on
+from anomaly.cli.terminal import ProgressLine, command_line
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
 from anomaly.datasets.layouts import LIST_SUFFIX, listing_of, recognise
 from anomaly.desk.check import SMALL_SET, Severity, advice, check
 from anomaly.errors import DataError, OutputError
-from anomaly.files.outputs import locked
-from anomaly.files.writing import at_home, claim, from_json, write
+from anomaly.files.writing import at_home, claim, from_json, locked, write
 from anomaly.storage.folder import check_run_folder
 
 if TYPE_CHECKING:

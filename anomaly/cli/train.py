@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.weights import check_weights
 from anomaly.cli import annex
-from anomaly.cli.common_options import chosen_device, joined_cluster
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import chosen_device, joined_cluster
+from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import load_config
 from anomaly.datasets import open_dataset
 from anomaly.desk.advice import Run, lines, of_training
 from anomaly.errors import first_of, some
-from anomaly.files.outputs import locked
+from anomaly.files.writing import locked
 from anomaly.training.runs import train_run
 
 if TYPE_CHECKING:

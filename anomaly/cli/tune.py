@@ -7,8 +7,8 @@ import logging
 import shlex
 from pathlib import Path
 
-from anomaly.cli.common_options import chosen_device
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import chosen_device
+from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
 from anomaly.datasets import open_dataset, open_test_images
 from anomaly.errors import AnomalyError, OutputError

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
-from anomaly.cli.common_options import agreed, chosen_device, images_given
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import agreed, chosen_device, images_given
+from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets import Sample
 from anomaly.errors import AnomalyError, DataError, first_of
-from anomaly.files.outputs import RUN, locked
-from anomaly.files.writing import claim
+from anomaly.files.writing import RUN, claim, locked
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import check_run_folder, find_model
 from anomaly.storage.load import load_model

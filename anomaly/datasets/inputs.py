@@ -14,9 +14,8 @@ from pathlib import Path
 
 from anomaly.datasets.lists import COLUMNS, exists, named
 from anomaly.errors import DataError, some
-from anomaly.files.outputs import left_by_system
 from anomaly.files.tables import SEPARATOR, header_of, read_rows, texts_of
-from anomaly.files.writing import looked_in, short_name
+from anomaly.files.writing import left_by_system, looked_in, short_name
 from anomaly.imaging.read import is_folder, is_image, list_files
 
 log = logging.getLogger(__name__)

@@ -37,8 +37,7 @@ from anomaly.datasets.samples import (
     strays,
 )
 from anomaly.errors import DataError, some
-from anomaly.files.outputs import left_by_system
-from anomaly.files.writing import at_home, like
+from anomaly.files.writing import at_home, left_by_system, like
 from anomaly.imaging.read import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from anomaly.errors import DataError, some
-from anomaly.files.outputs import left_by_system, own_outputs
 from anomaly.files.tables import CODE_PAGES, marked_encoding
+from anomaly.files.writing import left_by_system, own_outputs
 from anomaly.imaging.read import IMAGE_SUFFIXES, is_folder
 
 

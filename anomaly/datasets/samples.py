@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from anomaly.datasets.names import entries_of, folded
 from anomaly.errors import DataError, ImageError, some
-from anomaly.files.outputs import left_by_system
+from anomaly.files.writing import left_by_system
 from anomaly.imaging.formats import JPEG
 from anomaly.imaging.loading import Look
 from anomaly.imaging.read import (

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, some, why
-from anomaly.files.outputs import GOLDEN, locked
-from anomaly.files.writing import as_json, from_json, sha256_of, short_name, write
+from anomaly.files.writing import GOLDEN, as_json, from_json, locked, sha256_of, short_name, write
 from anomaly.imaging.read import list_images, suffix_of
 from anomaly.methods.base import Progress
 from anomaly.scoring.model import score

@@ -34,8 +34,7 @@ from anomaly.desk.price import (
     price,
 )
 from anomaly.errors import DataError, ModelError, counted
-from anomaly.files.outputs import RUN
-from anomaly.files.writing import as_json, claim, clear, from_json, write
+from anomaly.files.writing import RUN, as_json, claim, clear, from_json, write
 from anomaly.imaging.arrays import ImageLike
 from anomaly.imaging.read import list_images
 from anomaly.scoring.build import fitter_of

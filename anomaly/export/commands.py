@@ -20,15 +20,14 @@ from numpy.typing import NDArray
 
 from anomaly.backbones.engine import ENGINES, Graph, installed
 from anomaly.backbones.weights import check_weights
-from anomaly.cli.common_options import chosen_device
-from anomaly.cli.logging_setup import ProgressLine
+from anomaly.cli.common import chosen_device
+from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ConfigError, DataError, ModelError, OutputError, counted
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.export import VERDICTS
-from anomaly.files.outputs import locked, locked_file
-from anomaly.files.writing import as_json, claim, remove_drafts, write
+from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
 from anomaly.imaging.arrays import as_numpy
 from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
 from anomaly.imaging.pool import Decoders

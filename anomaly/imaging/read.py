@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError, some, why
-from anomaly.files.outputs import is_model, left_by_system, own_outputs
+from anomaly.files.writing import is_model, left_by_system, own_outputs
 from anomaly.imaging.formats import FORMATS, Format, ImageHeader, Pixels, damaged, unsupported
 
 if sys.platform != "win32":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from anomaly.errors import OutputError
-from anomaly.files.outputs import (
+from anomaly.files.writing import (
     FOLDERS,
     HEATMAPS,
     INFER,
@@ -19,8 +19,11 @@ from anomaly.files.outputs import (
     MASKS,
     SCALE,
     WATCHED,
+    claim,
+    clear,
+    remove_drafts,
+    write,
 )
-from anomaly.files.writing import claim, clear, remove_drafts, write
 from anomaly.imaging.read import Image
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import (

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from anomaly.errors import OutputError, why
-from anomaly.files.outputs import DONE, HEATMAPS, JOURNAL
-from anomaly.files.writing import GrowingFile, as_json, from_json, write
+from anomaly.files.writing import DONE, HEATMAPS, JOURNAL, GrowingFile, as_json, from_json, write
 from anomaly.imaging.loading import NetworkInput, UnusableImage, by_shape
 from anomaly.imaging.pool import Decoders
 from anomaly.inference.outputs import Outputs, Pictures, Wanted

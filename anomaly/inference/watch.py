@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from anomaly.datasets.inputs import picture_names
 from anomaly.errors import DataError
-from anomaly.files.outputs import WATCHED
-from anomaly.files.writing import GrowingFile
+from anomaly.files.writing import WATCHED, GrowingFile
 from anomaly.imaging.read import is_image, list_files
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import LINES, REGIONS, RESULTS, Finished, Inputs, Journal, Run

@@ -11,14 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from anomaly.cli.common_options import agreed, chosen_device
-from anomaly.cli.logging_setup import NOTE, ProgressLine
-from anomaly.cli.stopping import Stopping
+from anomaly.cli.common import agreed, chosen_device
+from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
 from anomaly.desk.golden import carry_missed
 from anomaly.desk.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.errors import AnomalyError, OutputError, visible, why
-from anomaly.files.outputs import locked, locked_file
-from anomaly.files.writing import draft_of
+from anomaly.files.writing import draft_of, locked, locked_file
 from anomaly.line import report
 from anomaly.line.models import check
 from anomaly.line.record import Keeping, Record

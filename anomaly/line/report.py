@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.desk.production import DEFECT_SHARE, LEAST_IMAGES, compare_flagged
 from anomaly.errors import AnomalyError, DataError, visible
-from anomaly.files.outputs import locked
 from anomaly.files.tables import csv_text
-from anomaly.files.writing import claim, like, write
+from anomaly.files.writing import claim, like, locked, write
 from anomaly.line.drift import Drift, Promise
 from anomaly.line.record import JUDGED, in_utc, open_rows, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now

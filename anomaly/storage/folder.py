@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from anomaly.errors import ModelError, OutputError, unwritable, why
-from anomaly.files.outputs import is_model
-from anomaly.files.writing import as_json, draft_of, from_json, like, sha256_of
+from anomaly.files.writing import as_json, draft_of, from_json, is_model, like, sha256_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

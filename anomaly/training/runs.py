@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample
 from anomaly.errors import DataError, why
-from anomaly.files.outputs import TRAIN
-from anomaly.files.writing import as_json, claim, clear, from_json, short_name, write
+from anomaly.files.writing import TRAIN, as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.pool import Decoders
 from anomaly.maps.anomaly_map import SourceMap

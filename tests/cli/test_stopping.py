@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anomaly.cli.stopping import Interrupted, Stopping
+from anomaly.cli.terminal import Interrupted, Stopping
 
 # An extension module that is interrupted while it is imported fails with an error of its own.
 _EXTENSION = """
@@ -24,9 +24,9 @@ except BaseException:
 
 _AT_WORK = """
 import signal, time
-from anomaly.cli import stopping
-stopping.PATIENCE_SECONDS = 0.2
-with stopping.Stopping(then="send it again") as stop:
+from anomaly.cli import terminal
+terminal.PATIENCE_SECONDS = 0.2
+with terminal.Stopping(then="send it again") as stop:
     stop.at_work = True
     signal.raise_signal(signal.SIGTERM)
     time.sleep(0.6)

@@ -29,7 +29,7 @@ from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
 from anomaly.backbones.extractor import truncate
 from anomaly.backbones.networks import BACKBONES, Backbone, build, load_state, read_weights
-from anomaly.cli.common_options import chosen_device
+from anomaly.cli.common import chosen_device
 from anomaly.detector import Detector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module

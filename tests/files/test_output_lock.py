@@ -16,14 +16,14 @@ from conftest import FAST, REPOSITORY, Command, train_arguments, write_part
 
 from anomaly.cli import COMMANDS
 from anomaly.errors import OutputError
-from anomaly.files import outputs
-from anomaly.files.outputs import LOCK, locked, locked_file
+from anomaly.files import writing
+from anomaly.files.writing import LOCK, locked, locked_file
 
 Enter = Callable[[AbstractContextManager[object]], object]
 _HOLD = """
 import sys
 from pathlib import Path
-from anomaly.files.outputs import locked
+from anomaly.files.writing import locked
 try:
     with locked(Path(sys.argv[1])):
         print("held", flush=True)
@@ -124,12 +124,12 @@ def test_a_file_system_without_locks(
         flock(handle, operation)
 
     (tmp_path / "local").mkdir()
-    monkeypatch.setattr(outputs.tempfile, "tempdir", str(tmp_path / "local"))
+    monkeypatch.setattr(writing.tempfile, "tempdir", str(tmp_path / "local"))
     monkeypatch.setattr(fcntl, "flock", without)
     with locked(tmp_path / "out"):
         assert not (tmp_path / "out" / LOCK).exists()
         assert len(list((tmp_path / "local").iterdir())) == 1
-        monkeypatch.setattr(outputs, "_held", set())
+        monkeypatch.setattr(writing, "_held", set())
         with pytest.raises(OutputError, match=f"process {os.getpid()} on "), locked(lock.parent):
             pass
     assert "another machine there goes unnoticed" in caplog.text

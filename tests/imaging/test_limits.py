@@ -12,7 +12,7 @@ import tifffile
 from conftest import REPOSITORY, write_part
 from kit import until
 
-from anomaly.cli import stopping
+from anomaly.cli import terminal
 from anomaly.errors import AnomalyError, ImageError
 from anomaly.imaging import pool, read
 from anomaly.imaging.geometry import Sizing
@@ -200,24 +200,24 @@ def test_nothing_outlives_a_parent_that_is_killed() -> None:
 
 
 def test_a_second_signal_says_how_to_go_on(capfd: pytest.CaptureFixture[str]) -> None:
-    resume = pytest.raises(stopping.Interrupted, match="continue with --resume")
-    with resume as raised, stopping.Stopping() as stop:
+    resume = pytest.raises(terminal.Interrupted, match="continue with --resume")
+    with resume as raised, terminal.Stopping() as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
         time.sleep(0.2)
         signal.raise_signal(signal.SIGINT)
     assert raised.value.exit_code == 143
     assert "a second signal ends it at once" in capfd.readouterr().err
-    with pytest.raises(stopping.Interrupted), stopping.Stopping(politely=False):
+    with pytest.raises(terminal.Interrupted), terminal.Stopping(politely=False):
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_command_that_never_returns_ends_all_the_same() -> None:
     code = (
         "import ctypes, os, signal, threading, sys\n"
-        "from anomaly.cli import stopping\n"
-        "stopping.PATIENCE_SECONDS = 0.5\n"
-        "with stopping.Stopping():\n"
+        "from anomaly.cli import terminal\n"
+        "terminal.PATIENCE_SECONDS = 0.5\n"
+        "with terminal.Stopping():\n"
         "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "    ctypes.CDLL(None).sleep(600); ctypes.CDLL(None).sleep(600)\n"
     )

@@ -15,8 +15,8 @@ import pytest
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import check, logging_setup
-from anomaly.cli.logging_setup import (
+from anomaly.cli import check, terminal
+from anomaly.cli.terminal import (
     NOTE,
     ProgressLine,
     command_line,
@@ -88,7 +88,7 @@ def test_colour_is_for_terminals_and_never_the_only_sign(monkeypatch: pytest.Mon
 def test_progress_that_nobody_watches_is_a_plain_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging_setup, "_PLAIN_SECONDS", 0.25)
+    monkeypatch.setattr(terminal, "_PLAIN_SECONDS", 0.25)
     with log_to_terminal(), ProgressLine() as line:
         time.sleep(0.3)  # nothing to say yet
         line("features", 0, 8)
