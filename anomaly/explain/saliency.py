@@ -25,7 +25,7 @@ from anomaly.backbones.layers import (
     stages,
     token_layer,
 )
-from anomaly.backbones.networks import backbone_of, build, full_network, normalisation
+from anomaly.backbones.networks import backbone_of, build, full_network
 from anomaly.errors import AnomalyError, ImageError, LayerError
 from anomaly.hooks import HookSet, capture
 from anomaly.hooks.paths import Selector, match, resolve
@@ -369,7 +369,7 @@ def explain_class(
         raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
     network = full_network(name, weights).requires_grad_(False).to(device)
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
-    image = normalisation(name)(pixels)
+    image = backbone_of(name).normalisation()(pixels)
     seen = picture_of(item)
     drawn = feature_map_pictures(network, image, mapped, picture=seen)
     pictures = {f"{before}feature_maps_{stage}.png": shown for stage, shown in drawn.items()}

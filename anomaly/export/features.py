@@ -20,9 +20,9 @@ from torch import Tensor
 from anomaly.backbones.extractor import network_input, truncate_in_place
 from anomaly.backbones.layers import default_layers, side_multiple
 from anomaly.backbones.networks import (
+    backbone_of,
     build,
     load_state,
-    normalisation,
     read_weights,
 )
 from anomaly.errors import ConfigError, DataError
@@ -112,7 +112,7 @@ def from_backbone(
         network, read_weights(name, weights, 0)[0], build(name), f"the weights file for {name}"
     )
     network = network.to(device).to(memory_format=torch.channels_last)
-    normalise = normalisation(name)
+    normalise = backbone_of(name).normalisation()
 
     def outputs(batch: Sequence[NetworkInput]) -> list[Tensor]:
         images = network_input(batch, normalise, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ def manifest_of(
         refused_images: index among all training images of each that couldn't be used, by name.
     """
     from anomaly.backbones.extractor import describe
-    from anomaly.backbones.networks import backbone_of, version_of
+    from anomaly.backbones.networks import backbone_of
 
     backbone = backbone_of(detector.config.backbone.name)
     return {
@@ -114,7 +115,7 @@ def manifest_of(
             "weights_licence": backbone.licence() if weights_sha256 else None,
         },
         "made_with": {
-            "packages": {name: version_of(name) for name in (*_RECORDED, *backbone.packages)},
+            "packages": {name: _version(name) for name in (*_RECORDED, *backbone.packages)},
             "python": platform.python_version(),
             "machine": platform.machine(),
             "device": detector.device.type,
@@ -124,6 +125,14 @@ def manifest_of(
         "training_images": dict(training_images),
         "refused_images": dict(refused_images),
     }
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed distribution; None where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _pictures(region: Region | None) -> dict[str, bytes]:

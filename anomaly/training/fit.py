@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from anomaly.backbones.extractor import choose_precision, network_input
-from anomaly.backbones.networks import normalisation
+from anomaly.backbones.networks import backbone_of
 from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
@@ -69,7 +69,7 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
         AnomalyError: weights, layers or images can't be used as configured.
     """
     extractor, weights_sha256 = backbone(config, device)
-    normalise = normalisation(config.backbone.name)
+    normalise = backbone_of(config.backbone.name).normalisation()
     region, smallest = region_of(config.image, Path()), config.model.smallest_defect
     sizes = _image_sizes(samples) if config.one_aspect or smallest else []
     # Where the model needs one for all, that of most images.

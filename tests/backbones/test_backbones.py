@@ -16,7 +16,7 @@ import anomaly
 from anomaly.backbones import networks
 from anomaly.backbones.extractor import truncate
 from anomaly.backbones.layers import default_layers
-from anomaly.backbones.networks import IMAGENET_MEAN, IMAGENET_STD, Backbone, Normalisation
+from anomaly.backbones.networks import Backbone, Normalisation
 from anomaly.backbones.weights import read_state
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
@@ -32,10 +32,7 @@ def test_resnet50_v1_has_its_stride_in_the_first_convolution() -> None:
 
 
 def test_official_weights_are_the_papers() -> None:
-    official = networks.torchvision_weights("wide_resnet50_2")
-    assert official is not None
-    assert official.url.endswith("wide_resnet50_2-95faca4d.pth")
-    assert networks.torchvision_weights("resnet50_v1") is None
+    assert networks._url("wide_resnet50_2").endswith("wide_resnet50_2-95faca4d.pth")
     with pytest.raises(WeightsError, match="publishes no weights for resnet50_v1"):
         networks.read_weights("resnet50_v1", "imagenet", 0)
 
@@ -47,11 +44,13 @@ def test_networks_from_tensorflow_see_what_torchvision_shows_them() -> None:
     ours = networks.build(name)
     networks.load_state(ours, official.state_dict(), networks.build(name), name)
     images = torch.rand(1, 3, 96, 96)
-    preset = torchvision.transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)
-    torch.testing.assert_close(networks.normalisation("resnet18")(images), preset(images))
+    preset = torchvision.transforms.Normalize(Normalisation().mean, Normalisation().std)
+    torch.testing.assert_close(Normalisation()(images), preset(images))
     with torch.no_grad():
         expected = official(preset(images))
-        torch.testing.assert_close(ours(networks.normalisation(name)(images)), expected)
+        torch.testing.assert_close(
+            ours(networks.backbone_of(name).normalisation()(images)), expected
+        )
 
 
 @pytest.mark.parametrize("name", ["swin_v2_t", "maxvit_t", "shufflenet_v2_x0_5"])
@@ -152,10 +151,7 @@ def test_a_network_of_ones_own_is_an_entry_of_the_registry(
     product: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything works with it, and its model is found again; without the entry it isn't known."""
-    own = Backbone(
-        TinyNetwork,
-        lambda: Normalisation((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
-    )
+    own = Backbone(TinyNetwork, Normalisation((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)))
     monkeypatch.setitem(networks.BACKBONES, "mine", own)
     arguments = train_arguments(product, tmp_path / "run", "backbone.name=mine")
     code, _, err = command("train", arguments)

@@ -37,7 +37,7 @@ def test_the_installed_network_knows_a_cat() -> None:
     cat = cv2.cvtColor(cv2.imread(f"{skimage}/data/chelsea.png"), cv2.COLOR_BGR2RGB)
     image = torch.from_numpy(cv2.resize(cat, (320, 224))).permute(2, 0, 1)[None] / 255
     with torch.no_grad():
-        shares = network(networks.normalisation(INSTALLED)(image)).softmax(1)[0]
+        shares = network(networks.backbone_of(INSTALLED).normalisation()(image)).softmax(1)[0]
     assert shares.argmax() == EGYPTIAN_CAT
     assert shares[EGYPTIAN_CAT] > 0.7
 
@@ -83,7 +83,9 @@ def test_a_network_of_another_build_is_not_filled_in() -> None:
     moved = {key: state[key] for key in [*others[:-1], first, others[-1]]}
     for other in ({**state, "_extra.weight": torch.zeros(3)}, moved):
         with pytest.raises(WeightsError, match="belongs to another network than EfficientNet"):
-            load_state(network, networks.timm_keys(other, network), network, "a file")
+            load_state(
+                network, networks.backbone_of(INSTALLED).renamed(other, network), network, "a file"
+            )
 
 
 def test_the_package_goes_before_the_users_cache(
