@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.backbones.layers import Layout, layout_of, probes, takes
+from anomaly.backbones.layers import PROBES, Layout, layout_of, probes, takes
 from anomaly.backbones.networks import Normalisation
 from anomaly.errors import LayerError
 from anomaly.hooks import HookSet, capture, match
@@ -101,32 +101,26 @@ class FeatureExtractor:
             format.
 
         Raises:
-            LayerError: the network doesn't take such images, or isn't the one described.
+            LayerError: the network doesn't take such images.
         """
+        network = self._network_that_runs
+        images = images.to(DTYPES[self.precision], memory_format=torch.channels_last)
         try:
-            with torch.inference_mode():
-                maps = self.maps_of(self._outputs(images), images)
+            with (
+                torch.inference_mode(),
+                capture(network, self.layers, stop=True, clone=self.copies) as captured,
+            ):
+                captured.run(images)
+                return self.maps_of(captured.pop(), images)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError, ValueError, AttributeError) as error:
-            raise self._unfit(images, str(error).partition("\n")[0] or "it fails") from error
-        if (channels := tuple(layer.shape[1] for layer in maps)) != self.channels:
-            raise self._unfit(images, f"its layers have {channels} channels, not {self.channels}")
-        return maps
-
-    def _unfit(self, images: Tensor, reason: str) -> LayerError:
-        height, width = images.shape[2:]
-        return LayerError(
-            f"{type(self.network).__name__} can't compute an image of {width}×{height} ({reason}); "
-            "choose another size or network, or train the model again"
-        )
-
-    def _outputs(self, images: Tensor) -> Mapping[str, Tensor]:
-        network = self._network_that_runs
-        images = images.to(DTYPES[self.precision], memory_format=torch.channels_last)
-        with capture(network, self.layers, stop=True, clone=self.copies) as captured:
-            captured.run(images)
-            return captured.pop()
+            height, width = images.shape[2:]
+            raise LayerError(
+                f"{type(self.network).__name__} can't compute an image of {width}×{height} "
+                f"({str(error).partition(chr(10))[0] or 'it fails'}); choose another size or "
+                "network, or train the model again"
+            ) from error
 
     def maps_of(self, outputs: Mapping[str, Tensor], images: Tensor) -> list[Tensor]:
         """Feature maps (B, C, h, w) of the layers, in their order.
@@ -316,9 +310,8 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
     if rounded and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return network  # torch has other convolutions there, oneDNN has none
     for path, module in list(network.named_modules()):
-        inside = f"{path}." if path else ""
         if type(module).forward is nn.Sequential.forward:
-            _fuse_sequence(module, [inside + name in layers for name, _ in module.named_children()])
+            _fuse_sequence(module, f"{path}." if path else "", layers)
     return network
 
 
@@ -343,31 +336,29 @@ class _Convolution(nn.Module):
         return result
 
 
-def _fusible(module: nn.Module) -> bool:
-    """Whether oneDNN pads the convolution's input as the module does."""
-    return (
-        type(module) is nn.Conv2d
-        and module.padding_mode == "zeros"
-        and isinstance(module.padding, tuple)
-    )
-
-
-def _fuse_sequence(sequence: nn.Module, wanted: Sequence[bool]) -> None:
+def _fuse_sequence(sequence: nn.Module, inside: str, layers: Sequence[str]) -> None:
     """Join each convolution with the activation behind it; batch norms between them are gone.
 
     Args:
         sequence: whose children run one after the other; changed in place.
-        wanted: for each child whether somebody reads what it puts out.
+        inside: how the children's paths begin.
+        layers: paths whose outputs somebody reads.
     """
     children = dict(sequence.named_children())
     kept = [
-        (name, read) for (name, child), read in zip(children.items(), wanted, strict=True)
-        if read or type(child) is not nn.Identity
-    ]  # fmt: skip
-    for (name, read), (after, _) in pairwise(kept):
+        name
+        for name, child in children.items()
+        if inside + name in layers or type(child) is not nn.Identity
+    ]
+    for name, after in pairwise(kept):
         convolution, activation = children[name], type(children[after])
-        if not read and _fusible(convolution) and activation in _ACTIVATIONS:
-            assert isinstance(convolution, nn.Conv2d)
+        if (
+            type(convolution) is nn.Conv2d
+            and convolution.padding_mode == "zeros"  # as oneDNN pads
+            and isinstance(convolution.padding, tuple)
+            and activation in _ACTIVATIONS
+            and inside + name not in layers
+        ):
             sequence.register_module(name, _Convolution(convolution, activation))
             sequence.register_module(after, nn.Identity())
 
@@ -467,20 +458,10 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str], side: int | Non
             images of this size.
     """
     paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
-    sides = [side] if side else list(probes(network))
-    while True:
-        try:
-            run = DryRun(network, paths, sides.pop(0))
-        except _SideError:
-            if not sides:
-                raise
-        else:
-            _drop_unused(network, set(run.reads), keep=paths)
-            return run
-
-
-class _SideError(LayerError):
-    """A network doesn't take images of this side."""
+    sides = (each for each in probes(network) if takes(network, each, each, paths))
+    run = DryRun(network, paths, side or next(sides, PROBES[0]))
+    _drop_unused(network, set(run.reads), keep=paths)
+    return run
 
 
 # By name, for timm isn't imported without need. Its `Conv2dSame` pads as TensorFlow does, its
@@ -490,7 +471,7 @@ _NORMS = ("BatchNorm2d", "BatchNormAct2d")
 
 
 class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A pass of a network up to the last wanted layer, of one black image on the meta device.
+    """A pass of a network of one black image on the meta device, watched up to the last layer.
 
     It sees operations, also those that no module call would show, so that it doesn't matter how
     the network names or nests its modules.
@@ -516,10 +497,10 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: dict[str, Tensor] = {}
         self.reads: Counter[int] = Counter()
         self.copies = False
-        self._paths = paths
+        self._waiting = set(paths)
+        self._wanted = frozenset(paths)
         self._names = {module: path for path, module in network.named_modules()}
         self._calls: Counter[str] = Counter()
-        self._reads: Counter[int] = Counter()
         self._versions: dict[str, int] = {}
         self._made: dict[int, str] = {}  # convolutions by what they put out
         self._joined: list[tuple[int, str]] = []  # what goes into a batch norm, and its path
@@ -527,28 +508,26 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run(network, type(network).__name__)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._alive += tensors
-        self._reads.update(map(id, tensors))
+        if self._waiting:
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self._alive += tensors
+            self.reads.update(map(id, tensors))
         return func(*args, **(kwargs or {}))
 
     def _run(self, network: nn.Module, name: str) -> None:
-        # One without weights may run again, as activations do, until the module around it ends.
-        bare = [path for path in self._paths if not _tensors(network.get_submodule(path))]
-        ends = [_around(network, path) for path in bare]
         image = torch.empty(1, 3, self.side, self.side, device="meta")
         try:
             with torch.no_grad(), torch.device("meta"), self, HookSet(network) as hooks:
                 hooks.forward(nn.Module, self._note)
-                with capture(network, [*self._paths, *ends], stop=True) as captured:
-                    captured.run(image)
-        except (RuntimeError, AssertionError, ValueError):
-            raise _SideError(
-                f"{name} doesn't take images of {self.side}×{self.side}; choose another network or "
-                "size"
-            ) from None
-        for path in self._paths:
+                network(image)
+        except Exception as error:  # of any kind; behind the last wanted layer none matters
+            if self._waiting:
+                raise LayerError(
+                    f"{name} doesn't take images of {self.side}×{self.side}; choose another "
+                    "network or size"
+                ) from error
+        for path in sorted(self._wanted):
             if not self._calls[path]:
                 raise LayerError(f"layer {path!r} of {name} never runs; choose another")
             if self._calls[path] > 1:
@@ -562,17 +541,17 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
         path, kind = self._names[module], type(module).__name__
         self._calls[path] += 1
-        if self.reads:  # behind the last wanted layer
+        if not self._waiting:
             return
         self._alive.extend((inputs, output))
         if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
             self._made[id(output)] = path
         elif kind in _NORMS and getattr(module, "running_mean", None) is not None:
             self._joined.append((id(inputs[0]), path))
-        if path in self._paths and isinstance(output, Tensor):
+        if path in self._waiting and isinstance(output, Tensor):
             self.outputs[path], self._versions[path] = output, output._version
-        if all(self._calls[wanted] for wanted in self._paths):
-            self.reads.update(self._reads)
+        self._waiting.discard(path)
+        if not self._waiting:
             kept = self.outputs.items()
             self.copies = any(values._version != self._versions[key] for key, values in kept)
 
@@ -587,14 +566,6 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and self._calls[self._made[entering]] == self._calls[norm] == 1
             and self.reads[entering] == 1
         )
-
-
-def _around(network: nn.Module, path: str) -> str:
-    """The path of the innermost module that a layer is in and that is called."""
-    path = path.rpartition(".")[0]
-    while path and not _is_called(network.get_submodule(path)):
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _is_called(module: nn.Module) -> bool:

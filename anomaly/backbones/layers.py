@@ -7,9 +7,10 @@ class and register tokens first, then the patches row by row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -107,25 +108,30 @@ class Layer:
         kind: the name of its class.
         shape: of its output for one image, of the first tensor where there are several; None
             where it isn't run.
-        stride: network pixels between neighbouring positions, where it puts out a feature map
-            (1, C, h, w) of more than one position.
+        layout: of that; None where it is no grid of positions.
         parameters: its own and those of the layers inside.
         multiply_adds: of the whole network up to the end of this layer: convolutions, matrix
             products and attention.
         share: that, as a share of the whole pass.
-        finished: how many layers had ended before it; None where it isn't run.
+        finished: how many layers had ended before it; -1 where it isn't run.
         runs: how often it runs in one pass. A path doesn't say which run is meant.
     """
 
     path: str
     kind: str
     shape: tuple[int, ...] | None
-    stride: int | None
+    layout: Layout | None
     parameters: int
-    multiply_adds: int | None
-    share: float | None
-    finished: int | None
+    multiply_adds: int
+    share: float
+    finished: int
     runs: int
+
+    @property
+    def stride(self) -> int | None:
+        """Network pixels between positions of a feature map (1, C, h, w) of more than one."""
+        several = self.shape is not None and self.shape[-1] > 1
+        return self.layout.stride if several and self.layout and self.layout.axes == "map" else None
 
 
 def layer_table(network: nn.Module, size: int) -> list[Layer]:
@@ -145,70 +151,54 @@ def layer_table(network: nn.Module, size: int) -> list[Layer]:
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports a compiler, where there is one
 
-    seen: dict[str, tuple[int, tuple[int, ...] | None, int]] = {}
+    seen: dict[str, tuple[tuple[int, ...] | None, int]] = {}
     runs: Counter[str] = Counter()
-
     names = {module: path for path, module in network.named_modules()}
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
         path = names[module]
-        tensors = [tensor for _, tensor in named_tensors(output, path)]
-        shape = tuple(tensors[0].shape) if tensors else None
+        tensors = named_tensors(output, path)
         seen.pop(path, None)  # of several calls the last one counts, also for the order
-        seen[path] = len(seen), shape, counter.get_total_flops() // 2
+        shape = tuple(tensors[0][1].shape) if tensors else None
+        seen[path] = shape, counter.get_total_flops() // 2
         runs[path] += 1
 
     with FlopCounterMode(display=False) as counter, HookSet(network) as hooks:
         hooks.forward(nn.Module, note)
-        show(network, size, size)
+        try:
+            with torch.no_grad():
+                network(_black(network, size, size))
+        except (RuntimeError, AssertionError, ValueError):
+            side = own_side(network) or 224
+            raise LayerError(
+                f"{type(network).__name__} doesn't take images of {size}×{size}; give another "
+                f"size, such as {side}×{side}"
+            ) from None
     order = {path: place for place, path in enumerate(seen)}
-    total = max(seen[""][2], 1)
+    total = max(seen[""][1], 1)
     table = []
     for module, path in names.items():
-        shape, spent = seen[path][1:] if path in seen else (None, None)
+        shape, spent = seen.get(path, (None, 0))
         table.append(
             Layer(
                 path=path,
                 kind=type(module).__name__,
                 shape=shape,
-                stride=_stride(shape, size),
+                layout=layout_of(shape or (), (size, size)),
                 parameters=sum(p.numel() for p in module.parameters()),
                 multiply_adds=spent,
-                share=None if spent is None else spent / total,
-                finished=order.get(path),
+                share=spent / total,
+                finished=order.get(path, -1),
                 runs=runs[path],
             )
         )
     return table
 
 
-def show(
-    network: nn.Module, height: int, width: int, run: Callable[[Tensor], Any] | None = None
-) -> Any:
-    """Show a network a black image, to see how its layers behave.
-
-    Args:
-        network: the network.
-        height: of the image.
-        width: of the image.
-        run: what passes the image through it; the network itself by default.
-
-    Returns:
-        The network's output.
-
-    Raises:
-        LayerError: the network doesn't take images of this size.
-    """
+def _black(network: nn.Module, height: int, width: int) -> Tensor:
+    """A black image (1, 3, H, W) where a network is, to see how its layers behave."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    try:
-        with torch.no_grad():
-            return (run or network)(torch.zeros(1, 3, height, width, device=device))
-    except (RuntimeError, AssertionError, ValueError):
-        side = own_side(network) or 224
-        raise LayerError(
-            f"{type(network).__name__} doesn't take images of {height}×{width}; give another size, "
-            f"such as {side}×{side}"
-        ) from None
+    return torch.zeros(1, 3, height, width, device=device)
 
 
 def own_side(network: nn.Module) -> int | None:
@@ -227,9 +217,9 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
         layers: whether it gets as far as the last of these; all the way if there are none.
     """
     try:
-        with capture(network, list(layers) or "", stop=True) as captured:
-            show(network, height, width, captured.run)
-    except LayerError:
+        with torch.no_grad(), capture(network, list(layers) or "", stop=True) as captured:
+            captured.run(_black(network, height, width))
+    except (LayerError, RuntimeError, AssertionError, ValueError):
         return False
     return True
 
@@ -245,6 +235,8 @@ def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
     return next(fits, None)
 
 
+_FINISHED = attrgetter("finished")
+
 # Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
 PROBES = (256, 224)
 
@@ -252,12 +244,6 @@ PROBES = (256, 224)
 def probes(network: nn.Module) -> tuple[int, ...]:
     """Sides of square images to try on a network: `PROBES`, or the side its makers state."""
     return (*PROBES, own) if (own := own_side(network)) and own not in PROBES else PROBES
-
-
-def stages(table: Sequence[Layer]) -> list[str]:
-    """The last feature map of each stride from 4 up, in running order."""
-    latest = {x.stride: x for x in _parts(table) if x.stride is not None and x.stride >= 4}
-    return [layer.path for layer in sorted(latest.values(), key=_finished)]
 
 
 def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]:
@@ -291,16 +277,22 @@ def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
     """The last layers at strides 4, 8 and 16; empty unless all three lie whole strides apart."""
     latest: dict[int, str] = {}
     for x in _parts(table):
-        layout = layout_of(x.shape or (), (side, side))
+        layout = x.layout
         if layout and (layout.axes == "tokens" or layout.stride * (x.shape or ())[-2] == side):
             latest[layout.stride] = x.path
     return tuple(latest[s] for s in (4, 8, 16)) if latest.keys() >= {4, 8, 16} else ()
 
 
+def stages(table: Sequence[Layer]) -> list[str]:
+    """The last feature map of each stride from 4 up, in running order."""
+    latest = {x.stride: x for x in _parts(table) if x.stride is not None and x.stride >= 4}
+    return [layer.path for layer in sorted(latest.values(), key=_FINISHED)]
+
+
 def _parts(table: Sequence[Layer]) -> list[Layer]:
     """A network's parts and their parts, by when they end; inside these, strides change early."""
     parts = [x for x in table if x.path and x.runs == 1 and x.path.count(".") <= 1]
-    return sorted(parts, key=_finished)
+    return sorted(parts, key=_FINISHED)
 
 
 def last_map(table: Sequence[Layer]) -> str | None:
@@ -310,22 +302,14 @@ def last_map(table: Sequence[Layer]) -> str | None:
         The outermost layer that puts it out; None where there is none in the second half of the
         work, as in a transformer whose only map is that of its patches.
     """
-    late = [
-        x
-        for x in table
-        if x.path and x.runs == 1 and x.stride is not None and x.share is not None and x.share > 0.5
-    ]
-    return max(late, key=_finished).path if late else None
+    late = [x for x in table if x.path and x.runs == 1 and x.stride is not None and x.share > 0.5]
+    return max(late, key=_FINISHED).path if late else None
 
 
 def token_layer(table: Sequence[Layer]) -> str | None:
     """The last but one of a transformer's blocks, where gradients still reach each patch's token.
 
     A class is read from the class token, so the last block's other tokens count for nothing.
-
-    Returns:
-        Of the outermost layers of one kind that put out tokens (1, N, C), four at least; None
-        where there are none.
     """
     blocks = _blocks(table)
     return blocks[-2] if blocks else None
@@ -334,7 +318,7 @@ def token_layer(table: Sequence[Layer]) -> str | None:
 def _blocks(table: Sequence[Layer]) -> list[str]:
     """The outermost layers of one kind that put out tokens (1, N, C), four at least."""
     blocks: dict[tuple[int, str, str], list[str]] = {}
-    for x in sorted(table, key=_finished):
+    for x in sorted(table, key=_FINISHED):
         if x.shape is not None and len(x.shape) == 3:
             key = x.path.count("."), x.path.rpartition(".")[0], x.kind
             blocks.setdefault(key, []).append(x.path)
@@ -344,14 +328,3 @@ def _blocks(table: Sequence[Layer]) -> list[str]:
 
 def _quarters(blocks: Sequence[str]) -> tuple[str, ...]:
     return tuple(blocks[len(blocks) * q // 4 - 1] for q in (2, 3, 4)) if blocks else ()
-
-
-def _finished(layer: Layer) -> int:
-    return -1 if layer.finished is None else layer.finished
-
-
-def _stride(shape: tuple[int, ...] | None, size: int) -> int | None:
-    # A square image gives a square map; (1, h, w, C) and tokens aren't feature maps here.
-    if shape is None or len(shape) != 4 or shape[2] != shape[3] or shape[3] < 2:
-        return None
-    return max(1, round(size / shape[3]))

@@ -61,10 +61,10 @@ def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
     return (
         "  " * depth + (layer.path or "(network)"),
         layer.kind,
-        "not run" if layer.finished is None else "×".join(map(str, (layer.shape or ("-",))[1:])),
+        "not run" if not layer.runs else "×".join(map(str, (layer.shape or ("-",))[1:])),
         "" if layer.stride is None else str(layer.stride),
         f"{layer.parameters:,}",
-        "" if layer.share is None else f"{layer.share:.1%}",
+        f"{layer.share:.1%}" if layer.runs else "",
         str(layer.runs) if layer.runs > 1 else "",
         hooked.get(layer.path, ""),
     )
@@ -76,11 +76,11 @@ def _summary(
     whole = table[0]
     text = (
         f"\n{name} at {size}×{size}: {whole.parameters / 1e6:.1f} million parameters, "
-        f"{(whole.multiply_adds or 0) / 1e9:.2f} billion multiply-adds"
+        f"{whole.multiply_adds / 1e9:.2f} billion multiply-adds"
     )
-    ends = [layer for layer in table if layer.path in hooked and layer.share is not None]
+    ends = [layer for layer in table if layer.path in hooked and layer.runs]
     if not ends:
         return f"{text}. No default layers: name the ones that you want to hook"
-    last = max(ends, key=lambda layer: layer.share or 0)
+    last = max(ends, key=lambda layer: layer.share)
     who = "this model" if trained else "a model with default layers"
     return f"{text}; {who} stops after {last.path}, at {last.share:.1%} of them"

@@ -51,7 +51,7 @@ def test_a_small_network_by_hand() -> None:
     assert (layers["head"].shape, layers["head"].stride) == ((1, 5), None)
     assert layers["body"].parameters == 8 * 27 + 8
     idle = layers["idle"]
-    assert (idle.shape, idle.share, idle.finished, idle.parameters) == (None, None, None, 56)
+    assert (idle.shape, idle.finished, idle.parameters) == (None, -1, 56)
     assert (layers["body"].runs, layers["twice"].runs, idle.runs) == (1, 2, 0)
     assert stages(table) == ["body"]  # one that runs twice has two outputs
 
