@@ -43,7 +43,6 @@ ROOT = Path(__file__).parents[1]
 # What helps a person before and after the model, by the beginnings of its files' names.
 _DESK = (
     *("desk", "cli/start", "cli/demo", "cli/check", "cli/tune", "cli/update", "cli/calibrate"),
-    "cli/selfcheck",
 )
 _NOT_CORE = ("line", "cluster", *_DESK)
 # A bank of all patches, which is searched as banks of a usual size are.

@@ -63,7 +63,7 @@ def test_a_model_of_the_gpu_is_one_of_the_processor(
     agree_on_both(command, run, product / "test", tmp_path)
     if name == "plain":
         on_gpu(command, "evaluate", "--model", run, "--output", tmp_path / "evaluation")
-        on_gpu(command, "selfcheck", "--model", run, "--golden", product / "test", "--record")
+        on_gpu(command, "evaluate", "--model", run, "--golden", product / "test", "--overwrite")
 
 
 @pytest.mark.parametrize("method", RUNS)

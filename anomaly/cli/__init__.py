@@ -27,7 +27,7 @@ from anomaly.runtime import __version__
 
 log = logging.getLogger(__name__)
 
-_SCORING = ("deploy", "infer", "evaluate", "selfcheck", "serve")
+_SCORING = ("deploy", "infer", "evaluate", "serve")
 _GARBAGE = 10_000  # objects made since the last search for garbage
 
 
@@ -149,7 +149,9 @@ def _check_paths(options: argparse.Namespace) -> None:
     if model is not None:
         from anomaly.storage.folder import find_model, find_runs
 
-        several = options.command == "evaluate" and not (options.good or options.defects)
+        several = options.command == "evaluate" and not (
+            options.good or options.defects or options.golden
+        )
         find_runs(model) if several else find_model(model)
     if isinstance(config, str):
         from anomaly.config.load import load_config

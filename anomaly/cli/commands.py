@@ -182,14 +182,27 @@ COMMANDS = {
         _DEVICE,
     ),
     "evaluate": _command(
-        "measure trained models on their test splits",
+        "measure trained models on their test splits, or check known parts before a shift",
         "evaluate --model runs/part --output figures/part",
-        "evaluate --model runs/part --defects defects --output figures/defects",
+        "evaluate --model line/part --golden golden",
         _several("--model", "runs, their model/ folders, or folders of runs", required=True),
-        _output("where the reports go", "earlier reports"),
+        _output(
+            "where the reports go", "earlier reports, or the record of --golden", required=False
+        ),
         _several("--good", "good images to test with, instead of the data set's", "FOLDER"),
         _several("--defects", "defects to test with; subfolders name their types", "FOLDER"),
-        _path("--masks", "masks of --defects, named like these", "FOLDER"),
+        _path(
+            "--golden",
+            "instead, name the parts in here whose score or verdict isn't as recorded",
+            "FOLDER",
+        ),
+        _value(
+            "--tolerance",
+            "of --golden: largest change of a score (0.01, which is 1 %%)",
+            "SHARE",
+            type=number,
+            default=0.01,
+        ),
         _DEVICE,
     ),
     "calibrate": _command(
@@ -332,21 +345,6 @@ COMMANDS = {
         _DEVICE,
         home="line.commands",
     ),
-    "selfcheck": _command(
-        "score known parts before a shift and name scores that have changed",
-        "selfcheck --model line/part --golden golden --record",
-        "selfcheck --model line/part --golden golden",
-        _MODEL,
-        _path("--golden", "a folder of known parts' images, some defective", required=True),
-        _flag("--record", "save today's scores in the folder's golden.json, for later checks"),
-        _value(
-            "--tolerance",
-            "largest change of a score (default 0.01, which is 1 %%)",
-            "SHARE",
-            type=number,
-            default=0.01,
-        ),
-    ),
     "deploy": _command(
         "replace a model on the line by a new version, or bring the old version back",
         "deploy --model runs/part_2 --to line/part",
@@ -401,7 +399,7 @@ GROUPS = {
     "start": ("start", "demo", "check"),
     "train and judge": ("train", "evaluate", "calibrate", "tune", "update"),
     "run": ("infer", "explain", "export"),
-    "the line": ("serve", "selfcheck", "deploy", "report"),
+    "the line": ("serve", "deploy", "report"),
     "inside a network": ("layers", "features"),
 }
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from anomaly.cli.common import chosen_device
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets import open_test_images
+from anomaly.datasets.inputs import find_inputs
+from anomaly.desk import golden
 from anomaly.desk.advice import lines
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of
 from anomaly.evaluation.splits import images_to_test
-from anomaly.files.writing import locked
+from anomaly.files.writing import GOLDEN, locked
 from anomaly.report.report import (
     Category,
     EvaluationFolder,
@@ -37,13 +39,53 @@ log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate every model named."""
-    if options.masks and not options.defects:
-        raise ConfigError("--masks needs --defects; give the images that the masks belong to")
+    """Evaluate every model named, or check the golden parts of one."""
+    if options.golden is not None:
+        return _check_golden(options)
+    if options.output is None:
+        raise ConfigError("give --output, a folder for the reports, or --golden, known parts")
     if options.good or options.defects:  # before torch is imported, which takes seconds
-        open_test_images(options.good, options.defects, options.masks)
+        open_test_images(options.good, options.defects)
     with locked(options.output):
         return _run(options)
+
+
+def _check_golden(options: argparse.Namespace) -> int:
+    """Compare known parts with their record, or record them.
+
+    Returns:
+        0 nothing has changed (or all is recorded), 1 a score or a verdict has, or an image is
+        missing or new.
+    """
+    if len(options.model) > 1:
+        raise ConfigError("--golden needs one --model")
+    if not options.tolerance >= 0:
+        raise ConfigError(f"--tolerance is {options.tolerance}; it must be 0 or more")
+    folder: Path = options.golden
+    find_inputs([folder], option="--golden")
+    if not options.overwrite:
+        golden.read_record(folder)  # refused before torch is imported
+    device = chosen_device(options)
+    model = load_model(options.model[0], device)
+    with ProgressLine() as progress:
+        scoring = partial(progress, "scoring")
+        if options.overwrite:
+            with locked(folder):
+                answers = golden.score_golden(model, folder, scoring)
+                golden.write_record(folder, model.model_id, answers)
+            print(f"{len(answers)} images recorded in {folder / GOLDEN}")
+            return 0
+        found = golden.check(model, folder, options.tolerance, scoring)
+    if found.recorded_by != model.model_id:
+        log.info(f"recorded with model {found.recorded_by}, checked with {model.model_id}")
+    for name, change in found.moved.items():
+        print(f"{name}: {change}")
+    kept = len(found.parts - found.moved.keys())
+    ready = "" if found.moved else ": ready"
+    print(f"{kept} of {len(found.parts)} images score as recorded{ready}")
+    if found.missed:
+        print(found.missed)
+    return 1 if found.moved else 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -103,7 +145,6 @@ def _evaluate(source: str, options: argparse.Namespace, device: torch.device) ->
         folder,
         good=options.good,
         defects=options.defects,
-        masks=options.masks,
     )
     with ProgressLine() as progress:
         return evaluated(

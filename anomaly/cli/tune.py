@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     output = _output(options)
     dataset = open_dataset(config.data.format, config.data.root, config.data.category)
     given = options.good or options.defects
-    named = open_test_images(options.good, options.defects, None) if given else ()
+    named = open_test_images(options.good, options.defects) if given else ()
     device = chosen_device(options)
     from anomaly.desk.tune import tune
 

@@ -34,7 +34,6 @@ from anomaly.datasets.samples import (
     in_splits,
     listed,
     set_apart,
-    strays,
 )
 from anomaly.errors import DataError, some
 from anomaly.files.writing import at_home, left_by_system, like
@@ -185,35 +184,25 @@ def say_folder(inner: Path) -> str:
     return inner.as_posix() if inner.parts else "the images outside of folders"
 
 
-def open_test_images(
-    good: Sequence[Path],
-    defects: Sequence[Path],
-    masks: Path | None = None,
-    *,
-    tell: bool = False,
-) -> tuple[Sample, ...]:
+def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
     """Images to test with from folders of good and of defective ones.
 
     Args:
         good: folders of good images.
         defects: folders of defects; a subfolder names their type, else the folder itself.
-        masks: a folder with the defects' masks, under their paths in `defects`, or under these in
-            a folder named like the one of `defects`.
-        tell: log a warning that names masks of no image.
 
     Raises:
-        DataError: a folder is missing or holds no images, good ones by their folders' names aren't,
-            or none of the defects has a mask.
+        DataError: a folder is missing or holds no images, or good ones by their folders' names
+            aren't.
     """
     folders = [*((plain(f), True) for f in good), *((plain(f), False) for f in defects)]
     root = Path(os.path.commonpath([folder.parent for folder, _ in folders]))
     samples: dict[Path, Sample] = {}
-    finder = Masks()
     for folder, is_good in folders:
         if not is_folder(folder):
             missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
             raise DataError(f"{folder} {missing}; give a folder of images to test with")
-        inside = listed(folder, root) if is_good else _defects_in(folder, root, masks, finder)
+        inside = listed(folder, root) if is_good else _defects_in(folder, root)
         if not inside:
             raise DataError(f"no images in {folder}; give a folder of images to test with")
         if is_good:
@@ -221,19 +210,10 @@ def open_test_images(
         for sample in inside:
             if samples.setdefault(sample.path, sample) != sample:
                 raise DataError(f"{sample.path} is given as good and as a defect; give it once")
-    bad = [sample for sample in samples.values() if sample.is_defect]
-    if masks is not None and not any(sample.mask_path for sample in bad):
-        wanted = masks / bad[0].defect_type / f"{bad[0].path.stem}.png"
-        raise DataError(
-            f"none of {len(bad)} defects has a mask in {masks}; name masks like their images, with "
-            f"or without _mask at the end (for {bad[0].path}: {wanted})"
-        )
-    if tell and masks is not None and (unused := strays(finder.left_in(masks))):
-        log.warning("%s", unused)
     return tuple(samples.values())
 
 
-def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> list[Sample]:
+def _defects_in(folder: Path, root: Path) -> list[Sample]:
     """Defects by type: the name of the subfolder that they are in, else the folder's own."""
     samples = []
     inside = listed(folder, root, folder.name)
@@ -241,10 +221,7 @@ def _defects_in(folder: Path, root: Path, masks: Path | None, finder: Masks) -> 
     for sample in inside:
         inner = sample.path.relative_to(folder)
         kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
-        # Of several folders' defects, each folder's are in one of its name.
-        around = () if masks is None else (masks / folder.name, masks)
-        mask = finder.of(sample.path, (place / inner.parent for place in around))
-        samples.append(replace(sample, defect_type=kind, mask_path=mask))
+        samples.append(replace(sample, defect_type=kind))
     return samples
 
 

@@ -7,7 +7,7 @@ what anybody wants, so nothing is wrong with another answer, but that one that w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Answers: TypeAlias = dict[str, dict[str, Any]]
 
 MISSED = "missed"
+_RECORD = "with anomaly evaluate --golden FOLDER --overwrite"
 
 
 def golden_of(model: Path) -> Path | None:
@@ -33,24 +34,71 @@ def golden_of(model: Path) -> Path | None:
     return golden if model.name == "model" and (golden / GOLDEN).is_file() else None
 
 
-def score_golden(
+@dataclass(frozen=True)
+class Check:
+    """Golden parts as they are scored today, beside what is recorded of them.
+
+    Attributes:
+        answers: what the model says today.
+        moved: what has become of each image that isn't as recorded, by name.
+        recorded_by: id of the model that was recorded.
+    """
+
+    answers: Answers
+    moved: dict[str, str]
+    recorded_by: str
+
+    @property
+    def parts(self) -> set[str]:
+        """Names of the images that aren't missed defects."""
+        return {name for name in self.answers if not is_missed(name)}
+
+    @property
+    def missed(self) -> str:
+        """The number of missed defects that are caught now, and the others; empty without any."""
+        missed = {name: answer for name, answer in self.answers.items() if is_missed(name)}
+        passing = [
+            f"{name} ({answer['image_score']:.4g})"
+            for name, answer in missed.items()
+            if answer["verdict"] == "good"
+        ]
+        which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
+        caught = len(missed) - len(passing)
+        return f"known defects caught: {caught} of {len(missed)}{which}" if missed else ""
+
+
+def check(
     model: Model,
-    paths: Sequence[Path],
-    folder: Path,
+    golden: Path,
+    tolerance: float = 0.01,
     progress: Progress = lambda done, total: None,
-) -> Answers:
-    """What a model says today.
+) -> Check:
+    """Score golden parts, and compare with their record.
 
     Args:
         model: the model.
-        paths: the golden images.
-        folder: where they are.
-        progress: called with images done, and how many there are.
+        golden: their folder.
+        tolerance: share by which a score may move.
+        progress: called with (done, total).
+
+    Raises:
+        DataError: nothing is recorded, or the record is damaged.
+    """
+    record = read_record(golden)
+    answers = score_golden(model, golden, progress)
+    return Check(answers, moved_since(record["images"], answers, tolerance), record["model_id"])
+
+
+def score_golden(
+    model: Model, golden: Path, progress: Progress = lambda done, total: None
+) -> Answers:
+    """Score the images in a folder of golden parts.
 
     Returns:
         `image_score` and `verdict`, or None and the status, by the image's place in the folder.
     """
-    samples = [Sample(path, path.relative_to(folder).as_posix()) for path in paths]
+    paths = list_images(golden)
+    samples = [Sample(path, path.relative_to(golden).as_posix()) for path in paths]
     scored = score(model, samples, progress=progress)
     answers = {
         one.sample.name: {
@@ -78,7 +126,7 @@ def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[s
             if change := _escaped(recorded.get(name), current[name]):
                 moved[name] = change
         elif name not in recorded:
-            moved[name] = "new; record again with --record"
+            moved[name] = "new; record again with --overwrite"
         elif change := _change(recorded[name], current[name], tolerance):
             moved[name] = change
     return moved
@@ -113,19 +161,6 @@ def missed_parts(golden: Path | None) -> list[Path]:
     """The missed defects in a folder of golden parts, if there is one."""
     folder = None if golden is None else golden / MISSED
     return list_images(folder) if folder and folder.is_dir() else []
-
-
-def say_caught(answers: Answers) -> str:
-    """The number of missed defects that are caught now, and the others; empty without any."""
-    missed = {name: answer for name, answer in answers.items() if is_missed(name)}
-    passing = [
-        f"{name} ({answer['image_score']:.4g})"
-        for name, answer in missed.items()
-        if answer["verdict"] == "good"
-    ]
-    which = f"; not caught yet: {some(passing, most=10)}" if passing else ""
-    caught = len(missed) - len(passing)
-    return f"known defects caught: {caught} of {len(missed)}{which}" if missed else ""
 
 
 def keep_missed(folder: Path, name: str, file: bytes) -> Path:
@@ -192,7 +227,7 @@ def _add(place: Path, file: bytes, model: str) -> None:
         if others := [name for name in names if not is_missed(name)]:
             raise DataError(
                 f"{golden} holds images whose scores aren't recorded ({some(others)}); "
-                "record them first with anomaly selfcheck --record"
+                f"record them first {_RECORD}"
             )
         write_record(golden, model, {})
     write(place, file)
@@ -215,9 +250,6 @@ def write_record(folder: Path, model_id: str, current: Answers) -> None:
 def read_record(folder: Path) -> dict[str, Any]:
     """What `write_record` has noted in a folder of golden images.
 
-    Returns:
-        `model_id`, and as `images` what the model said of each, by name.
-
     Raises:
         DataError: nothing is noted there, or the record is damaged.
     """
@@ -230,11 +262,11 @@ def read_record(folder: Path) -> dict[str, Any]:
             answer["image_score"], answer["verdict"]
     except FileNotFoundError:
         raise DataError(
-            f"{file} doesn't exist: record the golden images' scores first, with --record"
+            f"{file} doesn't exist: record first what the model says of these parts, {_RECORD}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} can't be read as a record of golden scores ({why(error)}); record again with "
-            "--record"
+            f"{file} can't be read as a record of golden scores ({why(error)}); record again "
+            f"{_RECORD}"
         ) from None
     return dict(record)

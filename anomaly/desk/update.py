@@ -36,7 +36,6 @@ from anomaly.desk.price import (
 from anomaly.errors import DataError, ModelError, counted
 from anomaly.files.writing import RUN, as_json, claim, clear, from_json, write
 from anomaly.imaging.arrays import ImageLike
-from anomaly.imaging.read import list_images
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
@@ -263,7 +262,7 @@ class Update:
         parts = golden_of(find_model(source))
         golden = None
         if parts is not None:
-            golden = parts, score_golden(self.detector, list_images(parts), parts)
+            golden = parts, score_golden(self.detector, parts)
         return keep_run(self.detector, output, source, golden=golden, overwrite=overwrite)
 
     @property

@@ -26,7 +26,6 @@ def images_to_test(
     *,
     good: Sequence[Path] = (),
     defects: Sequence[Path] = (),
-    masks: Path | None = None,
 ) -> tuple[Sequence[Sample], str]:
     """The named images that the model hasn't learned from; without names the data set's.
 
@@ -35,7 +34,6 @@ def images_to_test(
         folder: the run, or the model folder, that it was loaded from.
         good: folders of good images.
         defects: folders of defects, whose subfolders name the types.
-        masks: folder of the defects' masks.
 
     Returns:
         The images, and the folders that they come from, for people.
@@ -44,7 +42,7 @@ def images_to_test(
         DataError: there are none, or nothing says where they are.
     """
     if good or defects:
-        samples = not_learned(model, folder, open_test_images(good, defects, masks, tell=True))
+        samples = not_learned(model, folder, open_test_images(good, defects))
         return samples, ", ".join(map(str, [*good, *defects]))
     dataset = dataset_of(model, folder)
     if unused := strays(dataset.unused_masks):

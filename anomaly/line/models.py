@@ -24,19 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anomaly.desk.golden import (
-    golden_of,
-    is_missed,
-    moved_since,
-    read_record,
-    say_caught,
-    score_golden,
-)
+from anomaly.desk import golden as golden_parts
 from anomaly.errors import AnomalyError, ModelError, OutputError, some, visible, why
 from anomaly.evaluation.splits import caught_defects
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
-from anomaly.imaging.read import Image, list_images
+from anomaly.imaging.read import Image
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.inference.pipeline import Pipeline
 from anomaly.inference.rows import Row, region_rows, row_of
@@ -56,7 +49,6 @@ log = logging.getLogger(__name__)
 
 _SMALL_PIXELS = 480_000  # of the heatmaps on the page
 _LOOK_SECONDS = 1.0  # between checks of the models' folders
-_TOLERANCE = 0.01  # largest change of a golden part's score, as in `selfcheck`
 
 
 class BusyError(AnomalyError):
@@ -448,22 +440,18 @@ def check(model: Model, folder: Path) -> str:
         ModelError: a score or a verdict differs from the record.
         DataError: the record of golden parts is damaged.
     """
-    golden = golden_of(folder)
+    golden = golden_parts.golden_of(folder)
     if golden is None:
         # The first pass of a network takes longer than the others.
         grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
         list(model.results([grey]))
         return "every file's hash; no golden parts are recorded beside the model"
-    recorded = read_record(golden)["images"]
-    scores = score_golden(model, list_images(golden), golden)
-    moved = moved_since(recorded, scores, _TOLERANCE)
-    if moved:
-        changes = some([f"{name}: {change}" for name, change in moved.items()], "; ")
+    found = golden_parts.check(model, golden)
+    if found.moved:
+        changes = some([f"{name}: {change}" for name, change in found.moved.items()], "; ")
         raise ModelError(f"its golden parts' scores or verdicts differ from {golden}: {changes}")
-    known = say_caught(scores)
-    parts = sum(not is_missed(name) for name in scores)
-    checked = f"every file's hash, and {parts} golden parts, which score as recorded"
-    return f"{checked}; {known}" if known else checked
+    checked = f"every file's hash, and {len(found.parts)} golden parts, which score as recorded"
+    return f"{checked}; {found.missed}" if found.missed else checked
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:

@@ -64,8 +64,10 @@ evaluate --model model --defects nowhere --output o -> nowhere doesn't exist
 evaluate --model model --defects godo --output o -> did you mean 'good'
 evaluate --model model --good empty --output o -> no images in
 evaluate --model model --good NG --output o -> NG would be taken as good
-evaluate --model model --good good --masks good --output o -> --masks needs --defects
-evaluate --model model --defects NG --masks good --output o -> none of 1 defects has a
+evaluate --model model -> give --output, a folder for the reports, or --golden, known parts
+evaluate --model model --golden nowhere -> --golden nowhere doesn't exist
+evaluate --model model --golden good -> record first what the model says of these parts
+evaluate --model model --golden good --tolerance -1 -> --tolerance is -1.0; it must be 0 or more
 update --model model --output o -> --good, --feedback, or both
 update --model model --good nowhere --output o -> --good nowhere doesn't exist
 update --model model --good good --defects nowhere --output o -> --defects nowhere doesn't exist

@@ -16,7 +16,6 @@ from anomaly.datasets import (
     Sample,
     ground_truth,
     open_dataset,
-    open_test_images,
 )
 from anomaly.datasets.layouts import recognise
 from anomaly.errors import DataError, ImageError
@@ -411,16 +410,18 @@ def test_names_that_are_too_long_or_may_not_be_looked_at(
 def test_masks_have_any_suffix_and_capitals(tmp_path: Path) -> None:
     names = ["a.PNG", "b.jpg", "c.jpeg", "d.TIF", "e.BMP", "f.png"]
     masks = ["a.png", "b.jpg", "c.JPEG", "d_mask.tiff", "E.bmp", "f.bmp"]
-    touch(tmp_path, *(f"bad/{n}" for n in names), *(f"masks/{n}" for n in masks))
-    samples = open_test_images([], [tmp_path / "bad"], tmp_path / "masks")
-    found = {s.path.name: s.mask_path and s.mask_path.name for s in samples}
+    touch(tmp_path, "good/1.png", "good/2.png", *(f"defect/{n}" for n in names))
+    touch(tmp_path, *(f"masks/{n}" for n in masks))
+    defects = [s for s in open_dataset("good_defect", tmp_path).test if s.is_defect]
+    found = {s.path.name: s.mask_path and s.mask_path.name for s in defects}
     assert found == dict(zip(names, masks, strict=True))
 
 
 def test_one_mask_is_not_two_images(tmp_path: Path) -> None:
-    touch(tmp_path, "cut/1.png", "hole/1.png", "masks/1.png")
-    with pytest.raises(DataError, match=r"mask of both .*cut/1\.png and .*hole/1\.png"):
-        open_test_images([], [tmp_path / "cut", tmp_path / "hole"], tmp_path / "masks")
+    touch(tmp_path, *(f"good/{i}.png" for i in range(3)))
+    touch(tmp_path, "defect/1.png", "defect/1.jpg", "masks/1.png")
+    with pytest.raises(DataError, match=r"mask of both .*defect/1\.jpg and .*defect/1\.png"):
+        open_dataset("good_defect", tmp_path)
 
 
 def test_labels_in_any_spelling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from conftest import Says, write_part
 
 from anomaly.desk.golden import moved_since
 
-Selfcheck = Callable[..., str]
+Check = Callable[..., str]
 
 
 @pytest.fixture
@@ -21,43 +21,43 @@ def golden(product: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def selfcheck(run_folder: Path, golden: Path, says: Says) -> Selfcheck:
+def check(run_folder: Path, golden: Path, says: Says) -> Check:
     """Runs the command to an exit code; all that it says."""
 
     def run(code: int, *flags: object, model: Path = run_folder, images: Path = golden) -> str:
-        return says(code, "selfcheck", ["--model", model, "--golden", images, *flags])
+        return says(code, "evaluate", ["--model", model, "--golden", images, *flags])
 
     return run
 
 
 def test_nothing_moves_and_another_model_is_said(
-    padim_folder: Path, golden: Path, selfcheck: Selfcheck
+    padim_folder: Path, golden: Path, check: Check
 ) -> None:
-    assert "--record" in selfcheck(2)
-    said = selfcheck(2, images=golden / "nowhere")
+    assert "--overwrite" in check(2)
+    said = check(2, images=golden / "nowhere")
     assert "--golden" in said
     assert "--input" not in said
-    said = selfcheck(0, "--record")
+    said = check(0, "--overwrite")
     assert "6 images recorded" in said
     record = json.loads((golden / "golden.json").read_text())["images"]
     assert [said["verdict"] for said in record.values()] == ["good"] * 3 + ["reject"] * 3
-    assert "6 of 6 images score as recorded: ready" in selfcheck(0)
-    assert "recorded with model" in selfcheck(1, model=padim_folder)
+    assert "6 of 6 images score as recorded: ready" in check(0)
+    assert "recorded with model" in check(1, model=padim_folder)
 
 
-def test_a_score_a_verdict_and_a_file_have_moved(golden: Path, selfcheck: Selfcheck) -> None:
-    selfcheck(0, "--record")
+def test_a_score_a_verdict_and_a_file_have_moved(golden: Path, check: Check) -> None:
+    check(0, "--overwrite")
     write_part(golden / "good" / "000.png", seed=4711)
-    assert "good/000.png: score has moved by" in selfcheck(1, "--tolerance", "1e-5")
-    selfcheck(0, "--tolerance", "0.5")
+    assert "good/000.png: score has moved by" in check(1, "--tolerance", "1e-5")
+    check(0, "--tolerance", "0.5")
     write_part(golden / "good" / "000.png", seed=101, mark=(40, 50))
-    assert "good/000.png: verdict good -> reject" in selfcheck(1, "--tolerance", "1e9")
+    assert "good/000.png: verdict good -> reject" in check(1, "--tolerance", "1e9")
     picture = cv2.imread(str(golden / "good" / "001.png"))
     cv2.imwrite(str(golden / "good" / "001.png"), picture // 30)  # a lamp has died
     (golden / "spot" / "000.png").unlink()
     write_part(golden / "new.png", seed=3)
     (golden / "good" / "002.png").write_text("damaged")
-    said = selfcheck(1)
+    said = check(1)
     for moved in (
         "good/001.png: verdict good -> reject",
         "good/002.png: verdict good -> unsupported",
@@ -69,20 +69,20 @@ def test_a_score_a_verdict_and_a_file_have_moved(golden: Path, selfcheck: Selfch
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no name there has a colon")
-def test_a_name_with_a_colon_counts_once_it_has_moved(tmp_path: Path, selfcheck: Selfcheck) -> None:
+def test_a_name_with_a_colon_counts_once_it_has_moved(tmp_path: Path, check: Check) -> None:
     part = tmp_path / "colon" / "12:30.png"
     write_part(part, seed=101)
-    selfcheck(0, "--record", images=part.parent)
+    check(0, "--overwrite", images=part.parent)
     write_part(part, seed=101, mark=(40, 50))
-    said = selfcheck(1, images=part.parent)
+    said = check(1, images=part.parent)
     assert "12:30.png: verdict good -> reject" in said
     assert "0 of 1 images score as recorded" in said
 
 
-def test_a_spoilt_record(golden: Path, selfcheck: Selfcheck) -> None:
+def test_a_spoilt_record(golden: Path, check: Check) -> None:
     for text in ("{", "[]", '{"model_id": 3}', '{"model_id": "a", "images": 1}'):
         (golden / "golden.json").write_text(text)
-        assert "golden.json can't be read" in selfcheck(2)
+        assert "golden.json can't be read" in check(2)
 
 
 def test_an_image_without_a_score_is_never_as_recorded() -> None:

@@ -67,7 +67,7 @@ def test_good_parts_under_another_lamp_are_learned_and_golden_parts_go_along(
 ) -> None:
     run = Path(shutil.copytree(run_folder, tmp_path / "run"))
     golden = shutil.copytree(lamp / "other", run / "golden")
-    says(0, "selfcheck", ["--model", run, "--golden", golden, "--record"])
+    says(0, "evaluate", ["--model", run, "--golden", golden, "--overwrite"])
     before = {f.name: sha256_of(f) for f in (run / "model").iterdir()}
     assert "good" not in verdicts(run, lamp / "other")  # too dark, whatever the score
     given = ["--good", lamp / "good", "--defects", lamp / "defects"]
@@ -91,7 +91,7 @@ def test_good_parts_under_another_lamp_are_learned_and_golden_parts_go_along(
     assert sorted(line["images"]["learned"]) == [f"{i:03}.png" for i in range(12)]
     # What can be done with a trained model can be done with it: its data set is known, too.
     says(0, "evaluate", ["--model", new, "--output", tmp_path / "figures"])
-    said = says(0, "selfcheck", ["--model", new, "--golden", new / "golden"])
+    said = says(0, "evaluate", ["--model", new, "--golden", new / "golden"])
     assert "10 of 10 images score as recorded" in said
     # All of it is known now.
     said, _ = update(2, new, *given, output="newer")

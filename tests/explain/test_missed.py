@@ -77,7 +77,7 @@ def test_a_kept_one_binds_later_versions(
 
     check = ["--model", run, "--golden", run / "golden"]
     uncaught = f"known defects caught: 0 of 1; not caught yet: missed/{kept.name} ("
-    code, out, _ = command("selfcheck", check)
+    code, out, _ = command("evaluate", check)
     assert (code, uncaught in out) == (0, True)
     update = ["--model", run, "--output", tmp_path / "new", "--good"]
     code, _, err = command("update", [*update, faint])
@@ -89,9 +89,9 @@ def test_a_kept_one_binds_later_versions(
     ):
         changed = anomaly.load(run, device="cpu").calibrate(threshold=threshold, force=True)
         changed.save(run / "model", overwrite=True)
-        code, out, _ = command("selfcheck", check)
+        code, out, _ = command("evaluate", check)
         assert (code, says in out) == (expected, True)
-        command("selfcheck", [*check, "--record"])
+        command("evaluate", [*check, "--overwrite"])
 
 
 def test_other_answers_to_a_missed_defect_are_no_fault() -> None:
@@ -106,6 +106,6 @@ def test_other_answers_to_a_missed_defect_are_no_fault() -> None:
 def test_pictures_that_nobody_has_recorded_are_named(run: Path, faint: Path) -> None:
     (run / "golden").mkdir()
     shutil.copy(faint, run / "golden" / "part.png")
-    for folder, says in ((run / "model", "selfcheck --record"), (run, "is in no run")):
+    for folder, says in ((run / "model", "evaluate --golden"), (run, "is in no run")):
         with pytest.raises(DataError, match=says):
             keep_missed(folder, faint.name, faint.read_bytes())

@@ -70,7 +70,7 @@ def check_rows(found: Sequence[dict[str, str]], expected: Sequence[dict[str, str
         assert one == two
 
 
-def test_infer_selfcheck_and_evaluate(
+def test_infer_and_evaluate(
     bank_export: Path, run_folder: Path, product: Path, inferred: Path, evaluated: Path,
     tmp_path: Path, command: Command, anomaly: Callable[..., str],
 ) -> None:  # fmt: skip
@@ -81,9 +81,9 @@ def test_infer_selfcheck_and_evaluate(
     check_rows(table(tmp_path / "bare"), table(inferred))
 
     golden = shutil.copytree(product / "test", tmp_path / "golden")
-    record = ["--model", run_folder, "--golden", golden, "--record"]
-    assert command("selfcheck", record)[0] == 0
-    said = anomaly("selfcheck", *model, "--golden", golden, "--tolerance", "0.05")
+    record = ["--model", run_folder, "--golden", golden, "--overwrite"]
+    assert command("evaluate", record)[0] == 0
+    said = anomaly("evaluate", *model, "--golden", golden, "--tolerance", "0.05")
     assert "6 of 6 images score as recorded" in said
 
     anomaly("evaluate", *model, "--output", tmp_path / "figures")

@@ -168,7 +168,7 @@ def test_every_command_that_writes_minds_the_lock(
         ("explain", [image, *run, *results], out),
         ("calibrate", [*run, "--review-rate", 0.2], model),
         ("calibrate", ["--model", model / "model", "--review-rate", 0.2], model),
-        ("selfcheck", [*run, "--golden", golden, "--record"], golden),
+        ("evaluate", [*run, "--golden", golden, "--overwrite"], golden),
         ("export", [*run, "--to", "onnx", "--golden", golden, *results], out),
         ("serve", ["--models", model, "--record", record, "--port", 0], record),
         ("deploy", ["--model", model, "--to", out], out),

@@ -36,8 +36,8 @@ def other(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
         limits = ["--threshold", 0.001, "--review-threshold", 0.0005]
         run_command("calibrate", ["--model", run, *limits, "--yes"])
         shutil.copytree(product / "test", run / "golden")
-        golden = ["--golden", run / "golden", "--record"]
-        run_command("selfcheck", ["--model", run, *golden])
+        golden = ["--golden", run / "golden", "--overwrite"]
+        run_command("evaluate", ["--model", run, *golden])
 
     return made_once("versions/disc-2", make)
 
