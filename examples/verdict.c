@@ -1,6 +1,6 @@
 /* The verdict on an image in C with OpenVINO's C interface, which reads both kinds of export:
  *
- *   anomaly export --model runs/my_part --to openvino --whole --pixels 1280x960 --output exported
+ *   anomaly export --model runs/my_part --to openvino --pixels 1280x960 --output exported
  *   gcc -std=c11 examples/verdict.c -I$OV/include -L$OV/libs -lopenvino_c -o verdict
  *   ./verdict exported/model/whole.xml part.ppm
  *

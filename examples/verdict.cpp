@@ -1,6 +1,6 @@
 // The verdict on an image in C++ with OpenVINO, which reads both kinds of export:
 //
-//   anomaly export --model runs/my_part --to openvino --whole --pixels 1280x960 --output exported
+//   anomaly export --model runs/my_part --to openvino --pixels 1280x960 --output exported
 //   g++ -std=c++17 examples/verdict.cpp -I$OV/include -L$OV/libs -lopenvino -o verdict
 //   ./verdict exported/model/whole.xml part.ppm
 //

@@ -1,6 +1,6 @@
 // The verdict on an image in JavaScript: npm install onnxruntime-node
 //
-//   anomaly export --model runs/my_part --to onnx --whole --pixels 1280x960 --output exported
+//   anomaly export --model runs/my_part --to onnx --pixels 1280x960 --output exported
 //   node examples/verdict.js exported/model/whole.onnx part.ppm
 //
 // The image is a PPM file (P6, 8 bits) of that size; a camera's bytes do as well.

@@ -1,6 +1,6 @@
 """The verdict on an image without anomaly: numpy and ONNX Runtime.
 
-anomaly export --model runs/my_part --to onnx --whole --pixels 1280x960 --output exported
+anomaly export --model runs/my_part --to onnx --pixels 1280x960 --output exported
 python examples/verdict.py exported/model/whole.onnx part.ppm
 
 The image is a PPM file (P6, 8 bits) of that size; a camera's bytes do as well.

@@ -272,10 +272,10 @@ def run_folder(product: Path, made_once: MadeOnce) -> Path:
 
 @pytest.fixture(scope="session")
 def bank_export(run_folder: Path, made_once: MadeOnce) -> Path:
-    """The PatchCore run for ONNX Runtime, the whole graph too; read only."""
+    """The PatchCore run for ONNX Runtime; read only."""
 
     def export(folder: Path) -> None:
-        arguments = ["--model", run_folder, "--to", "onnx", "--output", folder, "--whole"]
+        arguments = ["--model", run_folder, "--to", "onnx", "--output", folder]
         run_command("export", arguments)
 
     return made_once("exports/disc", export)

@@ -269,7 +269,7 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
     raise ConfigError(
         f"{name} has no default layers, since none are known to lie at strides 4, 8 and 16; "
         f"choose two or three of `anomaly layers --backbone {name}` and name them: "
-        "--set 'backbone.layers=[first, second]'"
+        "--set 'backbone.layers=[first, second]', or --layers of `features`"
     )
 
 

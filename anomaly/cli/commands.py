@@ -305,10 +305,9 @@ COMMANDS = {
         "export --model runs/part --to openvino --output runs/part_openvino",
         _MODEL,
         _choice("--to", ("onnx", "openvino"), "the engine that will compute", required=True),
-        _flag("--whole", "also write a graph for other programs, up to patch scores"),
         _value(
             "--pixels",
-            "with --whole: from raw camera images of this size (RGB, 8 bits) to the verdict",
+            "also write a graph from raw camera images of this size (RGB, 8 bits) to the verdict",
             "WxH",
             type=_camera_size,
         ),

@@ -7,16 +7,17 @@ import logging
 import random
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from anomaly.backbones.engine import ENGINES, Graph, installed
 from anomaly.backbones.weights import check_weights
@@ -24,17 +25,15 @@ from anomaly.cli.common import chosen_device
 from anomaly.cli.terminal import ProgressLine
 from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
-from anomaly.errors import AnomalyError, ConfigError, DataError, ModelError, OutputError, counted
+from anomaly.errors import AnomalyError, DataError, ModelError, OutputError, counted
 from anomaly.evaluation.splits import TrainingImages, dataset_images
-from anomaly.export import VERDICTS
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
-from anomaly.imaging.arrays import as_numpy
-from anomaly.imaging.loading import UnusableImage, by_shape, size_of, tile_by_tile
-from anomaly.imaging.pool import Decoders
+from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
+from anomaly.methods.base import Progress
 from anomaly.runtime import __version__, program_threads
 from anomaly.scoring.model import Model, score
-from anomaly.scoring.prediction import Prediction, Scored
+from anomaly.scoring.prediction import Prediction
 from anomaly.storage.folder import (
     BACKBONE,
     EXPORT,
@@ -49,42 +48,40 @@ from anomaly.storage.folder import (
 from anomaly.storage.load import config_in, exported_stages, load_model, open_network, write_export
 from anomaly.training.runs import training_record
 
-if TYPE_CHECKING:
-    from anomaly.training.fit import StageProgress  # with torch
-
 log = logging.getLogger(__name__)
 
 _GOLDEN_COUNT = 16  # golden images drawn from the training images
 _TOLERANCE = 1e-4  # largest difference of scores, as a share
-# Another one than the example that a graph is traced with, to detect one that was written into it.
-_BATCH = 3
+
+VERDICTS = ("good", "review", "reject")  # as a graph from pixels counts them
+# An image, what the export and the model say of it, whether that is the same, and the largest
+# difference of a score, as a share of it.
+Pair: TypeAlias = tuple[Path, str, str, bool, float]
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Choices for an export.
+def _export(options: argparse.Namespace) -> int:
+    """Export a model, or report how the export differs."""
+    folder = _checked(options)  # before torch is imported
+    with locked(options.output):
+        options.device = "cpu"
+        chosen_device(options)
+        with ProgressLine() as progress:
+            exported = _written(options, folder, progress)
+    equal, place = exported["equality"], options.output / "model"
+    engine = f"{ENGINES[exported['engine']][0]} {exported['engine_version']}"
+    print(f"exported model {exported['model_id']} for {engine}: {place}")
+    print(
+        f"compared with {equal['compared_with']}, on "
+        f"{counted(len(equal['images']), 'golden image')}: same verdicts; scores differ by "
+        f"{equal['largest_difference']:.1g} of their value at most"
+    )
+    model = shlex.quote(str(options.output))
+    print(f"Use it: anomaly infer --model {model} --input FOLDER --output FOLDER")
+    return 0
 
-    Attributes:
-        engine: a key of `anomaly.backbones.engine.ENGINES`.
-        whole: whether to write a second graph, up to patch scores, for other programs.
-        camera: (H0, W0) of the raw RGB images that the second graph takes and judges; None for
-            network inputs.
-        golden: a folder of images to compare on; None for training images.
-        overwrite: replace an earlier export.
-    """
 
-    engine: str
-    whole: bool = False
-    camera: tuple[int, int] | None = None
-    golden: Path | None = None
-    overwrite: bool = False
-
-
-def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
-    """Check that a model can be exported with these options; imports no torch.
-
-    Returns:
-        The model folder.
+def _checked(options: argparse.Namespace) -> Path:
+    """The model folder, where it can be exported with these options.
 
     Raises:
         ModelError: there is no model, it is an exported one, or the engine or what exporting needs
@@ -92,52 +89,36 @@ def check_export(source: Path, output: Path, options: ExportOptions) -> Path:
         DataError: a given folder has no images.
         OutputError: the output exists already, or the model itself would be overwritten.
     """
-    folder = find_model(source, exported=False)
-    _check_output(folder, output / "model", options.overwrite)
-    if options.golden is not None:
-        find_inputs([options.golden], option="--golden")
-    config = config_in(folder)
-    if options.whole and options.camera is None and config.model.smallest_defect is not None:
-        log.warning(
-            "the whole graph ends with patch scores: smallest_defect of this model applies when "
-            "anomaly runs the export, not in other programs"
-        )
-    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
-    if missing:
-        raise ModelError(
-            f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,"
-            f"{options.engine}]'"
-        )
-    installed(options.engine, "the model is compared in")
-    return folder
-
-
-def _check_output(folder: Path, target: Path, overwrite: bool) -> None:
+    folder, target = find_model(options.model, exported=False), options.output / "model"
     model, place = folder.resolve(), target.resolve()
     if place.is_relative_to(model) or model.is_relative_to(place):
         raise OutputError(f"{target} holds the model to export ({folder}); give another --output")
-    check_run_folder(target.parent)
+    check_run_folder(options.output)
     if (target / MANIFEST).is_file() and not (target / EXPORT).is_file():
         raise OutputError(
             f"{target} holds a trained model, which an export doesn't replace; give another "
             "--output"
         )
-    claim_model(target, overwrite=overwrite)
+    claim_model(target, overwrite=options.overwrite)
+    if options.golden is not None:
+        find_inputs([options.golden], option="--golden")
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"exporting needs {' and '.join(missing)}: pip install 'anomaly[export,{options.to}]'"
+        )
+    installed(options.to, "the model is compared in")
+    return folder
 
 
-def export_model(
-    source: Path,
-    output: Path,
-    options: ExportOptions,
-    *,
-    progress: StageProgress = lambda stage, done, total: None,
+def _written(
+    options: argparse.Namespace, folder: Path, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """Write a model for another engine, if it is equal on golden images.
 
     Args:
-        source: the run, or its model folder; `check_export` has passed it.
-        output: a folder for `model/` and the run's facts of its training.
-        options: engine, graphs, and images to compare on.
+        options: of the command.
+        folder: of the model.
         progress: called with (stage, done, total).
 
     Returns:
@@ -149,20 +130,19 @@ def export_model(
         DataError: there are no images to compare on.
         OutputError: the disk is full.
     """
-    # They import torch; `check_export` refuses wrong options before.
-    from anomaly.export.graph import OPSET, write_graph
-    from anomaly.export.pixels import check_pixels
+    # It imports torch; `_checked` refuses wrong options before.
+    from anomaly.export.graph import OPSET, check_pixels, write_graph
 
-    folder, engine, camera = find_model(source), options.engine, options.camera
+    engine, camera, output = options.to, options.pixels, options.output
     remove_drafts(output)
     model = load_model(folder, "cpu", config_in(folder).precision)
-    if camera is not None:
+    if camera:
         check_pixels(model)
     # Every engine and processor computes in fp32.
     reference = model
     if model.extractor.precision != "fp32":
         reference = replace(model, extractor=model.extractor.to("cpu", "fp32"))
-    paths = golden_images(model, source, options.golden)
+    paths = golden_images(model, options.model, options.golden)
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
         # All files of the model folder except the network.
@@ -170,36 +150,30 @@ def export_model(
             shutil.copyfile(folder / name, draft / name)
         if (folder / HISTORY).exists():
             shutil.copyfile(folder / HISTORY, draft / HISTORY)
-        entry, whole = write_graph(reference, draft, engine), None
-        if options.whole:
-            whole = write_graph(reference, draft, engine, whole=True, camera=camera)
-        graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
         values: dict[str, Any] = {
             "model_id": model.model_id,
-            "network": entry,
-            "whole": whole,
+            "network": write_graph(reference, draft, engine),
+            "whole": write_graph(reference, draft, engine, camera) if camera else None,
             "software_version": __version__,
             "engine": engine,
             "opset": OPSET,
-            "files": {file.name: file_entry(file) for file in graphs},
         }
+        graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
+        values["files"] = {file.name: file_entry(file) for file in graphs}
         progress("writing graphs", 1, 1)
         network = open_network(draft, model.manifest, values)
         exported = replace(model, **exported_stages(network, draft, model.config))
         values["engine_version"] = network.graph.version
-        values["equality"] = compare(
-            model,
-            reference,
-            exported,
-            paths,
-            progress=lambda done, total: progress("comparing", done, total),
+        values["equality"] = equality(
+            network_pairs(model, reference, exported, paths, partial(progress, "comparing")),
+            "" if reference is model else "; train with --set precision=fp32",
         )
-        if whole:
-            graph = Graph(draft / whole["file"], engine, program_threads())
-            share = compare_whole(reference, graph, paths, camera)
-            values["equality"]["largest_whole_difference"] = share
+        if camera:
+            graph = Graph(draft / values["whole"]["file"], engine, program_threads())
+            whole = equality(pixel_pairs(reference, graph, paths, camera))
+            values["equality"]["largest_whole_difference"] = whole["largest_difference"]
         write_export(draft, values)
-    if record := training_record(source):  # where the data set is, for `evaluate`
+    if record := training_record(options.model):  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values
 
@@ -234,123 +208,93 @@ def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
     return sorted(present)
 
 
-def compare(
-    model: Model,
-    reference: Model,
-    exported: Model,
-    paths: Sequence[Path],
-    *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
-    """Check that an exported model has torch's scores and the verdicts of the model as trained.
+def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
+    """The proof that an export says what its model says.
 
     Args:
-        model: the source, in the number format of its training.
-        reference: the source in fp32, in which exports compute; `model` itself if that is the same.
-        exported: the exported model.
-        paths: images.
-        progress: called with (images compared, all of them).
+        pairs: what both say of golden images.
+        hint: what else there is to do where verdicts differ.
 
     Returns:
         The compared images and their largest difference, as in export.json.
 
     Raises:
-        ModelError: it differs; the message names the image and the difference.
-        DataError: none of the images can be scored.
+        ModelError: an image differs; the message names it and the difference.
+        DataError: there are no pairs.
     """
-    samples = [Sample(path, path.name) for path in paths]
-    wanted = score(reference, samples)
-    trained = wanted if reference is model else score(model, samples)
-    scale = _scale(reference)
-    names, shares = list[str](), list[float]()
-    found = score(exported, samples, progress=progress)
-    for sample, want, own, answer in zip(samples, wanted, trained, found, strict=True):
-        share = _share(want, answer, scale)
-        is_changed = _verdict(model, own) != _verdict(exported, answer)
-        if not share <= _TOLERANCE or is_changed:
-            hint = "" if own is want else "; train with --set precision=fp32"
+    shares: dict[Path, float] = {}
+    for path, found, wanted, is_same, share in pairs:
+        if not (share <= _TOLERANCE and is_same):
             raise ModelError(
-                f"the exported model's scores differ: {sample.path} has "
-                f"{_described(exported, answer)} with {exported.extractor.engine} and "
-                f"{_described(model, own)} with torch, a difference of {share:.2g} of the score "
-                f"(allowed: {_TOLERANCE:g}, and no other verdict). Nothing was exported{hint}"
+                f"the export's scores differ: {path} has {found} in the export and {wanted} with "
+                f"torch, a difference of {share:.2g} of the score (allowed: {_TOLERANCE:g}, and no "
+                f"other verdict). Nothing was exported{hint}"
             )
-        if answer.score is not None:
-            names.append(sample.name)
-            shares.append(share)
+        shares[path] = share
     if not shares:
-        raise DataError(f"none of the golden images can be scored: {_described(model, wanted[0])}")
-    if unusable := len(paths) - len(shares):
-        several = f"{unusable} of {len(paths)}"
-        log.warning("%s golden images can't be scored and aren't compared", several)
+        raise DataError(
+            "none of the golden images can be compared: each must be readable and, with --pixels, "
+            "have 8 bits and the camera's size. Give a folder of such images with --golden"
+        )
+    worst = max(shares, key=shares.__getitem__)
     return {
         "compared_with": f"torch {version('torch')}, fp32",
-        "images": names,
+        "images": [path.name for path in shares],
         "tolerance": _TOLERANCE,
-        "largest_difference": max(shares),
-        "largest_difference_at": names[int(np.argmax(shares))],
+        "largest_difference": shares[worst],
+        "largest_difference_at": worst.name,
         "largest_whole_difference": None,
     }
 
 
-def compare_whole(
-    reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int] | None
-) -> float:
-    """Check that a whole graph says what a detector says.
+def network_pairs(
+    model: Model,
+    reference: Model,
+    exported: Model,
+    paths: Sequence[Path],
+    progress: Progress = lambda done, total: None,
+) -> Iterator[Pair]:
+    """What an exported model says of images, and the model as trained.
+
+    Args:
+        model: the source, in the number format of its training; verdicts are compared with its.
+        reference: the source in fp32, in which exports compute; scores are compared with its.
+        exported: the exported model.
+        paths: images; a warning says how many can't be scored by either.
+        progress: called with (images compared, all of them).
+    """
+    samples = [Sample(path, path.name) for path in paths]
+    wanted = score(reference, samples)
+    trained = wanted if reference is model else score(model, samples)
+    unusable = 0
+    found = score(exported, samples, progress=progress)
+    for want, own, answer in zip(wanted, trained, found, strict=True):
+        limits, share = model.thresholds, float("inf")
+        if want.score is not None and answer.score is not None:
+            share = _apart(answer.score, want.score, _scale(reference))
+        elif want.status == answer.status:
+            unusable += 1
+            continue
+        said, own_said = answer.verdict(exported.thresholds), own.verdict(limits)
+        is_same = (said, bool(answer.reason)) == (own_said, bool(own.reason))
+        both = _shown(answer.score, said), _shown(own.score, own_said)
+        yield want.sample.path, *both, is_same, share
+    if unusable:
+        several = f"{unusable} of {len(paths)}"
+        log.warning("%s golden images can't be scored and aren't compared", several)
+
+
+def pixel_pairs(
+    reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int]
+) -> Iterator[Pair]:
+    """What a graph from pixels says of images, and the model.
 
     Args:
         reference: in fp32.
-        graph: from images to patch scores or, with a camera, from pixels to the verdict.
-        paths: images; with a camera those of another size aren't compared.
-        camera: what the graph takes.
-
-    Returns:
-        The largest difference of a patch score, or of an image score and a map's value, as a share
-        of the image's highest; or of the review threshold where that is higher.
-
-    Raises:
-        ModelError: one is too large, or a verdict differs; the message names the image.
-        DataError: no image can be compared.
+        graph: from pixels to the verdict.
+        paths: images; those of another size than the camera's, or of more bits, are left out.
+        camera: (H0, W0) that the graph takes.
     """
-    largest = -1.0
-    if camera is None:
-        compared = _compared_patches(reference, graph, paths)
-    else:
-        compared = _compared_pixels(reference, graph, paths, camera)
-    for path, share, other_verdict in compared:
-        if not share <= _TOLERANCE or other_verdict:
-            raise ModelError(
-                f"the whole graph's scores differ: {path} by {share:.2g} of the image's highest "
-                f"score (allowed: {_TOLERANCE:g}){other_verdict}. Nothing was exported"
-            )
-        largest = max(largest, share)
-    if camera is not None and largest < 0:
-        raise DataError(
-            f"none of {len(paths)} golden images has 8 bits and "
-            f"{camera[1]}×{camera[0]} pixels, as in --pixels; give a folder of the "
-            f"camera's images with --golden"
-        )
-    return largest
-
-
-def _compared_patches(
-    reference: Model, graph: Graph, paths: Sequence[Path]
-) -> Iterator[tuple[Path, float, str]]:
-    decoders = Decoders(reference.loading)
-    loaded = reference.fitting(decoders.load_all(enumerate(paths)))
-    for batch in tile_by_tile(by_shape(loaded, _BATCH), _BATCH):
-        if isinstance(batch, UnusableImage):
-            continue
-        found = graph(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))[0]
-        with reference.embedder.inference_mode():
-            wanted = as_numpy(reference.scorer.score(reference.embedder(batch)).scores)
-        for item, one, other in zip(batch, found, wanted, strict=True):
-            yield paths[item.index], _apart(one, other, _scale(reference)), ""
-
-
-def _compared_pixels(
-    reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int]
-) -> Iterator[tuple[Path, float, str]]:
     fitting = [path for path in paths if size_of(path) == camera]
     for prediction in reference.results(fitting):
         if not isinstance(prediction, Prediction):
@@ -359,18 +303,19 @@ def _compared_pixels(
         pixels = read_image(path).pixels
         if pixels.dtype != np.uint8:
             continue
-        codes, scores, reasons, maps, _ = graph(pixels[None])
-        pairs = ((scores, np.array([prediction.score])), (maps[0], prediction.anomaly_map))
-        share = max(_apart(found, wanted, _scale(reference)) for found, wanted in pairs)
-        verdict, changed = VERDICTS[int(codes[0])], ""
-        if (verdict, bool(reasons[0])) != (prediction.verdict, bool(prediction.reason)):
-            changed = f"; verdict {verdict} instead of {prediction.verdict}"
-        yield path, share, changed
+        (code,), (value,), (reason,), (shown,), _ = graph(pixels[None])
+        both = ((value, prediction.score), (shown, prediction.anomaly_map))
+        share = max(_apart(found, wanted, _scale(reference)) for found, wanted in both)
+        said = VERDICTS[int(code)], bool(reason)
+        is_same = said == (prediction.verdict, bool(prediction.reason))
+        texts = _shown(value, said[0]), _shown(prediction.score, prediction.verdict)
+        yield path, *texts, is_same, share
 
 
-def _apart(found: NDArray[Any], wanted: NDArray[Any], scale: float) -> float:
+def _apart(found: ArrayLike, wanted: ArrayLike, scale: float) -> float:
     """The largest difference, as a share of the highest value, or of `scale` if that is higher."""
-    return float(np.nanmax(np.abs(found - wanted))) / max(float(np.nanmax(wanted)), scale)
+    away = np.abs(np.subtract(found, wanted))
+    return float(np.nanmax(away)) / max(float(np.nanmax(wanted)), scale)
 
 
 def _scale(detector: Model) -> float:
@@ -378,58 +323,8 @@ def _scale(detector: Model) -> float:
     return 1e-12 if detector.thresholds is None else max(detector.thresholds.review, 1e-12)
 
 
-def _share(before: Scored, now: Scored, scale: float) -> float:
-    if before.score is None or now.score is None:
-        return 0.0 if before.score == now.score else float("inf")
-    return _apart(np.array([now.score]), np.array([before.score]), scale)
-
-
-def _verdict(detector: Model, scored: Scored) -> tuple[str, str, bool]:
-    """The status, the verdict if there is one, and whether a person is given a reason to look."""
-    return scored.status, scored.verdict(detector.thresholds), bool(scored.reason)
-
-
-def _described(detector: Model, scored: Scored) -> str:
-    if scored.score is None:
-        return f"no score ({scored.reason})"
-    return f"score {scored.score:.6g} ({scored.verdict(detector.thresholds) or 'no verdict'})"
-
-
-def _export(options: argparse.Namespace) -> int:
-    """Export a model, or report how the export differs."""
-    if options.pixels and not options.whole:
-        raise ConfigError("--pixels is for the whole graph; add --whole")
-    wanted = ExportOptions(
-        options.to,
-        whole=options.whole,
-        camera=options.pixels,
-        golden=options.golden,
-        overwrite=options.overwrite,
-    )
-    check_export(options.model, options.output, wanted)  # before torch is imported
-    with locked(options.output):
-        options.device = "cpu"
-        chosen_device(options)
-        with ProgressLine() as progress:
-            exported = export_model(options.model, options.output, wanted, progress=progress)
-    _print_export(exported, options.output / "model")
-    return 0
-
-
-def _print_export(values: dict[str, Any], folder: Path) -> None:
-    """Print the facts of export.json."""
-    equal = values["equality"]
-    engine = f"{ENGINES[values['engine']][0]} {values['engine_version']}"
-    print(f"exported model {values['model_id']} for {engine}: {folder}")
-    print(
-        f"compared with {equal['compared_with']}, on "
-        f"{counted(len(equal['images']), 'golden image')}: same verdicts; scores differ by "
-        f"{equal['largest_difference']:.1g} of their value at most"
-    )
-    print(
-        f"Use it: anomaly infer --model {shlex.quote(str(folder.parent))} --input FOLDER --output "
-        "FOLDER"
-    )
+def _shown(score: float | None, verdict: str) -> str:
+    return "no score" if score is None else f"score {score:.6g} ({verdict or 'no verdict'})"
 
 
 def _features(options: argparse.Namespace) -> int:

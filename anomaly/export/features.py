@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.backbones.extractor import network_input, truncate_in_place
-from anomaly.backbones.layers import default_layers, side_multiple
+from anomaly.backbones.layers import default_layers, layout_of, side_multiple
 from anomaly.backbones.networks import (
     backbone_of,
     build,
@@ -33,14 +33,13 @@ from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, 
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import DEFAULT
 from anomaly.storage.load import load_model
-from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 
 Array: TypeAlias = NDArray[np.float32]
-Pooling: TypeAlias = Literal["mean", "none"]
 
 _AT_ONCE = 8  # images
+_SIDE = 224  # images have the area of a square with this side, or are it
 _STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
 _MOST_BYTES = 4 * 1024**3  # of features, which memory holds twice until they are written
 
@@ -50,12 +49,12 @@ class Source:
     """A network and how its images are loaded.
 
     Attributes:
-        layers: path of each layer, with the axis of its output that holds the channels.
+        layers: path of each layer.
         loading: files -> network inputs.
         outputs: B images of one size -> what each layer puts out for them, (B, …).
     """
 
-    layers: dict[str, int]
+    layers: Sequence[str]
     loading: Preprocessing
     outputs: Callable[[Sequence[NetworkInput]], Sequence[Tensor]]
 
@@ -78,15 +77,11 @@ def from_model(folder: Path, device: torch.device) -> Source:
         )
     if model.region is not None:
         log.warning("%s inspects a region of each image, but features are of whole images", folder)
-    return Source(dict.fromkeys(model.extractor.layers, 1), model.loading, model.embedder.maps)
+    return Source(model.extractor.layers, model.loading, model.embedder.maps)
 
 
 def from_backbone(
-    name: str,
-    weights: str,
-    device: torch.device,
-    layers: Sequence[str] | None = None,
-    size: int = 224,
+    name: str, weights: str, device: torch.device, layers: Sequence[str] | None = None
 ) -> Source:
     """Layers of a network of torchvision or timm.
 
@@ -95,18 +90,13 @@ def from_backbone(
         weights: `imagenet`, `random`, or a file.
         device: where to compute.
         layers: names or patterns of layers; by default those of the first three stages.
-        size: images are brought to the area of a square with this side, or to that square where
-            the network takes squares only.
 
     Raises:
         AnomalyError: there is no such network, layer or weights file.
     """
-    layers = layers or _default_layers(name)
     network = build(name)
-    truncate_in_place(network, layers, size)
-    # Shown another size than the images', of which there may be as many rows as channels.
-    shown = truncate_in_place(build(name), layers).outputs
-    axes = {layer: channel_axis(output.shape) for layer, output in shown.items()}
+    layers = layers or default_layers(name, network, 3)
+    paths = list(truncate_in_place(network, layers, _SIDE).outputs)
     multiple = side_multiple(build(name), layers)
     load_state(
         network, read_weights(name, weights, 0)[0], build(name), f"the weights file for {name}"
@@ -116,14 +106,14 @@ def from_backbone(
 
     def outputs(batch: Sequence[NetworkInput]) -> list[Tensor]:
         images = network_input(batch, normalise, device)
-        with torch.inference_mode(), capture(network, list(axes), stop=True) as captured:
+        with torch.inference_mode(), capture(network, paths, stop=True) as captured:
             captured.run(images)
             found = captured.pop()
-        return [found[layer] for layer in axes]
+        return [found[path] for path in paths]
 
     # A network without a multiple takes squares only.
-    sizing = Sizing(size if multiple is None else None, None, size, multiple or _STRIDE)
-    return Source(axes, Preprocessing(sizing, DEFAULT), outputs)
+    sizing = Sizing(_SIDE if multiple is None else None, None, _SIDE, multiple or _STRIDE)
+    return Source(paths, Preprocessing(sizing, DEFAULT), outputs)
 
 
 def save_features(
@@ -131,8 +121,8 @@ def save_features(
     paths: Sequence[Path],
     file: Path,
     *,
-    pool: Pooling = "mean",
-    progress: StageProgress = lambda stage, done, total: None,
+    pool: str = "mean",
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[UnusableImage]:
     """Save a network's features of images; the file appears when they are complete.
 
@@ -158,10 +148,9 @@ def save_features(
         if isinstance(batch, UnusableImage):
             refused.append(batch)
         else:
-            for own, output, axis in zip(
-                rows, source.outputs(batch), source.layers.values(), strict=True
-            ):
-                own += [*pooled(output, axis, pool).float().cpu().numpy()]
+            for own, output in zip(rows, source.outputs(batch), strict=True):
+                values = pooled(output, batch[0].view.size) if pool == "mean" else output
+                own += [*values.float().cpu().numpy()]
             used += [item.index for item in batch]
             _check_maps(rows, len(paths))
         progress("features", len(used) + len(refused), len(paths))
@@ -191,38 +180,16 @@ def _check_maps(rows: Sequence[Sequence[Array]], images: int) -> None:
         )
 
 
-def pooled(values: Tensor, axis: int, how: Pooling) -> Tensor:
-    """Pool over positions or tokens.
+def pooled(values: Tensor, size: tuple[int, int]) -> Tensor:
+    """Means over positions or tokens, (B, C); vectors stay as they are.
 
     Args:
-        values: (B, …) with the channels on `axis`.
-        axis: see `channel_axis`.
-        how: `mean`, or `none` to leave the values as they are.
-
-    Returns:
-        (B, C) for `mean`; vectors stay as they are.
+        values: a feature map (B, C, h, w), Swin's form of one (B, h, w, C), a transformer's tokens
+            (B, N, C), or vectors (B, C).
+        size: (H, W) of the images.
     """
-    positions = [i for i in range(1, values.ndim) if i != axis]
-    return values.mean(dim=positions) if how == "mean" and positions else values
-
-
-def channel_axis(shape: Sequence[int]) -> int:
-    """The axis of a layer's output that holds the channels, from one square image's shape.
-
-    Args:
-        shape: (1, C, h, h) is a feature map, (1, h, h, C) Swin's form of one, (1, tokens, C) a
-            transformer's, (1, C) a vector.
-    """
-    channels_last = len(shape) == 4 and shape[1] == shape[2] != shape[3]
-    return len(shape) - 1 if channels_last or len(shape) == 3 else 1
-
-
-def _default_layers(name: str) -> Sequence[str]:
-    network = build(name)
-    try:
-        return default_layers(name, network, 3)
-    except ConfigError:
-        raise ConfigError(
-            f"{name} has no default layers; name some of `anomaly layers --backbone {name}` with "
-            f"--layers"
-        ) from None
+    layout = layout_of(values.shape, size)
+    is_last = values.ndim == 3 or (layout is not None and layout.axes == "channels_last")
+    channels = values.ndim - 1 if is_last else 1
+    positions = [axis for axis in range(1, values.ndim) if axis != channels]
+    return values.mean(dim=positions) if positions else values

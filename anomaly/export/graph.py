@@ -1,24 +1,40 @@
-"""A detector as a graph in a file: images -> patch embeddings, or on to patch scores."""
+"""A detector as a graph in a file: images -> patch embeddings, or camera pixels -> verdict."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
+import cv2
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anomaly.backbones.engine import ENGINES, installed
 from anomaly.backbones.extractor import folded
 from anomaly.backbones.networks import build, load_state
+from anomaly.config.schema import METHODS
 from anomaly.errors import ModelError
-from anomaly.export.pixels import PixelsToVerdict
 from anomaly.hooks import HookSet, capture
+from anomaly.imaging.geometry import View, resampling_matrix
+from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
+from anomaly.methods.base import PatchScores
+from anomaly.scoring.image_score import network_map
+from anomaly.scoring.image_statistics import (
+    BLANK,
+    FARTHER,
+    LEAST_DISTANCE,
+    QUIET,
+    TrainingStatistics,
+)
 from anomaly.scoring.model import Model
 from anomaly.storage.load import graph_names
 
@@ -74,15 +90,8 @@ def _weights(wanted: int, known: int, like: Tensor) -> Tensor:
 OPSET = 18
 _LARGEST = 1 << 16  # of batch, height and width in multiples; no limit in fact
 
-_IMAGES = (
-    "RGB in [0, 1], full scale of the file's depth is 1, resized as config.yaml says; the graph "
-    "normalises"
-)
-_MEANINGS = {
-    "embeddings": "patch embeddings",
-    "patch_scores": "distance of each patch to good patches, higher is more anomalous",
-    "nearest": "nearest vector of the memory bank, the row of `vectors` in scorer.safetensors",
-}
+# Meaning and lengths of the axes by name: first of the input, then of the outputs.
+_Described: TypeAlias = dict[str, tuple[str, list[int | str]]]
 
 
 class _Network(nn.Module):
@@ -97,33 +106,46 @@ class _Network(nn.Module):
         self.network = _padded_alike(_to_the_end(detector), _example(detector)[0])
         self.register_buffer("mean", torch.tensor(normalise.mean).view(3, 1, 1))
         self.register_buffer("std", torch.tensor(normalise.std).view(3, 1, 1))
-        self._layers, self._align = detector.extractor.layers, detector.scorer.align
-        self._maps_of = detector.extractor.maps_of
+        self._detector, self._align = detector, detector.scorer.align
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         # Without the early stop, which a trace can't follow: layers after the last hooked one
         # aren't used, so they aren't in the graph.
-        with capture(self.network, self._layers) as captured:
+        extractor = self._detector.extractor
+        with capture(self.network, extractor.layers) as captured:
             captured.run((images - self.mean) / self.std)
-            maps = self._maps_of(captured.pop(), images)
+            maps = extractor.maps_of(captured.pop(), images)
         return (self._align(maps),)
+
+    def described(self) -> _Described:
+        """Meaning and lengths of the axes of the input and of the output, by name."""
+        detector, sides = self._detector, self._detector.loading.sizing.only
+        meaning = (
+            "RGB in [0, 1], full scale of the file's depth is 1, resized as config.yaml says; the "
+            "graph normalises"
+        )
+        images: list[int | str] = ["batch", 3, "height", "width"]
+        embeddings: list[int | str] = ["batch", "h", "w", detector.scorer.dimensions]
+        if sides is None:
+            multiple = detector.loading.sizing.multiple
+            meaning += f"; height and width are multiples of {multiple}"
+        else:
+            images[2:], embeddings[1:3] = sides, detector.embedder.grid(sides)
+        return {"images": (meaning, images), "embeddings": ("patch embeddings", embeddings)}
 
 
 def _to_the_end(detector: Model) -> nn.Module:
     """The detector's network, folded, so that it can run to its end.
 
-    Layers after the last wanted one were replaced by layers that pass on their input. Within a
-    block, its shape is often wrong for the rest of the block; then the whole network is used, with
-    zeros for the weights that no wanted layer needs.
+    Layers after the last wanted one were replaced by layers that pass on their input, whose shape
+    may be wrong for the rest. So it is the whole network, with zeros for the weights that no wanted
+    layer needs.
 
     Raises:
-        ModelError: the whole network can't run to its end either.
+        ModelError: it can't run to its end.
     """
     extractor, name = detector.extractor, detector.config.backbone.name
     images, _ = _example(detector)
-    kept = folded(extractor.network, extractor.pairs, torch.float32)
-    if _runs(kept, images):
-        return kept
     whole, state = build(name), extractor.network.state_dict()
     zeros = {
         key: torch.zeros(like.shape, dtype=like.dtype)
@@ -132,26 +154,16 @@ def _to_the_end(detector: Model) -> nn.Module:
     }
     load_state(whole, state | zeros, build(name), name)
     whole = folded(whole.eval(), extractor.pairs, torch.float32)
-    if not _runs(whole, images):
+    try:
+        with torch.inference_mode():
+            whole(images)
+    except Exception:  # of any kind, by what gets something else than it goes on with
         height, width = images.shape[2:]
         raise ModelError(
             f"this network can't be written as a graph: {name} doesn't run to its end on images of "
             f"{height}×{width}; train with another backbone"
-        )
+        ) from None
     return whole
-
-
-class _Padded(nn.Module):
-    """A convolution that pads with a constant number of zeros."""
-
-    def __init__(self, convolution: nn.Conv2d, sides: Sequence[int]) -> None:
-        super().__init__()
-        self.convolution, self.sides = convolution, list(sides)
-
-    def forward(self, x: Tensor) -> Tensor:
-        c = self.convolution
-        x = nn.functional.pad(x, self.sides)
-        return nn.functional.conv2d(x, c.weight, c.bias, c.stride, 0, c.dilation, c.groups)
 
 
 def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
@@ -174,70 +186,28 @@ def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
             )
         network(images)
     for path, shape in seen.items():
-        c = network.get_submodule(path)
-        assert isinstance(c, nn.Conv2d)
-        sides = pad_same_arg(list(shape[2:]), list(c.kernel_size), list(c.stride), list(c.dilation))
-        network.set_submodule(path, _Padded(c, sides))
+        c: Any = network.get_submodule(path)
+        sides: Any = pad_same_arg(list(shape[2:]), c.kernel_size, c.stride, c.dilation)
+        plain = nn.Conv2d(
+            c.in_channels, c.out_channels, c.kernel_size, c.stride, 0, c.dilation, c.groups,
+            bias=c.bias is not None,
+        )  # fmt: skip
+        plain.load_state_dict(c.state_dict())
+        network.set_submodule(path, nn.Sequential(nn.ZeroPad2d(sides), plain))
     return network
 
 
-def _runs(network: nn.Module, images: Tensor) -> bool:
-    try:
-        with torch.inference_mode():
-            network(images)
-    except Exception:  # of any kind, by what gets something else than it goes on with
-        return False
-    return True
-
-
-class _Whole(nn.Module):
-    """Images -> patch scores (B, h, w), and nearest bank vectors for PatchCore."""
-
-    def __init__(self, detector: Model) -> None:
-        super().__init__()
-        self.embed, self.score = _Network(detector), detector.scorer.graph()
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        scored: tuple[Tensor, ...] = self.score(*self.embed(images))
-        return scored
-
-
-# Meaning and lengths of the axes by name: first of the input, then of the outputs.
-_Described = dict[str, tuple[str, list[int | str]]]
-
-
-def _described(detector: Model, outputs: Sequence[Tensor], *, whole: bool) -> _Described:
-    """The description of a graph from images, by the outputs for some of them."""
-    sizing = detector.loading.sizing
-    sides: Sequence[int | str] = ("height", "width")
-    grid: Sequence[int | str] = ("h", "w")
-    step = f"; height and width are multiples of {sizing.multiple}"
-    if sizing.only is not None:
-        sides, grid, step = sizing.only, outputs[0].shape[1:3], ""
-    described: _Described = {"images": (_IMAGES + step, ["batch", 3, *sides])}
-    names = ["patch_scores", "nearest"] if whole else ["embeddings"]
-    for name, output in zip(names, outputs, strict=False):  # without a bank none is the nearest
-        described[name] = (_MEANINGS[name], ["batch", *grid, *output.shape[3:]])
-    return described
-
-
 def write_graph(
-    detector: Model,
-    folder: Path,
-    engine: str,
-    *,
-    whole: bool = False,
-    camera: tuple[int, int] | None = None,
+    detector: Model, folder: Path, engine: str, camera: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """Write a detector's graph, as `network` or `whole`.
+    """Write a detector's graph, as `network` or, from pixels, as `whole`.
 
     Args:
         detector: on the CPU, in fp32.
         folder: for the files, which depend on the engine.
         engine: a key of `anomaly.backbones.engine.ENGINES`.
-        whole: whether the graph includes patch scores.
-        camera: (H0, W0) of the raw RGB images that a whole graph takes and judges; None for network
-            inputs and patch scores.
+        camera: (H0, W0) of the raw RGB images that a graph takes and judges; None for a graph from
+            network inputs to patch embeddings.
 
     Returns:
         Its file, inputs and outputs, as in export.json.
@@ -247,20 +217,17 @@ def write_graph(
         DataError: the model doesn't take such images.
         OSError: no room.
     """
-    example, free = _example(detector)
-    if camera is None:
-        module: nn.Module = _Whole(detector) if whole else _Network(detector)
-    else:
-        module = pixels = PixelsToVerdict(detector, _Network(detector), camera)
-        example, free = pixels.example(), {0: free[0]}
+    module: _Network | PixelsToVerdict = _Network(detector)
+    stem, (example, free) = "network", _example(detector)
+    if camera is not None:
+        module, stem = PixelsToVerdict(detector, module, camera), "whole"
+        example, free = torch.randint(0, 256, (2, *camera, 3), dtype=torch.uint8), {0: free[0]}
     with torch.no_grad():
-        outputs = module(example)  # also because values that are computed once aren't traced
-    described = _described(detector, outputs, whole=whole) if camera is None else pixels.described()
-    stem = "whole" if whole else "network"
-    name = graph_names(engine, stem)[0]
+        module(example)  # values that are computed once aren't traced
+    described, name = module.described(), graph_names(engine, stem)[0]
     file = folder / f"{stem}.onnx"
     _trace(module, example, free, list(described), file)
-    inputs, kept = _tidied(file, described)
+    inputs, outputs = _tidied(file, described)
     if ENGINES[engine][2] != ".onnx":
         openvino = installed(engine, "this export is for")
         model = openvino.Core().read_model(file)
@@ -270,7 +237,7 @@ def write_graph(
             raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
-    return {"file": name, "inputs": inputs, "outputs": kept}
+    return {"file": name, "inputs": inputs, "outputs": outputs}
 
 
 def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
@@ -352,3 +319,198 @@ def _tidied(
     onnx.save(model, file)
     onnx.checker.check_model(file, full_check=True)  # and infers all shapes strictly
     return described[:1], described[1:]
+
+
+def check_pixels(detector: Model) -> None:
+    """Check that a model can be a graph from pixels to the verdict.
+
+    Raises:
+        ModelError: it can't; the message gives the reason.
+    """
+    config = detector.config
+    why = ""
+    if config.image.tile is not None:
+        why = "it cuts images into tiles (image.tile)"
+    elif detector.reference is not None:
+        why = "it finds the part's pose first (image.align)"
+    elif config.image_score_in_force in METHODS[config.model.kind].image_scores:
+        why = f"its image score, {config.image_score_in_force}, searches the memory bank again"
+    elif config.model.smallest_defect is not None:
+        why = "the size of regions decides its image score (model.smallest_defect)"
+    elif detector.thresholds is None:
+        why = "it has no thresholds (set them with anomaly calibrate)"
+    if why:
+        raise ModelError(f"this model can't be a graph from pixels to the verdict: {why}")
+
+
+class PixelsToVerdict(nn.Module):
+    """Pixels (B, H0, W0, 3) uint8 -> verdict, score, reason, anomaly map, patch scores.
+
+    Args:
+        detector: on the CPU, in fp32; `check_pixels` has passed it.
+        embed: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D), in a tuple.
+        camera: (H0, W0) of the pixels.
+
+    Raises:
+        DataError: the model doesn't take images of this size.
+    """
+
+    def __init__(self, detector: Model, embed: nn.Module, camera: tuple[int, int]) -> None:
+        super().__init__()
+        self.embed, self.score = embed, detector.scorer.graph()
+        self._detector, self._camera = detector, camera
+        self._view = view = cast(View, detector.loading.sizing.view(camera))
+        self._grid = grid = detector.embedder.grid(view.size)
+        self._resample = [_tensor(resampling_matrix(axis)) for axis in (view.rows, view.columns)]
+        smoothing = detector.config.model.smoothing
+        self._map_axes = [
+            _tensor(map_matrix(count, axis, smoothing))
+            for count, axis in zip(grid, (view.rows, view.columns), strict=True)
+        ]
+        self._inside: Tensor | None = None
+        self._seen: Tensor | bool = True
+        if detector.region is not None:
+            self._inside = torch.from_numpy(detector.region.patches(view, grid))[None]
+            self._seen = torch.from_numpy(detector.region.inside(camera))
+        self._top = self._count_top()
+        self._statistics = _Statistics(detector, self._inside, view.size)
+
+    def _count_top(self) -> int:
+        """Number of values in the highest 1 %, whose mean is the image score."""
+        if self._detector.config.image_score_in_force.startswith("map_"):
+            smoothing = self._detector.config.model.smoothing
+            zeros = torch.zeros(1, *self._grid)
+            values = network_map(zeros, self._view.size, smoothing, self._inside)
+        else:
+            values = torch.where(
+                torch.ones(self._grid) if self._inside is None else self._inside, 0.0, math.nan
+            )
+        return max(1, round(int((~values.isnan()).sum()) / 100))
+
+    def described(self) -> _Described:
+        """Meaning and lengths of the axes of the input and of the outputs, by name."""
+        height, width = self._camera
+        return {
+            "pixels": (
+                "RGB, 8 bits, raw camera pixels",
+                ["batch", height, width, 3],
+            ),
+            "verdict": ("0 good, 1 review, 2 reject", ["batch"]),
+            "score": ("image score, higher is more anomalous", ["batch"]),
+            "reason": (
+                "why the image isn't good, whatever its score: 1 it is blank; its 2 brightness, "
+                "3 contrast, 4 sharpness is far outside the training images'; 5 it looks like "
+                "another product; 0 no reason",
+                ["batch"],
+            ),
+            "anomaly_map": (
+                "score of each pixel of the image; NaN where nothing counts",
+                ["batch", height, width],
+            ),
+            "patch_scores": (
+                "score of each patch of the network's input; NaN where it doesn't count",
+                ["batch", *self._grid],
+            ),
+        }
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
+        """The graph's outputs, in the order of `described`."""
+        images = pixels.permute(0, 3, 1, 2).float() / 255
+        rows, columns = self._resample
+        images = rows @ images @ columns.T
+        (embeddings,) = self.embed(images)
+        scores, *nearest = self.score(embeddings)
+        patches = PatchScores(scores, nearest[0] if nearest else None)
+        pieces = [(self._view, (0, 0), 0)]
+        shown, values = self._detector.image_scores_of(
+            patches, embeddings, pieces, self._inside, self._top
+        )
+        reason = self._statistics(images, embeddings)
+        limits = self._detector.thresholds
+        assert limits is not None  # see `check_pixels`
+        # NaN exceeds neither threshold.
+        verdict = 2 - (values <= limits.review).long() - (values <= limits.image).long()
+        verdict = torch.maximum(verdict, (reason > 0).long())
+        return verdict, values, reason, self._anomaly_map(shown.scores), shown.scores
+
+    def _anomaly_map(self, scores: Tensor) -> Tensor:
+        """Anomaly maps (B, H0, W0), as in `anomaly.maps.anomaly_map`."""
+        rows, columns = self._map_axes
+        if self._inside is not None:
+            scores = torch.where(self._inside, scores, 0.0)
+        highest = F.max_pool2d(scores[:, None], 3, stride=1, padding=1)[:, 0]
+        share = scores / highest.clamp(min=float(np.finfo(np.float32).tiny))
+        damped = scores * share**self._detector.config.model.halo_damping
+        maps = rows @ damped @ columns.T
+        if self._inside is None:
+            return maps
+        weights = rows @ self._inside.float() @ columns.T
+        seen = (weights > LEAST_WEIGHT) & self._seen
+        return torch.where(seen, maps / torch.where(seen, weights, 1.0), math.nan)
+
+
+class _Statistics(nn.Module):
+    """Network inputs and their embeddings -> why an image is for review, (B,) int64.
+
+    Same checks as in `anomaly.scoring.image_statistics`.
+    """
+
+    def __init__(self, detector: Model, inside: Tensor | None, size: tuple[int, int]) -> None:
+        super().__init__()
+        self._learned = detector.training_statistics
+        if self._learned is not None and not self._learned.is_reliable:
+            self._learned = None
+        self._turned = detector.config.model.turned_copies != "none"
+        self._patches = inside
+        self._pixels = None
+        if inside is not None:
+            patches = inside[0].numpy().astype(np.uint8)
+            shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
+            self._pixels = torch.from_numpy(shown > 0)
+            # Plain numbers, which a trace treats as constants.
+            self._counts = int(patches.sum()), int((shown > 0).sum())
+
+    def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:
+        light = images.mean(1)
+        around = F.pad(light[:, None], (1, 1, 1, 1), mode="reflect")[:, 0]
+        beside = around[:, :-2, 1:-1] + around[:, 2:, 1:-1]
+        beside = beside + around[:, 1:-1, :-2] + around[:, 1:-1, 2:]
+        mean = self._mean(light)
+        contrast = self._mean((light - mean[:, None, None]).square()).sqrt()
+        sharpness = self._mean((beside - 4 * light).abs()) / contrast.clamp(min=QUIET)
+        lowest, highest = (
+            light if self._pixels is None else torch.where(self._pixels, light, fill)
+            for fill in (math.inf, -math.inf)
+        )
+        tests = [highest.amax((1, 2)) - lowest.amin((1, 2)) <= BLANK]
+        if self._learned is not None:
+            figures = {"brightness": mean, "contrast": contrast, "sharpness": sharpness}
+            for name, values in figures.items():
+                low, high = self._learned.ranges[name]
+                tests.append((values < low) | (values > high))
+            if not self._turned:
+                tests.append(self._is_foreign(embeddings, self._learned))
+        reason = torch.zeros_like(mean, dtype=torch.int64)
+        for code, test in reversed([*enumerate(tests, 1)]):
+            reason = torch.where(test, code, reason)
+        return reason
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Over the pixels (B, H, W) that count."""
+        if self._pixels is None:
+            return values.mean((1, 2))
+        return (values * self._pixels).sum((1, 2)) / self._counts[1]
+
+    def _is_foreign(self, embeddings: Tensor, learned: TrainingStatistics) -> Tensor:
+        if self._patches is None:
+            mean = embeddings.mean((1, 2))
+        else:
+            mean = (embeddings * self._patches[..., None]).sum((1, 2)) / self._counts[0]
+        apart = mean - _tensor(learned.mean)
+        away = (apart / _tensor(learned.deviations(learned.variance))).square().mean(-1).sqrt()
+        distance = apart.square().mean(-1).sqrt() / learned.spread
+        return (away > FARTHER * learned.seen_distance) & (distance > LEAST_DISTANCE)
+
+
+def _tensor(values: NDArray[np.floating[Any]]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32))

@@ -247,7 +247,7 @@ class Scorer(ArrayScorer, Protocol):
         Raises:
             ModelError: the method has no such form.
         """
-        raise ModelError("the model's method can't be a graph; export it without --whole")
+        raise ModelError("the model's method can't be a graph; export it without --pixels")
 
     def to(self, target: torch.device | str) -> Scorer:
         """An equal scorer on another device."""

@@ -3,7 +3,7 @@
 An exported model is the model folder's files but for the network, and beside them:
 
     network.onnx           or network.xml and network.bin: images -> patch embeddings
-    whole.onnx             images -> patch scores; only with --whole
+    whole.onnx             camera pixels -> verdict; only with --pixels
     export.json            engine, inputs, outputs, differences on golden images; sha256 of these
                            files
 

@@ -95,8 +95,7 @@ calibrate --model model --production good --at-most-defective 5 -> it must be fr
 calibrate --model model --production good --at-most-defective 5% --good good -> give one of these
 calibrate --model model --production good --at-most-defective 5% --threshold 9 -> known to be
 export --to onnx --model runs/run --output runs/e -> e/model exists already
-export --to onnx --model runs/run --output o --pixels 120x96 -> add --whole
-export --to onnx --model runs/run --output o --whole --pixels 120 -> isn't width x height
+export --to onnx --model runs/run --output o --pixels 120 -> isn't width x height
 export --to onnx --model runs/e --output o -> e/model is an exported model
 export --to onnx --model runs/run --output o --golden nowhere -> --golden nowhere doesn't exist
 export --to onnx --model runs/run --output runs/run --overwrite -> holds the model to export

@@ -11,35 +11,24 @@ import torch
 
 from anomaly.errors import DataError
 from anomaly.export import features
-from anomaly.export.features import channel_axis, from_backbone, pooled, save_features
+from anomaly.export.features import from_backbone, pooled, save_features
 
 CPU = torch.device("cpu")
 
 
-def test_channels_are_told_by_the_shape_of_a_square_image() -> None:
-    for shape, axis in (
-        ((1, 64, 7, 7), 1),
-        ((1, 7, 7, 64), 3),
-        ((1, 197, 768), 2),
-        ((1, 512), 1),
-        ((1, 7, 7, 7), 1),
-    ):
-        assert channel_axis(shape) == axis, shape
-
-
-def test_channels_are_told_where_there_are_as_many_as_rows() -> None:
-    """At 384 Swin's first stage puts out (1, 96, 96, 96)."""
-    source = from_backbone("swin_t", "random", CPU, ["features.1"], 384)
-    assert source.layers == {"features.1": 3}
-
-
 def test_pooling_equals_numpy() -> None:
-    for shape, axis in (((2, 3, 4, 5), 1), ((2, 4, 5, 3), 3), ((2, 6, 3), 2), ((2, 3), 1)):
+    """Maps, Swin's form of them, tokens of 16 pixels with one more before them, and vectors."""
+    for shape, axis in (
+        ((2, 3, 4, 5), 1),
+        ((2, 4, 5, 3), 3),
+        ((2, 4, 5, 5), 1),
+        ((2, 21, 3), 2),
+        ((2, 3), 1),
+    ):
         values = np.random.default_rng(0).normal(size=shape)
-        tensor = torch.from_numpy(values)
-        np.testing.assert_array_equal(pooled(tensor, axis, "none").numpy(), values)
-        flat = np.moveaxis(values, axis, 1).reshape(2, 3, -1)
-        np.testing.assert_allclose(pooled(tensor, axis, "mean").numpy(), flat.mean(axis=2))
+        flat = np.moveaxis(values, axis, 1).reshape(2, shape[axis], -1)
+        found = pooled(torch.from_numpy(values), (64, 80)).numpy()
+        np.testing.assert_allclose(found, flat.mean(axis=2), err_msg=str(shape))
 
 
 def images(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
@@ -53,7 +42,7 @@ def images(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
 
 def test_maps_of_several_shapes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     paths = images(tmp_path, (96, 96), (96, 96), (48, 192))
-    source = from_backbone("tiny", "random", CPU, ["layer1", "fc"], 64)
+    source = from_backbone("tiny", "random", CPU, ["layer1", "fc"])
     with pytest.raises(DataError, match="differ in size"):
         save_features(source, paths, tmp_path / "maps.npz", pool="none")
     assert sorted(f.suffix for f in tmp_path.iterdir()) == [".png"] * 3
@@ -70,7 +59,7 @@ def test_features_that_no_memory_holds_are_refused_early(
     monkeypatch.setattr(features, "_MOST_BYTES", 8 * 16 * 4)
     monkeypatch.setattr(features, "_AT_ONCE", 1)
     paths = images(tmp_path, *[(96, 120)] * 9)
-    source = from_backbone("tiny", "random", CPU, ["layer1"], 64)
+    source = from_backbone("tiny", "random", CPU, ["layer1"])
     stages: list[tuple[str, int, int]] = []
     with pytest.raises(DataError, match="the features of 9 images take"):
         save_features(source, paths, tmp_path / "all.npz", progress=lambda *s: stages.append(s))

@@ -33,7 +33,7 @@ from anomaly.cli.common import chosen_device
 from anomaly.detector import Detector
 from anomaly.errors import AnomalyError, DataError, ModelError
 from anomaly.export import graph as graph_module
-from anomaly.export.commands import compare, golden_images
+from anomaly.export.commands import equality, golden_images, network_pairs
 from anomaly.export.graph import write_graph
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import write_sealed
@@ -61,24 +61,6 @@ def test_scores_verdicts_and_patches_are_torchs_for_images_of_all_shapes(
         assert two.verdict == one.verdict
         scale = one.patch_scores.max()
         np.testing.assert_allclose(two.patch_scores, one.patch_scores, atol=1e-4 * scale)
-
-
-def test_the_whole_graph_needs_nothing_of_this_program(run_folder: Path, bank_export: Path) -> None:
-    import onnxruntime
-
-    said = json.loads((bank_export / "model" / "export.json").read_text())
-    file = bank_export / "model" / said["whole"]["file"]
-    assert [one["name"] for one in said["whole"]["outputs"]] == ["patch_scores", "nearest"]
-    model = load_model(run_folder, "cpu", "fp32")
-    for shape in ((1, 3, 64, 96), (3, 3, 160, 128)):
-        images = torch.rand(*shape)
-        with torch.inference_mode():
-            maps = model.extractor(model.normalise(images))
-            expected = model.scorer.score(model.scorer.align(maps))
-        session = onnxruntime.InferenceSession(file)
-        scores, nearest = session.run(None, {"images": images.numpy()})
-        np.testing.assert_allclose(scores, expected.scores, atol=1e-4 * expected.scores.max())
-        assert (nearest == np.asarray(expected.nearest)).mean() > 0.99  # ties fall either way
 
 
 def with_network(model: Model, name: str, layers: list[str]) -> Model:
@@ -220,9 +202,9 @@ def test_a_verdict_that_changes_is_refused_however_little_scores_differ(
     paths = sorted((product / "test" / "good").iterdir())
     strict = Detector(model).calibrate(threshold=1e-3).model
     with pytest.raises(
-        ModelError, match=r"000\.png has score .*\(good\) with torch .*\(reject\) with torch"
+        ModelError, match=r"000\.png has score .*\(good\) in the export and .*\(reject\) with torch"
     ):
-        compare(strict, strict, model, paths)
+        equality(network_pairs(strict, strict, model, paths))
 
 
 def test_images_to_compare_on(run_folder: Path, product: Path, tmp_path: Path) -> None:
@@ -255,7 +237,7 @@ def test_damaged_and_half_copied_folders(copied: Path) -> None:
         for name, content in good.items():
             (copied / name).write_bytes(content)
 
-    for name in ("network.onnx", "whole.onnx", "scorer.safetensors", "thresholds.json"):
+    for name in ("network.onnx", "scorer.safetensors", "thresholds.json"):
         (copied / name).unlink()
         refused(f"lacks {name}")
         (copied / name).write_bytes(good[name][:-100])
@@ -359,7 +341,7 @@ def test_a_verdict_that_changes_with_the_number_format_is_no_export(
         found, out, err = command("export", chosen)
         assert found == code, err
         if code:
-            assert re.search(r"part\.png has .*\(reject\) with onnx and .*\(good\) with torch", err)
+            assert re.search(r"part\.png has .*\(reject\) in the export and .*\(good\) with", err)
             assert "train with --set precision=fp32" in err
             assert not (output / "model").exists()
     assert "on 1 golden image: same verdicts" in out

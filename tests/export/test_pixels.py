@@ -21,8 +21,7 @@ from kit import bgr
 import anomaly
 from anomaly.backbones.engine import Graph
 from anomaly.errors import DataError, ModelError
-from anomaly.export import VERDICTS
-from anomaly.export.commands import compare_whole
+from anomaly.export.commands import VERDICTS, equality, pixel_pairs
 from anomaly.export.graph import write_graph
 from anomaly.storage.load import load_model
 
@@ -41,7 +40,7 @@ def exported(product: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def export(folder: Path, product: Path, engine: str, *more: object) -> Path:
     run, output = folder / "run", folder / "export"
-    camera = ["--whole", "--pixels", "120x96", "--golden", product / "test", *more]
+    camera = ["--pixels", "120x96", "--golden", product / "test", *more]
     run_command("export", ["--model", run, "--to", engine, "--output", output, *camera])
     return output / "model"
 
@@ -167,12 +166,13 @@ def test_a_planted_difference_or_another_camera_is_no_export(
     model = load_model(exported[0], "cpu", "fp32")
     graph = Graph(exported[1] / "whole.onnx", "onnx", 1)
     images = sorted((product / "test" / "spot").iterdir())
-    assert compare_whole(model, graph, images, (96, 120)) < 1e-4
+    found = equality(pixel_pairs(model, graph, images, (96, 120)))
+    assert found["largest_difference"] < 1e-4
     section = model.config.model.model_copy(update={"halo_damping": 0.6})
     config = model.config.model_copy(update={"model": section})
-    with pytest.raises(ModelError, match="the whole graph's scores differ"):
-        compare_whole(replace(model, config=config), graph, images, (96, 120))
-    with pytest.raises(DataError, match="none of 3 golden images has 8 bits and 96×120 pixels"):
-        compare_whole(model, graph, images, (120, 96))
+    with pytest.raises(ModelError, match="the export's scores differ"):
+        equality(pixel_pairs(replace(model, config=config), graph, images, (96, 120)))
+    with pytest.raises(DataError, match="have 8 bits and the camera's size"):
+        equality(pixel_pairs(model, graph, images, (120, 96)))
     with pytest.raises(DataError, match="too thin"):
-        write_graph(model, tmp_path, "onnx", whole=True, camera=(1000, 12))
+        write_graph(model, tmp_path, "onnx", (1000, 12))

@@ -103,7 +103,7 @@ one = detector.predict(sys.argv[2])
 (two,) = detector.stream([sys.argv[2]])
 assert one.score == two.score and one.verdict == two.verdict and len(one.heatmap()) == 96
 print(one.score, one.verdict)
-for what in (lambda: anomaly.fit, lambda: anomaly.load(sys.argv[3]),
+for what in (lambda: anomaly.fit(sys.argv[2]), lambda: anomaly.load(sys.argv[3]),
              lambda: detector.explain(sys.argv[2])):
     try:
         what()

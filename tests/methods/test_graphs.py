@@ -50,5 +50,5 @@ def test_a_method_without_a_graph_says_so() -> None:
     class Other(Scorer):
         pass
 
-    with pytest.raises(ModelError, match="--whole"):
+    with pytest.raises(ModelError, match="--pixels"):
         Other().graph()

@@ -14,8 +14,7 @@ from scipy import ndimage
 import anomaly
 from anomaly.config.load import parse_config
 from anomaly.errors import ConfigError, ModelError
-from anomaly.export.commands import ExportOptions, check_export
-from anomaly.export.pixels import check_pixels
+from anomaly.export.graph import check_pixels
 from anomaly.imaging.geometry import Polygons, Region, Sizing
 from anomaly.scoring.image_score import levels_of_areas, network_map, place_of_level
 from anomaly.training.fit import check_smallest_defect
@@ -89,7 +88,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_the_smallest_defect_is_part_of_every_score(
-    product: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    product: Path,
 ) -> None:
     """Images and thresholds go by the level of the area."""
     model = {"halo_damping": 0, "spacing_neighbours": 0, "smallest_defect": {"area": 300}}
@@ -104,8 +103,5 @@ def test_the_smallest_defect_is_part_of_every_score(
     assert predicted.verdict == "reject"
     assert predicted.score < maps.max()
     # What other programs run can't measure regions.
-    detector.save(tmp_path / "run")
-    check_export(tmp_path / "run", tmp_path / "export", ExportOptions("onnx", whole=True))
-    assert "smallest_defect of this model applies when anomaly runs" in caplog.text
     with pytest.raises(ModelError, match="the size of regions decides its image score"):
         check_pixels(detector.model)
