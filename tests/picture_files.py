@@ -22,15 +22,10 @@ def picture():
     return np.clip(smooth + noise, 0, 255).astype(np.uint8)
 
 
-def encoded(pixels, kind, mode=None, **options):
-    """Encode by Pillow; `mode` tells CMYK from RGBA."""
-    picture = (
-        Pil.fromarray(pixels)
-        if mode is None
-        else Pil.frombytes(mode, pixels.shape[1::-1], pixels.tobytes())
-    )
+def encoded(pixels, kind, **options):
+    """Encode by Pillow."""
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    Pil.fromarray(pixels).save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -65,7 +60,6 @@ def lossless_forms(rgb):
         encoded(rgb, "TIFF", compression="tiff_lzw", tiffinfo={317: 2}),
         encoded(rgb, "TIFF", compression="tiff_deflate"),
         encoded(rgb, "TIFF", compression="tiff_adobe_deflate", tiffinfo={317: 2}),
-        encoded(rgb, "TIFF", compression="packbits"),
         by_opencv(".tiff", wide),
         by_opencv(".tiff", (rgb / 255).astype(np.float32)),
         encoded(rgb, "WEBP", lossless=True),
@@ -126,7 +120,6 @@ def jpegs(rgb):
     yield "progressive grey", encoded(rgb[..., 0], "JPEG", quality=90, progressive=True)
     yield "restarts", encoded(rgb, "JPEG", quality=90, restart_marker_blocks=2)
     yield "grey", encoded(rgb[..., 0], "JPEG", quality=90)
-    yield "cmyk", converted(rgb, "CMYK", "JPEG", quality=90)
 
 
 def pngs(rgb):
@@ -145,6 +138,6 @@ def others(rgb):
     yield "webp lossy", encoded(rgb, "WEBP", quality=90)
     alpha = np.tile(np.arange(W, dtype=np.uint8) * 4, (H, 1))
     yield "webp alpha", encoded(np.dstack([rgb, alpha]), "WEBP", quality=90)
-    for compression in (None, "tiff_lzw", "tiff_deflate", "packbits"):
+    for compression in (None, "tiff_lzw", "tiff_deflate"):
         yield f"tiff {compression}", encoded(rgb, "TIFF", compression=compression)
     yield "tiff 16 bits", by_opencv(".tiff", rgb.astype(np.uint16) * 257)

@@ -17,7 +17,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,9 +33,8 @@ _ROWS = 256  # rows multiplied at a time, which bounds the wide temporaries
 Pixels: TypeAlias = NDArray[Any]
 """uint8, uint16 or float32; which one depends on the file."""
 
-Tags: TypeAlias = dict[int, NDArray[Any] | None]
-"""The integers of a TIFF directory, or of EXIF data, which is laid out as TIFF, by their tags; None
-where they lie beyond the end of the file."""
+Tags: TypeAlias = dict[int, NDArray[Any]]
+"""The integers of a TIFF directory, or of EXIF data, which is laid out as TIFF, by their tags."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +42,25 @@ class ImageHeader:
     """Facts of a file about its picture.
 
     Attributes:
-        mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette4", "cmyk8",
-            "rgba8", "greyfloat32".
-        size: (H0, W0) of the picture once its orientation is applied.
-        full_scale: the pixel value that means 1.0.
+        mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette4", "rgba8",
+            "greyfloat32".
+        stored: (H, W) of the picture before its orientation is applied.
         decode: gives RGB pixels (H, W, 3) as stored, orientation not applied; raises ImageError.
+        full_scale: the pixel value that means 1.0.
         orientation: EXIF orientation, 1 to 8; 1 is upright.
     """
 
     mode: str
-    size: tuple[int, int]
-    full_scale: float
+    stored: tuple[int, int]
     decode: Callable[[], Pixels] = field(repr=False)
+    full_scale: float = 255.0
     orientation: int = 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H0, W0) of the upright picture: orientations 5 to 8 swap the sides."""
+        height, width = self.stored
+        return (width, height) if self.orientation >= 5 else (height, width)
 
 
 class Format(NamedTuple):
@@ -83,11 +87,6 @@ def damaged(what: str) -> ImageError:
 def unsupported(what: str) -> ImageError:
     """Error for a healthy file of a kind that isn't accepted."""
     return ImageError(what, "unsupported")
-
-
-def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
-    """A stored size (H, W) after orientation: 5 to 8 swap the sides."""
-    return (size[1], size[0]) if orientation >= 5 else size
 
 
 def _by_opencv(file: bytes, size: tuple[int, int]) -> Pixels:
@@ -145,7 +144,6 @@ def over_black(colours: Pixels, alpha: Pixels) -> Pixels:
 # TIFF field type -> numpy code: BYTE, SHORT, LONG, IFD
 _INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4"}
 _ORIENTATION = 274
-_NOTHING = np.empty(0, np.uint8)
 
 
 def _directories(data: bytes) -> Iterator[Tags]:
@@ -168,18 +166,26 @@ def _directories(data: bytes) -> Iterator[Tags]:
                 at += 12
                 size = length * np.dtype(_INTEGERS.get(kind, "u1")).itemsize
                 start = at - 2 if size <= 4 else start  # short enough to lie in the entry itself
-                if kind in _INTEGERS and tag not in tags:
-                    there, number = start + size <= len(data), order + _INTEGERS[kind]
-                    tags[tag] = np.frombuffer(data, number, length, start) if there else None
+                if kind in _INTEGERS:
+                    if start + size > len(data):
+                        raise damaged(f"it is cut short: the values of TIFF tag {tag} are missing")
+                    values = np.frombuffer(data, order + _INTEGERS[kind], length, start)
+                    tags.setdefault(tag, values)
             yield tags
             at = following
     except struct.error:
         raise damaged("it is cut short: a TIFF directory lies beyond its end") from None
 
 
+def _first(tags: Tags, tag: int, default: int = 0) -> int:
+    """First value of a tag; the default where there is none."""
+    values = tags.get(tag, ())
+    return int(values[0]) if len(values) else default
+
+
 def _orientation(tags: Tags) -> int:
     """EXIF orientation, 1 to 8; 1 where none is given, or no legal one."""
-    value = _first(tags, _ORIENTATION, 1)
+    value = _first(tags, _ORIENTATION)
     return value if 1 <= value <= 8 else 1
 
 
@@ -194,40 +200,30 @@ def _exif_orientation(exif: bytes) -> int:
 # sBIT doesn't change the full scale: encoders scale samples up to the full range, whatever their
 # significant bits (PNG specification, 13.12).
 _COLOURS = {0: "grey", 2: "rgb", 3: "palette", 4: "greya", 6: "rgba"}
-_PICTURE = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # chunks that make the pixels
 
 
 def png(data: bytes) -> ImageHeader:
     """Header of a PNG, whose chunks all have to be whole; libpng checks the pixels' checksum."""
     chunks = _chunks(data)
-    header = b"".join(content[8:-4] for content in chunks.get(b"IHDR", []))
-    if len(header) != 13:
-        raise damaged("its PNG header is missing or malformed")
-    width, height, depth, colour, *_ = struct.unpack(">IIBBBBB", header)
-    if not (width and height and colour in _COLOURS):
-        raise damaged("its PNG header has illegal values")
+    length, kind, *size, depth, colour = struct.unpack(">I4sIIBB", data[8:26].ljust(18))
+    if (length, kind) != (13, b"IHDR") or not all(size) or colour not in _COLOURS:
+        raise damaged("its PNG header is missing or has illegal values")
     if b"acTL" in chunks:
         raise unsupported("it is an animated PNG; save the frame to inspect as a file of its own")
-    orientation = _exif_orientation(bytes(chunks.get(b"eXIf", [b""])[0][8:-4]))
-
-    def decode() -> Pixels:
-        parts = [chunk for kind in _PICTURE for chunk in chunks.get(kind, [])]
-        pixels = _by_opencv(data[:8] + b"".join(parts), (height, width))
-        rgb = _to_rgb(pixels)
-        # One colour is declared transparent. OpenCV sees to it, but for greys: it spreads low bits.
-        for key in chunks.get(b"tRNS", []) if colour == 0 else []:
-            spread = 255 // (2**depth - 1) if depth < 8 else 1
-            rgb[pixels == int.from_bytes(key[8:-4], "big") * spread] = 0
-        return rgb
-
-    full_scale = 65535.0 if depth == 16 else 255.0
-    size = _turned((height, width), orientation)
-    return ImageHeader(f"{_COLOURS[colour]}{depth}", size, full_scale, decode, orientation)
+    if colour == 0 and b"tRNS" in chunks:  # OpenCV would show it
+        raise unsupported("it is a grey PNG with a transparent value; save it without one")
+    return ImageHeader(
+        f"{_COLOURS[colour]}{depth}",
+        (size[1], size[0]),
+        lambda: _to_rgb(_by_opencv(data, (size[1], size[0]))),
+        65535.0 if depth == 16 else 255.0,
+        _exif_orientation(chunks.get(b"eXIf", b"")),
+    )
 
 
-def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
-    """Chunks of a PNG by their kind, in file order; raises unless all are whole."""
-    chunks: dict[bytes, list[memoryview]] = {}
+def _chunks(data: bytes) -> dict[bytes, bytes]:
+    """Contents of a PNG's chunks but for its pixels, by their kind; raises unless all are whole."""
+    chunks: dict[bytes, bytes] = {}
     view, at, kind = memoryview(data), 8, b""
     while kind != b"IEND":
         if at + 12 > len(data):
@@ -238,145 +234,98 @@ def _chunks(data: bytes) -> dict[bytes, list[memoryview]]:
             raise damaged(f"it is cut short inside its {name} chunk")
         if isal_zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
             raise damaged(f"the checksum of its {name} chunk at byte {at} is wrong")
-        if kind[0] < 0x60 and kind not in _PICTURE:
-            raise unsupported(f"it needs the PNG extension {name}")
-        chunks.setdefault(kind, []).append(view[at:end])
+        if kind != b"IDAT":
+            chunks.setdefault(kind, data[at + 8 : end - 4])
         at = end
     return chunks
 
 
-_EOI, _SOS, _APP1, _APP14, _COMMENT = 0xD9, 0xDA, 0xE1, 0xEE, 0xFE
-_METADATA = {*range(_APP1, 0xF0), _COMMENT} - {_APP14}  # says what the colours are
-_ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without content
+_EOI, _SOS, _APP1 = 0xD9, 0xDA, 0xE1
+# Application data and comments; but Adobe's (0xEE) says what the colours are.
+_METADATA = {*range(_APP1, 0xEE), 0xEF, 0xFE}
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _DECODABLE = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}  # baseline, extended, progressive; arithmetic
-_PROGRESSIVE = {0xC2, 0xCA}
-_COMPONENTS = {1: "grey8", 3: "rgb8", 4: "cmyk8"}
+_COMPONENTS = {1: "grey8", 3: "rgb8"}
 # In entropy-coded data a marker is 0xFF with neither a stuffed zero nor a restart behind it.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
-_FILL = re.compile(rb"\xff+")
-_MOST_SEGMENTS = 10_000
-
-
-@dataclass
-class _Jpeg:
-    """The picture of a JPEG, gathered from its segments.
-
-    Attributes:
-        frame: marker of the frame's header.
-        size: (H, W) as stored.
-        precision: bits a sample.
-        missing: component -> for each of the 64 coefficients, how many low bits haven't come yet.
-        adobe: whether one of Adobe's programs has left its mark.
-        exif: metadata.
-        bare: the file but for its metadata and what is behind the picture. libjpeg would refuse a
-            picture for a damaged colour profile that nobody applies.
-    """
-
-    frame: int = 0
-    size: tuple[int, int] = (0, 0)
-    precision: int = 8
-    missing: dict[int, Pixels] = field(default_factory=dict)
-    adobe: bool = False
-    exif: bytes = b""
-    bare: list[memoryview] = field(default_factory=list)
-
-    def take(self, marker: int, content: bytes) -> None:
-        """Note what a segment says."""
-        if marker in _FRAMES and not self.frame:
-            self.frame = marker
-            self.precision, height, width, count = struct.unpack_from(">BHHB", content)
-            self.size = height, width
-            self.missing = {content[6 + 3 * i]: np.full(64, 255, np.uint8) for i in range(count)}
-        elif marker == _SOS:
-            count = content[0]
-            first, last, bits = struct.unpack_from(">BBB", content, 1 + 2 * count)
-            for component in content[1 : 1 + 2 * count : 2]:
-                if self.frame in _PROGRESSIVE:
-                    self.missing[component][first : last + 1] = bits & 15
-                else:
-                    self.missing[component][:] = 0
-        elif marker == _APP14 and content.startswith(b"Adobe"):
-            self.adobe = True
-        elif marker == _APP1 and content.startswith(b"Exif\0\0") and not self.exif:
-            self.exif = content
-
-    def decode(self) -> Pixels:
-        """Decode by libjpeg-turbo with its warnings as errors.
-
-        Most decoders fill the missing part of a JPEG that was cut and closed again with grey, and
-        only whisper about it. libjpeg does notice that its bits ran out, with one exception: a
-        progressive file that lost whole scans is a legal, blurred picture.
-        """
-        if any(bits.any() for bits in self.missing.values()):
-            raise damaged("it is cut short: some scans of the JPEG are missing")
-        cmyk = len(self.missing) == 4
-        pixels = _by_libjpeg(b"".join(self.bare), "CMYK" if cmyk else "RGB")
-        if pixels.shape[:2] != self.size:
-            raise damaged("its pixels are damaged or cut short")
-        if cmyk:
-            # Adobe's programs, the usual source, store light instead of ink and leave their mark.
-            light = pixels if self.adobe else 255 - pixels
-            return over_black(light[..., :3], light[..., 3])  # R = (1 - C)(1 - K), and so on
-        return pixels
 
 
 def jpeg(data: bytes) -> ImageHeader:
-    """Header of a JPEG; of several pictures in one file (MPO, from phones) the first one counts."""
-    picture, view = _Jpeg(bare=[memoryview(data)[:2]]), memoryview(data)
+    """Header of a JPEG; of several pictures in one file (MPO, from phones) the first one counts.
+
+    Most decoders fill the missing part of a JPEG that was cut and closed again with grey, and only
+    whisper about it. libjpeg does notice that its bits ran out, with one exception: a progressive
+    file that lost whole scans is a legal, blurred picture.
+    """
+    frame, precision, height, width, exif = 0, 0, 0, 0, b""
+    missing: dict[int, Pixels] = {}  # of each component's 64 coefficients, the bits still to come
+    # What is left out: libjpeg would refuse a picture for a damaged colour profile that nobody
+    # applies.
+    bare: list[bytes | memoryview] = [data[:2]]
     try:
-        for marker, start, content, end in _segments(data):
+        for marker, content, segment in _segments(data):
             if marker not in _METADATA:
-                picture.bare.append(view[start:end])
-            picture.take(marker, data[start + 4 : content])
+                bare.append(segment)
+            if marker in _FRAMES and not frame:
+                frame = marker
+                precision, height, width, count = struct.unpack_from(">BHHB", content)
+                components = content[6 : 6 + 3 * count : 3]
+                missing = {component: np.full(64, 255, np.uint8) for component in components}
+            elif marker == _SOS:
+                count = content[0]
+                first, last, bits = struct.unpack_from(">BBB", content, 1 + 2 * count)
+                for component in content[1 : 1 + 2 * count : 2]:
+                    missing[component][first : last + 1] = bits & 15
+            elif marker == _APP1 and content.startswith(b"Exif\0\0"):
+                exif = exif or content
     except (struct.error, IndexError, KeyError):
         raise damaged("its JPEG headers contradict each other") from None
-    if not picture.frame:
+    if not frame:
         raise damaged("it is cut short: the JPEG header is missing")
-    if picture.frame not in _DECODABLE:
+    if frame not in _DECODABLE:
         raise unsupported("it is a lossless or hierarchical JPEG; save it as PNG")
-    if picture.precision != 8:
-        raise unsupported(f"it is a {picture.precision}-bit JPEG; save it as 16-bit PNG or TIFF")
-    if (count := len(picture.missing)) not in _COMPONENTS:
-        raise unsupported(f"it is a JPEG of {count} channels")
-    if not all(picture.size):
+    if precision != 8:
+        raise unsupported(f"it is a {precision}-bit JPEG; save it as 16-bit PNG or TIFF")
+    if len(missing) not in _COMPONENTS:
+        raise unsupported(f"it is a JPEG of {len(missing)} channels; save it in RGB or grey")
+    if not (height and width):
         raise unsupported("its JPEG header gives no height or width")
-    orientation = _exif_orientation(picture.exif)
-    size = _turned(picture.size, orientation)
-    return ImageHeader(_COMPONENTS[count], size, 255.0, picture.decode, orientation)
+    if any(bits.any() for bits in missing.values()):
+        raise damaged("it is cut short: some scans of the JPEG are missing")
+
+    def decode() -> Pixels:
+        pixels = _by_libjpeg(b"".join(bare))
+        if pixels.shape[:2] != (height, width):
+            raise damaged("its pixels are damaged or cut short")
+        return pixels
+
+    mode, orientation = _COMPONENTS[len(missing)], _exif_orientation(exif)
+    return ImageHeader(mode, (height, width), decode, orientation=orientation)
 
 
-def _segments(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Marker of each segment, where it starts, and where its content and its pixels end."""
-    at = 2
-    for _ in range(_MOST_SEGMENTS):
-        if fill := _FILL.match(data, at):
-            at = fill.end() - 1
-        if at + 4 > len(data):
-            break
+def _segments(data: bytes) -> Iterator[tuple[int, bytes, memoryview]]:
+    """Marker and content of each segment up to the end, and all of it, the scan's pixels, too."""
+    at, marker = 2, 0
+    while marker != _EOI and at + 2 <= len(data):
         if data[at] != 0xFF:
             raise damaged(f"it has no JPEG marker at byte {at}, where one is due")
-        marker, start = data[at + 1], at
-        if marker == _EOI or marker in _ALONE:
-            at += 2
-            yield marker, start, start, at
-            if marker == _EOI:
-                return
+        marker, start, at = data[at + 1], at, at + 1
+        if marker == 0xFF:  # it fills up
             continue
-        content = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
-        if not start + 4 <= content <= len(data):
-            raise damaged("it is cut short inside a JPEG header")
-        following = _MARKER.search(data, content) if marker == _SOS else None
-        at = following.start() if following else content if marker != _SOS else len(data)
-        yield marker, start, content, at
-    else:
-        raise damaged(f"its JPEG header has over {_MOST_SEGMENTS} segments")
-    yield _EOI, at, at, len(data)
+        end = at + 1
+        if marker != _EOI:
+            end += int.from_bytes(data[at + 1 : at + 3], "big")
+            if not at + 3 <= end <= len(data):
+                raise damaged("it is cut short inside a JPEG header")
+        content = data[at + 3 : end]
+        following = _MARKER.search(data, end) if marker == _SOS else None
+        at = following.start() if following else end if marker != _SOS else len(data)
+        yield marker, content, memoryview(data)[start:at]
 
 
-def _by_libjpeg(data: bytes, colours: str, padded: bool = True) -> Pixels:
+def _by_libjpeg(data: bytes, padded: bool = True) -> Pixels:
     try:
-        return np.asarray(simplejpeg.decode_jpeg(data, colorspace=colours, strict=True))
+        return np.asarray(simplejpeg.decode_jpeg(data, strict=True))  # its warnings are errors
     except (ValueError, TypeError, RuntimeError) as error:
         if "subsampling" in str(error):
             raise unsupported("its JPEG chroma subsampling isn't a common one") from None
@@ -386,16 +335,13 @@ def _by_libjpeg(data: bytes, colours: str, padded: bool = True) -> Pixels:
             # Some cameras pad with zeros before the end marker to a multiple of some size.
             pixel_data = data[: data.rfind(b"\xff\xd9")].rstrip(b"\0")
             stuffing = b"\0" if pixel_data.endswith(b"\xff") else b""
-            return _by_libjpeg(pixel_data + stuffing + b"\xff\xd9", colours, padded=False)
+            return _by_libjpeg(pixel_data + stuffing + b"\xff\xd9", padded=False)
         raise damaged("its JPEG data is cut short or damaged") from None
 
 
 # BMP has no checksum: of a file that is long enough, only a header that contradicts itself shows.
 _HEADERS = (40, 52, 56, 108, 124)  # bytes
-_PLAIN, _MASKED = 0, 3  # values of biCompression
 _MODES = {1: "palette1", 4: "palette4", 8: "palette8", 24: "rgb8", 32: "rgb8"}
-_MASKS = struct.pack("<III", 0xFF0000, 0xFF00, 0xFF)  # of red, green and blue in 32 bits
-_ALPHA = struct.pack("<I", 0xFF000000)
 
 
 def bmp(data: bytes) -> ImageHeader:
@@ -407,9 +353,7 @@ def bmp(data: bytes) -> ImageHeader:
         (colours,) = struct.unpack_from("<I", data, 46)
     except struct.error:
         raise damaged("it is cut short inside the BMP header") from None
-    mode = _MODES.get(bits)
-    masked = packing == _MASKED and bits == 32 and data[54:66] == _MASKS
-    if header not in _HEADERS or mode is None or not (packing == _PLAIN or masked):
+    if header not in _HEADERS or bits not in _MODES or packing:
         raise unsupported("it is a compressed BMP or one of a rare kind; save it as PNG")
     if width < 1 or not height:
         raise damaged("its BMP header has illegal values")
@@ -420,205 +364,143 @@ def bmp(data: bytes) -> ImageHeader:
     if there < needed:
         raise damaged(f"it is cut short: {max(there, 0)} of {needed} bytes of pixels are there")
     size = abs(height), width
-    if masked and header >= 56 and data[66:70] == _ALPHA:  # else the fourth byte means nothing
-        return ImageHeader("rgba8", size, 255.0, lambda: _to_rgb(_by_opencv(data, size)))
 
     def decode() -> Pixels:
-        pixels = _by_opencv(data, size)
+        pixels = _by_opencv(data, size)  # of 32 bits, the fourth byte means nothing
         return _to_rgb(pixels if pixels.ndim == 2 else pixels[..., :3].copy())
 
-    return ImageHeader(mode, size, 255.0, decode)
+    return ImageHeader(_MODES[bits], size, decode)
 
 
 # TIFF's samples are read by this program itself: libraries differ, without a word, over big-endian
-# files, reduce 16-bit colour to 8, and fill damaged blocks with black. Only LZW and PackBits are
-# left to OpenCV's libtiff, block by block.
-_NONE, _LZW, _DEFLATE, _PACK_BITS, _OLD_DEFLATE = 1, 5, 8, 32773, 32946
-_PREDICTED = (_LZW, _DEFLATE, _OLD_DEFLATE)  # those that a predictor belongs to
+# files, reduce 16-bit colour to 8, and fill damaged strips with black. Only LZW is left to OpenCV's
+# libtiff, strip by strip.
+_NONE, _LZW, _DEFLATE, _OLD_DEFLATE = 1, 5, 8, 32946
 _CHANNELS = {1: 1, 2: 3}  # of grey and RGB, by TIFF's number of them
 # By SampleFormat and BitsPerSample, each of which has to be the same for all samples.
 _NUMBERS = {((1,), (8,)): "u1", ((1,), (16,)): "u2", ((3,), (32,)): "f4"}
 _REDUCED = 1  # bit of NewSubfileType: a thumbnail of another picture in the file
 _MOST_PAGES = 20  # looked at
-# A byte of 0 that leaves no trace in what follows: in LZW between codes that clear the table.
-_ZERO = {_LZW: b"\x80\0\x20\x10\x08\x04\x02\x01\0", _PACK_BITS: b"\0\0"}
+# Bytes of 0 as LZW codes that clear the table, so that they leave no trace in what follows.
+_LZW_ZERO = b"\x80\0\x20\x10\x08\x04\x02\x01\0"
 _ROW_BYTES = 1024
 
 _SUBFILE, _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 254, 256, 257, 258, 259, 262
-_FILL_ORDER, _SAMPLES, _ROWS_PER_STRIP, _PLANAR, _PREDICTOR = 266, 277, 278, 284, 317
-_STRIP_OFFSETS, _STRIP_BYTES, _SAMPLE_FORMAT = 273, 279, 339
-_TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES = 322, 323, 324, 325
+_FILL_ORDER, _OFFSETS, _SAMPLES, _ROWS_PER_STRIP, _LENGTHS = 266, 273, 277, 278, 279
+_PLANAR, _PREDICTOR, _TILE_WIDTH, _SAMPLE_FORMAT = 284, 317, 322, 339
+_NOTHING = np.empty(0, np.uint8)
 
 
 def tiff(data: bytes) -> ImageHeader:
     """Header of a TIFF, whose pixels must all lie inside the file.
 
-    It is grey or RGB of 8 or 16 bits or of floats, in strips or tiles. Floats are taken as 0 to 1:
+    It is grey or RGB of 8 or 16 bits or of floats, in strips. Floats are taken as 0 to 1:
     `MaxSampleValue` is for statistics only (TIFF 6.0).
     """
     first = islice(_directories(data), _MOST_PAGES)
-    pages = [page for page in first if not _first(page, _SUBFILE, 0) & _REDUCED]
+    pages = [page for page in first if not _first(page, _SUBFILE) & _REDUCED]
     if len(pages) != 1:
         raise unsupported("it is a TIFF of no or several pages; save each page as a file")
     page = pages[0]
+    channels, number, compression, differences = _samples(page, ">" if data[:2] == b"MM" else "<")
     size = height, width = _first(page, _HEIGHT), _first(page, _WIDTH)
-    samples = _samples(page, ">" if data[:2] == b"MM" else "<")
-    blocks = _blocks(page, size, len(data))
-    number, orientation = samples.number, _orientation(page)
+    rows = min(_first(page, _ROWS_PER_STRIP, height), height)
+    if not (width and rows):
+        raise damaged("its TIFF header has illegal values")
+    starts, lengths = (page.get(tag, _NOTHING).tolist() for tag in (_OFFSETS, _LENGTHS))
+    if not len(starts) == len(lengths) == -(-height // rows):
+        raise damaged(f"it lists {len(starts)} of {-(-height // rows)} strips of pixels")
+    places = list(zip(starts, lengths, strict=True))
+    if not all(lengths) or max(start + length for start, length in places) > len(data):
+        raise damaged("it is cut short: a strip of its pixels lies beyond its end")
+
+    def decode() -> Pixels:
+        pixels = np.empty((*size, channels), number.newbyteorder("="))
+        for top, (start, length) in zip(range(0, height, rows), places, strict=True):
+            strip, content = pixels[top : top + rows], memoryview(data)[start : start + length]
+            needed = strip.nbytes
+            if compression == _LZW:
+                content = _by_libtiff(content, needed)
+            elif compression != _NONE:  # some programs fill up the last strip
+                content = _inflated(content, rows * pixels[0].nbytes)
+            if len(content) < needed:
+                raise damaged(f"a strip of its pixels ends after {len(content)} of {needed} bytes")
+            strip[...] = np.frombuffer(content[:needed], number).reshape(strip.shape)
+            if differences:  # modulo the range of their type
+                np.cumsum(strip, axis=1, dtype=strip.dtype, out=strip)
+        return grey_to_rgb(pixels) if channels == 1 else pixels
+
     is_float, bits = number.kind == "f", 8 * number.itemsize
     return ImageHeader(
-        f"{'grey' if samples.channels == 1 else 'rgb'}{'float' if is_float else ''}{bits}",
-        _turned((height, width), orientation),
+        f"{'grey' if channels == 1 else 'rgb'}{'float' if is_float else ''}{bits}",
+        size,
+        decode,
         1.0 if is_float else 2.0**bits - 1,
-        partial(_decode_tiff, memoryview(data), size, samples, blocks),
-        orientation,
+        _orientation(page),
     )
 
 
-def _first(page: Tags, tag: int, default: int | None = None) -> int:
-    """First value of a tag; without a default, raises where the tag is missing."""
-    values = _values(page, tag)
-    if len(values):
-        return int(values[0])
-    if default is None:
-        raise damaged(f"its TIFF tag {tag} is missing")
-    return default
+def _samples(page: Tags, order: str) -> tuple[int, np.dtype[Any], int, bool]:
+    """A pixel's channels, their type and compression; whether each is a difference from its left.
 
-
-def _values(page: Tags, tag: int) -> NDArray[Any]:
-    """All values of a tag; empty without it."""
-    values = page.get(tag, _NOTHING)
-    if values is None:
-        raise damaged(f"it is cut short: the values of its TIFF tag {tag} are missing")
-    return values
-
-
-class _Samples(NamedTuple):
-    """Samples of a TIFF: a pixel's channels, their type and compression, and the predictor.
-
-    With a predictor each is stored as its difference from the one on its left.
+    Refuses what isn't plain grey or RGB in strips, of all that TIFF may hold.
     """
-
-    channels: int
-    number: np.dtype[Any]
-    compression: int
-    differences: bool
-
-
-def _samples(page: Tags, order: str) -> _Samples:
-    """The samples of a page; refuses what isn't plain grey or RGB, of all that TIFF may hold."""
-    count, compression = _first(page, _SAMPLES, 1), _first(page, _COMPRESSION, _NONE)
+    channels, compression = _first(page, _SAMPLES, 1), _first(page, _COMPRESSION, _NONE)
     kinds, bits = (
-        tuple(set(_values(page, tag).tolist()) or {1}) for tag in (_SAMPLE_FORMAT, _BITS)
+        tuple(set(page.get(tag, _NOTHING).tolist()) or {1}) for tag in (_SAMPLE_FORMAT, _BITS)
     )
     number = _NUMBERS.get((kinds, bits))
-    # What stands beside other compressions is left of an earlier one.
-    predictor = _first(page, _PREDICTOR, 1) if compression in _PREDICTED else 1
+    # The predictor of an uncompressed picture is left of an earlier compression.
+    predictor = 1 if compression == _NONE else _first(page, _PREDICTOR, 1)
     if (
         number is None
-        or count != _CHANNELS.get(_first(page, _PHOTOMETRIC))
-        or (count > 1 and _first(page, _PLANAR, 1) != 1)
+        or channels != _CHANNELS.get(_first(page, _PHOTOMETRIC))
+        or (channels > 1 and _first(page, _PLANAR, 1) != 1)
         or _first(page, _FILL_ORDER, 1) != 1
-        or compression not in (_NONE, _PACK_BITS, *_PREDICTED)
+        or compression not in (_NONE, _LZW, _DEFLATE, _OLD_DEFLATE)
         or predictor not in ((1,) if number == "f4" else (1, 2))
+        or _TILE_WIDTH in page
     ):
         raise unsupported(
-            "it is a TIFF of a rare kind; save it as plain grey or RGB of 8 or 16 bits, with no "
-            "compression, LZW, deflate or PackBits, or as PNG"
+            "it is a TIFF of a rare kind; save it as plain grey or RGB of 8 or 16 bits, in strips "
+            "with no compression, LZW or deflate, or as PNG"
         )
-    return _Samples(count, np.dtype(order + number), compression, predictor == 2)
+    return channels, np.dtype(order + number), compression, predictor == 2
 
 
-class _Blocks(NamedTuple):
-    """(rows, columns) of a block of pixels; whether blocks are tiles, all of one size, else strips,
-    of which the last may be shorter; and where each starts in the file, and its bytes.
-    """
-
-    shape: tuple[int, int]
-    tiled: bool
-    places: list[tuple[int, int]]
-
-
-def _blocks(page: Tags, size: tuple[int, int], length: int) -> _Blocks:
-    """The blocks of a page of (H, W) pixels in a file of so many bytes."""
-    height, width = size
-    tiled = _first(page, _TILE_WIDTH, 0) > 0
-    rows = _first(page, _TILE_HEIGHT if tiled else _ROWS_PER_STRIP, height)
-    shape = rows if tiled else min(rows, height), _first(page, _TILE_WIDTH, width)
-    if not (width and height and min(shape)):
-        raise damaged("its TIFF header has illegal values")
-    count = -(-height // shape[0]) * -(-width // shape[1])
-    starts = _values(page, _TILE_OFFSETS if tiled else _STRIP_OFFSETS).tolist()
-    sizes = _values(page, _TILE_BYTES if tiled else _STRIP_BYTES).tolist()
-    if len(starts) != count or len(sizes) != count:
-        raise damaged(f"it lists {len(starts)} of {count} blocks of pixels")
-    places = list(zip(starts, sizes, strict=True))
-    if not all(sizes) or max(start + size for start, size in places) > length:
-        raise damaged("it is cut short: a block of its pixels lies beyond its end")
-    return _Blocks(shape, tiled, places)
-
-
-def _decode_tiff(
-    view: memoryview, size: tuple[int, int], samples: _Samples, blocks: _Blocks
-) -> Pixels:
-    count, number, compression, differences = samples
-    pixels = np.empty((*size, count), number.newbyteorder("="))
-    (rows, columns), across = blocks.shape, -(-size[1] // blocks.shape[1])
-    row_bytes = columns * count * number.itemsize
-    for i, (start, length) in enumerate(blocks.places):
-        y, x = i // across * rows, i % across * columns
-        block = pixels[y : y + rows, x : x + columns]
-        # The last strip is often shorter; tiles aren't. Some programs fill up the last strip.
-        expected = (rows if blocks.tiled else len(block)) * row_bytes
-        content = view[start : start + length]
-        if compression in _ZERO:
-            content = _by_libtiff(content, compression, expected)
-        elif compression != _NONE:
-            content = memoryview(_inflated(content, rows * row_bytes))
-        if len(content) < expected:
-            raise damaged(f"a block of its pixels ends after {len(content)} of {expected} bytes")
-        values = np.frombuffer(content[:expected], number).reshape(-1, columns, count)
-        block[...] = values[: len(block), : block.shape[1]]
-        if differences:  # modulo the range of their type
-            np.cumsum(block, axis=1, dtype=block.dtype, out=block)
-    return grey_to_rgb(pixels) if count == 1 else pixels
-
-
-def _inflated(stream: memoryview, most: int) -> bytes:
+def _inflated(stream: memoryview, most: int) -> memoryview:
     """The content of a zlib stream, which has to end, with its checksum, within `most` bytes."""
     inflater = isal_zlib.decompressobj()
     try:
         content = inflater.decompress(stream, most + 1)
     except isal_zlib.error:  # type: ignore[misc]  # the stub has an instance, not a class
         raise damaged("its pixel data is damaged") from None
-    if len(content) > most:
-        raise damaged(f"its pixel data is longer than the {most} bytes that it should have")
-    if not inflater.eof:
-        raise damaged(f"its pixel data ends after {len(content)} of {most} bytes")
-    return content
+    if len(content) > most or not inflater.eof:
+        raise damaged(f"its pixel data doesn't end within the {most} bytes that it should have")
+    return memoryview(content)
 
 
-def _by_libtiff(block: memoryview, compression: int, expected: int) -> memoryview:
-    """Undo LZW or PackBits by OpenCV, as the only strip of a grey picture (TIFF 6.0, section 2).
+def _by_libtiff(strip: memoryview, expected: int) -> memoryview:
+    """Undo LZW by OpenCV, as the only strip of a grey picture (TIFF 6.0, section 2).
 
     OpenCV reports damage in 16-bit pictures but ignores it in 8-bit ones. So the picture has 16
     bits, and zeros in front fill its rows.
     """
     rows = -(-expected // _ROW_BYTES)
     zeros = rows * _ROW_BYTES - expected
-    strip = _ZERO[compression] * zeros + block
+    content = _LZW_ZERO * zeros + strip
     tags = {
         _WIDTH: _ROW_BYTES // 2,
         _HEIGHT: rows,
         _BITS: 16,
-        _COMPRESSION: compression,
+        _COMPRESSION: _LZW,
         _PHOTOMETRIC: 1,
-        _STRIP_OFFSETS: 8 + 2 + 12 * 7 + 4,  # header, number of tags, 7 tags, no next page
-        _STRIP_BYTES: len(strip),
+        _OFFSETS: 8 + 2 + 12 * 7 + 4,  # header, number of tags, 7 tags, no next page
+        _LENGTHS: len(content),
     }
     directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     header = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
-    pixels = _by_opencv(header + directory + bytes(4) + strip, (rows, _ROW_BYTES // 2))
+    pixels = _by_opencv(header + directory + bytes(4) + content, (rows, _ROW_BYTES // 2))
     return pixels.reshape(-1).view(np.uint8).data[zeros:]
 
 
@@ -635,35 +517,30 @@ def webp(data: bytes) -> ImageHeader:
         at = content.stop + content.stop % 2
     if b"ANIM" in chunks:
         raise unsupported("it is an animated WebP; save the frame to inspect as a file of its own")
-    size, alpha, end = _webp_picture(data, chunks)
+    try:
+        if picture := chunks.get(b"VP8 "):
+            width, height = struct.unpack_from("<HH", data, picture.start + 6)
+            size, alpha = (height & 0x3FFF, width & 0x3FFF), b"ALPH" in chunks
+        else:
+            picture = chunks[b"VP8L"]
+            (bits,) = struct.unpack_from("<I", data, picture.start + 1)
+            size, alpha = ((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1), bool(bits >> 28 & 1)
+    except (struct.error, KeyError):
+        raise damaged("it holds no WebP picture") from None
+
     if extended := data[chunks.get(b"VP8X", slice(0))]:
         # A lossless picture has its alpha inside, and may be promised one that it doesn't need.
         promised = extended[0] & 0x10 and not (b"VP8L" in chunks and not alpha)
         if bool(promised) != alpha or (extended[0] & 0x08 and b"EXIF" not in chunks):
             raise damaged("its WebP header and its alpha or EXIF data contradict each other")
-    orientation = _exif_orientation(data[chunks.get(b"EXIF", slice(0))])
 
     def decode() -> Pixels:
         # A file that ends with the picture: libwebp would read on into what follows.
-        body = data[8:end] + bytes(end % 2)
+        body = data[8 : picture.stop] + bytes(picture.stop % 2)
         return _to_rgb(_by_opencv(b"RIFF" + struct.pack("<I", len(body)) + body, size))
 
-    mode = "rgba8" if alpha else "rgb8"
-    return ImageHeader(mode, _turned(size, orientation), 255.0, decode, orientation)
-
-
-def _webp_picture(data: bytes, chunks: dict[bytes, slice]) -> tuple[tuple[int, int], bool, int]:
-    """Size (H, W) of the picture itself, whether it has alpha, and where it ends."""
-    with suppress(struct.error):
-        if lossy := chunks.get(b"VP8 "):
-            width, height = struct.unpack_from("<HH", data, lossy.start + 6)
-            alpha = chunks.get(b"ALPH", lossy).start < lossy.start
-            return (height & 0x3FFF, width & 0x3FFF), alpha, lossy.stop
-        if lossless := chunks.get(b"VP8L"):
-            (bits,) = struct.unpack_from("<I", data, lossless.start + 1)
-            size = (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
-            return size, bool(bits >> 28 & 1), lossless.stop
-    raise damaged("it holds no WebP picture")
+    orientation = _exif_orientation(data[chunks.get(b"EXIF", slice(0))])
+    return ImageHeader("rgba8" if alpha else "rgb8", size, decode, orientation=orientation)
 
 
 JPEG = Format("JPEG", (".jpg", ".jpeg", ".jpe", ".jfif"), re.compile(rb"\xff\xd8\xff"), jpeg)

@@ -10,8 +10,7 @@ value means is the same for every image of a kind:
 - A pixel above full scale, a negative one and one that isn't a number make the image
   `unsupported`: the depth is then not what it is said to be.
 
-Alpha is composited over black, CMYK is turned into light as (1 - C)(1 - K), and EXIF orientation
-is applied. Colour profiles are not.
+Alpha is composited over black, and EXIF orientation is applied. Colour profiles are not.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ class Image:
         pixels: (H0, W0, 3) RGB, uint8, uint16 or float32, C-contiguous; upright, at the depth of
             the file.
         full_scale: the pixel value that means 1.0.
-        mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette8", "cmyk8",
-            "rgba8", "greyfloat32".
+        mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette8", "rgba8",
+            "greyfloat32".
         format: "png", "jpeg", "bmp", "tiff" or "webp"; "array" for pixels that came from memory.
         sha256: hex digest of the file's bytes; of the pixels where there is no file.
         orientation: EXIF orientation by which the stored pixels were turned, 1 to 8; 1 is upright.

@@ -92,25 +92,6 @@ def test_the_same_picture_in_every_lossless_form_is_the_same(rgb):
         np.testing.assert_allclose(image.pixels / image.full_scale, rgb / 255, atol=1e-7)
 
 
-def test_cmyk_becomes_light():
-    ink = np.zeros((16, 48, 4), np.uint8)
-    ink[:, 16:32] = (255, 0, 0, 0)
-    ink[:, 32:] = (0, 0, 0, 255)
-    image = read_image(encoded(ink, "JPEG", mode="CMYK", quality=100))
-    assert image.mode == "cmyk8"
-    found = image.pixels[8, [8, 24, 40]].astype(int)
-    assert np.abs(found - [(255,) * 3, (0, 255, 255), (0,) * 3]).max() <= 2
-
-
-def test_cmyk_jpeg_without_adobes_mark_isnt_inverted():
-    ink = np.full((16, 16, 4), (255, 255, 255, 200), np.uint8)
-    data = encoded(ink, "JPEG", mode="CMYK", quality=100)
-    at = data.index(b"\xff\xee")  # Pillow stores inverted ink behind Adobe's mark
-    plain = data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
-    assert int(read_image(data).pixels[8, 8, 0]) <= 2
-    assert abs(int(read_image(plain).pixels[8, 8, 0]) - 200) <= 2
-
-
 def test_alpha_is_composited_over_black(rgb):
     alpha = np.tile(np.arange(W, dtype=np.uint8) * 4, (H, 1))
     shown = np.dstack([rgb, alpha])

@@ -17,16 +17,14 @@ def decode(data):
     return bmp(data).decode()
 
 
-def file(rows, bits, packing=0, header=40, masks=b"", palette=b"", height=H, width=W):
+def file(rows, bits, packing=0, header=40, palette=b"", height=H, width=W):
     """`rows` are the padded rows in file order."""
-    start = 14 + max(header, 40) + (len(masks) if header == 40 else 0) + len(palette)
+    start = 14 + max(header, 40) + len(palette)
     info = struct.pack("<IiiHHIIiiII", header, width, height, 1, bits, packing, 0, 0, 0, 0, 0)
-    if header > 40:
-        info += masks.ljust(header - 40, b"\0")
-        masks = b""
+    info = info.ljust(header, b"\0")
     content = np.ascontiguousarray(rows).tobytes()
     name = struct.pack("<2sIHHI", b"BM", start + len(content), 0, 0, start)
-    return name + info + masks + palette + content
+    return name + info + palette + content
 
 
 def padded(rows):
@@ -68,22 +66,16 @@ def test_pixels_dont_start_inside_the_header(bits):
         assert found.value.status == "unreadable"
 
 
-def test_the_fourth_byte_is_alpha_only_where_the_header_says_so():
+def test_the_fourth_byte_means_nothing():
     bgra = noise(H, W, 4)
-    rgb, alpha = bgra[..., 2::-1], bgra[..., 3:]
-    rows = bgra[::-1].reshape(H, -1)
-    masks = struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
-    np.testing.assert_array_equal(decode(file(rows, 32)), rgb)
-    with_alpha = file(rows, 32, packing=3, header=108, masks=masks)
-    assert bmp(with_alpha).mode == "rgba8"
-    np.testing.assert_array_equal(decode(with_alpha), np.rint(rgb * (alpha / 255.0)))
+    np.testing.assert_array_equal(decode(file(bgra[::-1].reshape(H, -1), 32)), bgra[..., 2::-1])
 
 
 @pytest.mark.parametrize(
     ("options", "status"),
     [
         ({"packing": 1, "bits": 8}, "unsupported"),
-        ({"packing": 3, "bits": 32, "masks": struct.pack("<III", 1, 2, 4)}, "unsupported"),
+        ({"packing": 3, "bits": 32}, "unsupported"),
         ({"bits": 16}, "unsupported"),
         ({"bits": 24, "header": 43}, "unsupported"),
         ({"bits": 24, "width": 0}, "unreadable"),

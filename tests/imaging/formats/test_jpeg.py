@@ -7,7 +7,7 @@ import warnings
 import cv2
 import numpy as np
 import pytest
-from picture_files import encoded, mutated
+from picture_files import converted, encoded, mutated
 from PIL import Image as Pil
 
 from anomaly.errors import ImageError
@@ -34,12 +34,14 @@ def test_chroma_layouts(pixels, factor):
     assert np.abs(decoded - reference.astype(int)).max() <= 1
 
 
-def test_an_uncommon_chroma_layout_says_so(pixels):
-    buffer = io.BytesIO()
-    Pil.fromarray(pixels).convert("CMYK").save(buffer, "JPEG", subsampling=2)
-    with pytest.raises(ImageError, match="subsampling") as caught:
-        decode(buffer.getvalue())
-    assert caught.value.status == "unsupported"
+def test_what_is_refused_in_words(pixels):
+    odd = bytearray(encoded(pixels, "JPEG"))
+    odd[odd.index(b"\xff\xc0") + 11] = 0x31  # three luma samples for one of chroma
+    ink = converted(pixels, "CMYK", "JPEG")
+    for data, what in ((bytes(odd), "subsampling"), (ink, "JPEG of 4 channels; save it in RGB")):
+        with pytest.raises(ImageError, match=what) as caught:
+            decode(data)
+        assert caught.value.status == "unsupported"
 
 
 @pytest.mark.parametrize("padding", [b"\0" * 16, b"\xff" * 5])

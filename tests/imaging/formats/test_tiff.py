@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 import tifffile
-from tiff_files import DEFLATE, ENCODERS, LZW, NONE, PACK_BITS, H, W, file, layout, samples
+from tiff_files import DEFLATE, ENCODERS, LZW, NONE, H, W, file, layout, samples
 
 from anomaly.errors import ImageError
 from anomaly.imaging.formats import tiff
@@ -39,11 +39,9 @@ def check(data, expected):
 @pytest.mark.parametrize("compression", ENCODERS)
 def test_every_layout_gives_what_was_written(dtype, compression):
     predictors = (1, 2) if dtype != np.float32 else (1,)
-    for count, order, tiled, predictor in itertools.product(
-        (1, 3), "<>", (False, True), predictors
-    ):
+    for count, order, predictor in itertools.product((1, 3), "<>", predictors):
         values = samples(count, dtype)
-        data = layout(values, tiled=tiled, order=order, compression=compression, t317=predictor)
+        data = layout(values, order=order, compression=compression, t317=predictor)
         check(data, values)
         if compression != LZW and (predictor == 1 or compression == DEFLATE):  # tifffile has no LZW
             theirs = tifffile.imread(io.BytesIO(data)).reshape(H, W, count)
@@ -55,7 +53,7 @@ def test_every_layout_gives_what_was_written(dtype, compression):
 def test_what_libtiff_writes(size, dtype):
     values = samples(3, dtype, size=size)
     for pixels in (values, values[..., 0]):
-        for compression, predictor in itertools.product((NONE, LZW, DEFLATE, PACK_BITS), (1, 2)):
+        for compression, predictor in itertools.product((NONE, LZW, DEFLATE), (1, 2)):
             if dtype == np.float32 and predictor == 2:
                 continue
             settings = [cv2.IMWRITE_TIFF_COMPRESSION, compression]
@@ -77,6 +75,8 @@ def test_what_libtiff_writes(size, dtype):
         ({"t262": 2, "t277": 4}, "unsupported"),  # alpha
         ({"t262": 2, "t277": 3, "t284": 2}, "unsupported"),  # planes
         ({"t259": 7}, "unsupported"),  # JPEG inside
+        ({"t259": 32773}, "unsupported"),  # PackBits
+        ({"t322": 16, "t323": 16}, "unsupported"),  # tiles
         ({"t266": 2}, "unsupported"),  # low bits first
         ({"t317": 9, "t259": 5}, "unsupported"),
         ({"t339": 2}, "unsupported"),  # signed
@@ -85,7 +85,6 @@ def test_what_libtiff_writes(size, dtype):
         ({"t256": 0}, "unreadable"),
         ({"t257": 10_000}, "unreadable"),
         ({"t278": 0}, "unreadable"),
-        ({"t322": 1 << 20, "t323": 1 << 20}, "unreadable"),
     ],
 )
 def test_layouts_that_cant_be_used(more, status):
@@ -122,8 +121,6 @@ def test_a_block_that_is_too_short_is_damage():
         (NONE, whole[:-1]),
         (DEFLATE, zlib.compress(whole[:-1])),
         (DEFLATE, zlib.compress(whole)[:-40]),
-        (PACK_BITS, b"\x7f" + whole[:128]),
-        (PACK_BITS, ENCODERS[PACK_BITS](whole)[:-1]),
         (LZW, b"\x80\x00\x00"),
         (LZW, ENCODERS[LZW](whole[:-1])),
     ):
@@ -131,7 +128,7 @@ def test_a_block_that_is_too_short_is_damage():
         assert refusal(file([(tags, [content])]))[0] == "unreadable"
 
 
-@pytest.mark.parametrize("compression", [NONE, DEFLATE, LZW, PACK_BITS])
+@pytest.mark.parametrize("compression", [NONE, DEFLATE, LZW])
 def test_a_last_strip_that_is_filled_up_is_no_damage(compression):
     values = samples(1, np.uint8)
     tags = {256: W, 257: H, 258: 8, 259: compression, 262: 1, 278: 16}
