@@ -23,7 +23,7 @@ from anomaly.storage.folder import EXPORT, find_model, find_runs
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.cluster.actors import Cluster
+    from anomaly.cluster.workers import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def joined_cluster(options: argparse.Namespace, device: torch.device) -> Iterato
     if options.ray is None:
         yield None
         return
-    with annex("cluster.actors").joined(options.ray, device.type) as cluster:
+    with annex("cluster.workers").joined(options.ray, device.type) as cluster:
         yield cluster
 
 

@@ -38,12 +38,11 @@ from anomaly.files.writing import (
 )
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import is_folder
-from anomaly.inference.outputs import Outputs, about_model
+from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import (
     LINES,
     Finished,
     Inputs,
-    Predict,
     Run,
     RunJournal,
     resumable,
@@ -60,7 +59,7 @@ from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
 
 if TYPE_CHECKING:
-    from anomaly.cluster.actors import Cluster
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,13 @@ def run(options: argparse.Namespace) -> int:
                 code = RunJournal.finished(options.output, about)
                 print(f"the run in {options.output} is complete; there is nothing to resume")
                 return code
-            cluster = opened.enter_context(joined_cluster(options, device))
+
+            def stopped() -> bool:
+                return stop.signal is not None
+
+            predict = None
+            if cluster := opened.enter_context(joined_cluster(options, device)):
+                predict = partial(annex("cluster.workers").predict, cluster, model, stopped)
             if not options.resume:
                 outputs.clear(model)
             thumbnails = Thumbnails(len(found.paths) if found else SHOWN)
@@ -102,9 +107,9 @@ def run(options: argparse.Namespace) -> int:
                 model,
                 outputs,
                 decoders=Decoders(model.loading, writer),
-                stopped=lambda: stop.signal is not None,
+                stopped=stopped,
                 thumbnails=thumbnails,
-                predict=None if cluster is None else _by_cluster(cluster, options, model, stop),
+                predict=predict,
             )
             if found is None:
                 return _watch(options, model, outputs, about, scoring)
@@ -171,20 +176,6 @@ def _page(
     text = gallery_html(model.name, of, named, rows, page.parent, run.thumbnails, about, learned)
     write(page, text)
     return page
-
-
-def _by_cluster(
-    cluster: Cluster, options: argparse.Namespace, model: Model, stop: Stopping
-) -> Predict:
-    """Have the workers of a cluster score batches."""
-    there = annex("cluster.infer")
-    job = there.ScoringJob(
-        model=options.model.resolve(),
-        device=model.device.type,
-        about=about_model(model),
-    )
-    predict: Predict = there.predicted_by(cluster, job, lambda: stop.signal is not None)
-    return predict
 
 
 def _difference(tally: Tally, model: Model, folder: Path) -> str:

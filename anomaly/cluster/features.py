@@ -17,13 +17,14 @@ import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cv2
 
-from anomaly.cluster.actors import CRASHED, Actor, Cluster, Workers
+from anomaly.cluster.workers import CRASHED, Actor, Cluster, Workers
 from anomaly.errors import AnomalyError, DataError
 from anomaly.imaging.geometry import AnyView
 from anomaly.imaging.loading import UnusableImage
@@ -43,7 +44,6 @@ from anomaly.training.features import (
 _MOST = 64
 _LEAST_SHARDS = 10
 _FOLDER = "features-"
-_SCORED = 16  # images at once
 
 
 @contextmanager
@@ -74,9 +74,9 @@ def cluster_features(
     wanted = min(_MOST, -(-len(images) // _LEAST_SHARDS))
     size = -(-wanted // batch) * batch
     with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=scratch.absolute()) as folder:
-        job = ShardJob(model, fitter, images, Path(folder))
+        sent = cluster.put(model), cluster.put(fitter), cluster.put(images)
         # An actor outlives a pass over the images: its decoders are started.
-        with closing(Workers(cluster, ShardWorker, cluster.put(job))) as workers:
+        with closing(Workers(cluster, ShardWorker, *sent, Path(folder), Path.cwd())) as workers:
             yield _Shards(cluster, workers, images, size).build(progress)
 
 
@@ -135,11 +135,11 @@ class _Shards:
         self, images: Container[int], function: Callable[[PatchSet], Result]
     ) -> Iterator[Result]:
         """What a function makes of some of the images, a shard at a time, at the workers."""
-        yield from self._on_images("apply", self._units(images), self._cluster.put(function))
+        yield from self._on_shards(images, partial(_of_patches, function))
 
     def score(
         self,
-        detector: Model,
+        model: Model,
         features: CachedFeatures,
         views: Mapping[int, AnyView],
         *,
@@ -147,63 +147,69 @@ class _Shards:
         progress: Callable[[int], None] = lambda done: None,
     ) -> dict[int, tuple[float, float]]:
         """Have all patches of some images scored; see `cross_fitting.scores_of`."""
-        units = [
-            shard[i : i + _SCORED]
-            for shard in self._units(features.images)
-            for i in range(0, len(shard), _SCORED)
-        ]
         known: dict[int, tuple[float, float]] = {}
-        sent = self._cluster.put(detector.scorer.to("cpu"))  # and without what it has derived
-        for scores, worst in self._on_images("score", units, sent):
+        # On any device, and without what the scorer has derived.
+        function = partial(_scores, model.scorer.to("cpu"))
+        for scores, worst in self._on_shards(features.images, function):
             known |= scores
             progress(len(known))
             if suspects is not None:
                 suspects.take(worst)
         return known
 
-    def _units(self, images: Container[int]) -> list[list[int]]:
-        """Those of some images that have patches, shard by shard."""
+    def _on_shards(self, images: Container[int], function: Callable[..., Any]) -> Iterator[Any]:
+        """What workers make, by a function, of those of some images that each shard has."""
+        sent = self._cluster.put(function)
+
+        def ask(actor: Actor, unit: Sequence[int]) -> Future[Any]:
+            features = self._features[unit[0] // self._size if unit else 0]
+            return actor.ask("apply", features, unit, sent)
+
         shards = ([i for i in used if i in images] for used in self._used)
-        return [shard for shard in shards if shard]
-
-    def _on_images(self, method: str, units: Sequence[Sequence[int]], sent: Any) -> Iterator[Any]:
-        """What a worker's method says of images, with what was sent beside them."""
-
-        def ask(actor: Actor, images: Sequence[int]) -> Future[Any]:
-            features = self._features[images[0] // self._size if images else 0]
-            return actor.ask(method, features, images, sent)
-
+        units = [shard for shard in shards if shard]
         for unit, (result, lost) in zip(units, self._workers.share_out(units, ask), strict=True):
             if lost:
                 raise AnomalyError(f"{self._images[unit[lost[0]]]}: {CRASHED}; train without it")
             yield result
 
 
-@dataclass(frozen=True)
-class ShardJob:
-    """What every worker of a training has to know.
+def _of_patches(
+    function: Callable[[PatchSet], Result], setup: TrainingSetup, features: CachedFeatures
+) -> Result:
+    return function(features)
 
-    Attributes:
-        model: before it has learned; of its device, a worker's own of that type is meant.
+
+def _scores(
+    scorer: Scorer, setup: TrainingSetup, features: CachedFeatures
+) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
+    """Scores of images by a scorer that hasn't seen them, and the most suspicious ones."""
+    views, model = features.views, setup.model(scorer.to(setup.device))
+    suspects = Suspects(views)
+    return scores_of(model, features, views, suspects=suspects), suspects.worst()
+
+
+class ShardWorker:
+    """The actor. Nothing is made before the first call, so that errors come back as they are.
+
+    Args:
+        setup: the model before it has learned; of its device, one of that type here is meant.
         fitter: what is to learn.
         images: all training images, by number.
         scratch: a folder for feature maps that all machines see.
         folder: the working folder, where relative paths begin.
     """
 
-    model: TrainingSetup
-    fitter: Fitter[Any]
-    images: Mapping[int, Path | Image]
-    scratch: Path
-    folder: Path = field(default_factory=Path.cwd)
-
-
-class ShardWorker:
-    """The actor. Nothing is made before the first call, so that errors come back as they are."""
-
-    def __init__(self, job: ShardJob) -> None:
-        self._job = job
-        self._model: Any = None
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        fitter: Fitter[Any],
+        images: Mapping[int, Path | Image],
+        scratch: Path,
+        folder: Path,
+    ) -> None:
+        self._setup, self._fitter, self._images = setup, fitter, images
+        self._scratch, self._folder = scratch, folder
+        self._begun = False
 
     def learn(self, images: Sequence[int]) -> CachedFeatures:
         """Compute and keep features of images, and what a bank is selected from.
@@ -215,56 +221,41 @@ class ShardWorker:
             DataError: none of the images is there.
         """
         self._begin()
-        job = self._job
         self._check_there(images)
         # The first shard stands for all of them where it is asked whether the disk has room.
-        among = len(job.images) if 0 in images else len(images)
-        mine = {i: job.images[i] for i in images}
-        features = cached_features(self._model, job.fitter, mine, job.scratch, among=among)
+        among = len(self._images) if 0 in images else len(images)
+        mine = {i: self._images[i] for i in images}
+        features = cached_features(self._setup, self._fitter, mine, self._scratch, among=among)
         with features as built:
             return built
 
     def _check_there(self, images: Sequence[int]) -> None:
         """Check that this machine has the images' disk; one file alone may be missing."""
-        files = [file for i in images if isinstance(file := self._job.images[i], Path)]
+        files = [file for i in images if isinstance(file := self._images[i], Path)]
         if len(files) > 1 and not any(file.exists() for file in files):
             raise DataError(
                 f"the worker on {socket.gethostname()} sees no {files[0]}, nor any of "
                 f"{len(files)} images; with --ray, all machines need the same paths"
             )
 
-    def score(
-        self, features: CachedFeatures, images: Container[int], scorer: Scorer
-    ) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
-        """Scores of some images by a scorer that hasn't seen them; see `scores_of`."""
-        self._begin()
-        detector = self._model.model(scorer.to(self._model.device))
-        suspects = Suspects(features.views)
-        scores = scores_of(detector, features.only(images), features.views, suspects=suspects)
-        return scores, suspects.worst()
-
     def apply(
-        self,
-        features: CachedFeatures,
-        images: Container[int],
-        function: Callable[[PatchSet], Result],
+        self, features: CachedFeatures, images: Sequence[int], function: Callable[..., Result]
     ) -> Result:
-        """What a function makes of some images."""
+        """What a function makes of the setup and of some images' features."""
         self._begin()
-        return function(features.only(images))
+        return function(self._setup, features.only(images))
 
     def _begin(self) -> None:
-        if self._model is not None:
+        if self._begun:
             return
-        job = self._job
-        if not job.scratch.is_dir():
+        if not self._scratch.is_dir():
             raise DataError(
-                f"the worker on {socket.gethostname()} sees no {job.scratch.parent}; with --ray, "
+                f"the worker on {socket.gethostname()} sees no {self._scratch.parent}; with --ray, "
                 "the run's folder has to be on a disk that all machines share (--output)"
             )
         with suppress(OSError):
-            os.chdir(job.folder)
+            os.chdir(self._folder)
         use_threads(1)
         cv2.setNumThreads(1)
-        model = job.model
-        self._model = replace(model, device=device_of(model.device.type))
+        self._setup = replace(self._setup, device=device_of(self._setup.device.type))
+        self._begun = True

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from anomaly.cluster import actors
-from anomaly.cluster.actors import WorkerDied, Workers
+from anomaly.cluster.workers import Cluster, WorkerDied, Workers, joined
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.runtime import StoppedError
 
@@ -156,7 +155,7 @@ def test_there_is_room_for_as_many_as_have_processors_and_gpus(
         ([{"CPU": 16.0}, {"GPU": 4.0}], "cuda", 0),
     ):
         monkeypatch.setitem(sys.modules, "ray", _ray_of(*there))
-        assert actors.Cluster(device).room() == room, there
+        assert Cluster(device).room() == room, there
 
 
 def _ray_of(*there: dict[str, float]) -> SimpleNamespace:
@@ -177,14 +176,14 @@ def test_a_cluster_without_room_for_any_worker_is_said(
 ) -> None:
     """Workers would wait for ever, and nobody knew for what."""
     monkeypatch.setitem(sys.modules, "ray", ray := _ray_of({"CPU": 2.0}, {"CPU": 2.0}))
-    with actors.joined("head:1", "cpu") as cluster:
+    with joined("head:1", "cpu") as cluster:
         assert cluster.room() == 4
     assert not caplog.messages
-    with actors.joined("head:1", "cuda") as cluster:
+    with joined("head:1", "cuda") as cluster:
         assert cluster.room() == 0
     assert "head:1 has a free GPU" in caplog.messages[-1]
     ray.ended.said = False
-    here = actors.joined("local", "cuda")
+    here = joined("local", "cuda")
     with pytest.raises(AnomalyError, match="Ray finds no GPU on this machine"), here:
         pass
     assert ray.ended.said

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from anomaly.cluster.actors import WorkerDied
+from anomaly.cluster.workers import WorkerDied
 
 _Dies = Callable[[str, tuple[Any, ...]], bool]
 

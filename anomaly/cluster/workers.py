@@ -1,19 +1,34 @@
-"""Processes on Ray, any of which may die, and the work that is shared out among them."""
+"""Processes on Ray, any of which may die; work that is shared out among them; scores by them.
+
+To score, the command's own process decodes, gathers batches, draws and writes, as without a
+cluster; workers compute. So batches, and with them rows, are those of one process, and only it
+needs the images.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from anomaly.errors import AnomalyError, DataError, OutputError
-from anomaly.runtime import StoppedError, cores
+import cv2
+
+from anomaly.errors import AnomalyError, DataError, ModelError, OutputError
+from anomaly.imaging.loading import NetworkInput, UnusableImage
+from anomaly.inference.outputs import about_model
+from anomaly.runtime import StoppedError, cores, use_threads
+from anomaly.scoring.model import Model
+from anomaly.scoring.prediction import Prediction
+from anomaly.storage.load import load_model
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +172,7 @@ CRASHED = "every process that handled it crashed (out of memory?)"
 _AHEAD = 3  # units for each worker that may be begun, or done, before the first isn't done
 _DEATHS = 2  # of workers at the same images
 _SEARCHES = 2  # among a unit's images, for one that ends workers
+_DIED = object()  # instead of an answer
 _WAIT = 1.0  # seconds until it is asked again whether to stop, and whether there is room
 
 # Has a worker handle some images, which may be none.
@@ -176,66 +192,74 @@ class Done(NamedTuple):
 
 
 class _Unit:
-    """Images that one worker handles together.
-
-    Where workers die at them, each is handled alone: so one is found that ends workers.
+    """Images that one worker handles together, with what is to be done with them next.
 
     Args:
         images: what stands for each.
+
+    Attributes:
+        wanted: the images that the next worker is given.
+        done: the result, once there is one.
     """
 
     def __init__(self, images: Sequence[Any]) -> None:
-        self._images = images
-        self._deaths = self._searches = 0
-        # Places to try alone, in order; the first is None, for no image at all.
-        self._suspects: deque[int | None] = deque()
-        self.lost: list[int] = []
+        self._steps = _handling(images)
+        self.wanted: list[Any] = next(self._steps)
         self.done: Done | None = None
 
-    @property
-    def wanted(self) -> list[Any]:
-        """The images that the next worker is given."""
-        if not self._suspects:
-            return [self._images[place] for place in self._kept()]
-        place = self._suspects[0]
-        return [] if place is None else [self._images[place]]
-
-    def _kept(self) -> list[int]:
-        return [place for place in range(len(self._images)) if place not in self.lost]
-
-    def answered(self, result: Any) -> None:
-        """A worker has handled what was wanted."""
-        self._deaths = 0
-        if self._suspects:
-            self._suspects.popleft()
-        else:
-            self.done = Done(result, self.lost)
-
-    def died(self) -> None:
-        """A worker has died at what was wanted.
+    def take(self, answer: Future[Any]) -> None:
+        """Go on with a worker's answer.
 
         Raises:
-            OutputError: that isn't the images' fault.
+            OutputError: workers die, and that isn't the images' fault.
         """
-        self._deaths += 1
-        if self._deaths < _DEATHS:
-            return
-        self._deaths = 0
-        if not self._suspects:
-            if self._searches == _SEARCHES:
-                raise OutputError(
-                    f"{len(self._images)} images crashed {_DEATHS * (_SEARCHES + 1)} workers, but "
-                    "none of them does so alone; see why in Ray's logs (out of memory?)"
-                )
-            self._searches += 1
-            self._suspects.extend([None, *self._kept()])
-        elif (place := self._suspects.popleft()) is None:
+        try:
+            try:
+                result = answer.result()
+            except WorkerDied as error:
+                self.wanted = self._steps.throw(error)
+            else:
+                self.wanted = self._steps.send(result)
+        except StopIteration as end:
+            self.done = end.value
+
+
+def _handling(images: Sequence[Any]) -> Generator[list[Any], Any, Done]:
+    """The steps of a unit: yields what a worker is to be given, and is sent its answer.
+
+    Where workers die at the images, each is handled alone: so one is found that ends workers.
+    """
+    lost: list[int] = []
+    for search in range(_SEARCHES + 1):
+        kept = [place for place in range(len(images)) if place not in lost]
+        result = yield from _handled([images[place] for place in kept])
+        if result is not _DIED:
+            return Done(result, lost)
+        if search == _SEARCHES:
+            break
+        if (yield from _handled([])) is _DIED:
             raise OutputError(
                 "workers die even when they are given no image; see why in Ray's logs (out of "
                 "memory?)"
             )
-        else:
-            self.lost.append(place)
+        for place in kept:
+            answer = yield from _handled([images[place]])
+            if answer is _DIED:
+                lost.append(place)
+    raise OutputError(
+        f"{len(images)} images crashed {_DEATHS * (_SEARCHES + 1)} workers, but none of them does "
+        "so alone; see why in Ray's logs (out of memory?)"
+    )
+
+
+def _handled(images: list[Any]) -> Generator[list[Any], Any, Any]:
+    """Give images to one worker after another; what the first survivor answers, or `_DIED`."""
+    for _ in range(_DEATHS):
+        try:
+            return (yield images)
+        except WorkerDied:
+            continue
+    return _DIED
 
 
 class Workers:
@@ -315,18 +339,12 @@ class Workers:
         again = []
         for future in finished:
             worker, unit = self._busy.pop(future)
-            try:
-                result = future.result()
-            except WorkerDied:
-                worker.stop()
-                unit.died()
-            except BaseException:
-                worker.stop()
-                raise
-            else:
+            if future.exception() is None:
                 worker.placed = True
                 self._idle.append(worker)
-                unit.answered(result)
+            else:
+                worker.stop()
+            unit.take(future)
             if unit.done is None:
                 again.append(unit)
         return again
@@ -335,3 +353,85 @@ class Workers:
         """End the workers that have nothing to do."""
         while self._idle:
             self._idle.pop().stop()
+
+
+def predict(
+    cluster: Cluster,
+    model: Model,
+    stopped: Callable[[], bool],
+    batches: Iterable[list[NetworkInput] | UnusableImage],
+) -> Iterator[Prediction | UnusableImage]:
+    """Have a cluster's workers score batches, instead of `Model.predict_batches`.
+
+    Args:
+        cluster: where the workers are.
+        model: loaded from a folder that all machines see.
+        stopped: asked all the time.
+        batches: as `by_shape` gathers them.
+    """
+    assert model.folder is not None
+    begun: deque[list[NetworkInput] | UnusableImage] = deque()
+
+    def usable() -> Iterator[list[NetworkInput]]:
+        for batch in batches:
+            begun.append(batch)
+            if not isinstance(batch, UnusableImage):
+                yield batch
+
+    needs = model.folder.resolve(), model.device.type, about_model(model)
+    with closing(Workers(cluster, ScoringWorker, *needs)) as workers:
+        for results, lost in workers.share_out(
+            usable(), lambda actor, batch: actor.ask("predict", batch), stopped
+        ):
+            while isinstance(batch := begun.popleft(), UnusableImage):
+                yield batch
+            scored = iter(results)
+            for place, item in enumerate(batch):
+                crashed = UnusableImage(item.index, "failed", f"{item.name}: {CRASHED}")
+                yield crashed if place in lost else next(scored)
+    for refused in begun:
+        assert isinstance(refused, UnusableImage)
+        yield refused
+
+
+class ScoringWorker:
+    """The actor. Its model is loaded by the first call, so that errors come back as they are.
+
+    Args:
+        folder: the model folder, as it is on all machines.
+        device: `cpu` or `cuda`.
+        about: what scores depend on, see `about_model`.
+    """
+
+    def __init__(self, folder: Path, device: str, about: Mapping[str, object]) -> None:
+        self._folder, self._device, self._about = folder, device, about
+        self._model: Model | None = None
+
+    def predict(self, batch: list[NetworkInput]) -> list[Prediction | UnusableImage]:
+        """Score a batch, which may be empty.
+
+        Raises:
+            DataError: the model, program or device isn't that of the command.
+        """
+        self._model = model = self._model or self._load()
+        results = model.predict_batches([batch] if batch else [])
+        return [r if isinstance(r, UnusableImage) else replace(r, image=None) for r in results]
+
+    def _load(self) -> Model:
+        host, expected = socket.gethostname(), self._about
+        use_threads(1)
+        cv2.setNumThreads(1)
+        try:
+            model = load_model(self._folder, self._device)
+        except ModelError as error:
+            raise ModelError(
+                f"the worker on {host}: {error} (all machines need the model folder)"
+            ) from None
+        about = about_model(model)
+        if other := [key for key in about if about[key] != expected[key]]:
+            raise DataError(
+                f"the worker on {host} has another {', '.join(other)} than this command "
+                f"({about[other[0]]!r}, not {expected[other[0]]!r}); all machines need the same "
+                "model folder, program and device"
+            )
+        return model
