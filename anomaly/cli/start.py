@@ -20,7 +20,8 @@ from anomaly.cli.terminal import ProgressLine, command_line
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, readers
 from anomaly.datasets import open_dataset
-from anomaly.datasets.layouts import LIST_SUFFIX, listing_of, recognise
+from anomaly.datasets.layouts import LIST_SUFFIX, recognise
+from anomaly.datasets.lists import listing_of
 from anomaly.desk.check import SMALL_SET, Severity, advice, check
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import at_home, claim, from_json, locked, write

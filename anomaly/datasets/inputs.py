@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anomaly.datasets.lists import COLUMNS, exists, named
+from anomaly.datasets.names import Label, check_annotations, check_names
 from anomaly.errors import DataError, some
 from anomaly.files.tables import SEPARATOR, header_of, read_rows, texts_of
 from anomaly.files.writing import left_by_system, looked_in, short_name
@@ -95,6 +96,29 @@ def find_inputs(
     return Found(sorted(paths), groups, _without_suffix(others))
 
 
+def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
+    """Refuse files and folders that were given as good, or as defects, where names say otherwise.
+
+    Args:
+        inputs: as given.
+        images: what was found in them.
+        defects: whether they were given as defects; a file that is named as one may lie anywhere.
+
+    Raises:
+        DataError: the message names the first such folder, or the files.
+    """
+    files = list(images)
+    # A folder may be given beside files of it.
+    given = sorted((is_folder(place), place) for place in inputs)
+    for folder, whole in {p if whole else p.parent: whole for whole, p in given}.items():
+        inside = [file for file in files if file.is_relative_to(folder)]
+        if not defects:
+            check_names(inside, folder, Label.GOOD)
+            check_annotations(inside, folder)
+        elif whole:
+            check_names(inside, folder, Label.DEFECTIVE)
+
+
 def passed_over(folders: Iterable[Path]) -> str:
     """A line on the files in folders that aren't images by their names; empty without any.
 
@@ -125,42 +149,34 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     readings = texts_of(data)
     if len(readings) > 1:  # file names are bytes: they stay, unless a code page fits better
         readings.insert(0, os.fsdecode(data))
-    lines = max(map(_lines, readings), key=lambda lines: sum(map(exists, lines)))
+    texts = [[line for line in re.split(r"[\r\n]+", text) if line.strip()] for text in readings]
+    lines = max(texts, key=lambda lines: sum(map(exists, lines)))
+    if lines and SEPARATOR.match(lines[0]):
+        lines = lines[1:]
     header, _ = header_of(lines[0], _COLUMNS) if lines else ([], "")
-    if not _is_table(header, list_file):
+    is_path = len(header) < 2 and is_image(Path(*header))
+    of_table = header and not is_path and Path(list_file).suffix.lower() in (".csv", ".tsv")
+    if not (of_table or {*header} & {*_COLUMNS}):
         return [Path(named(line)) for line in lines], {}
-    # Rows that aren't grouped are paths, or those of a data set's list or of a results.csv.
-    plain = "image_sha256" in header or set(header) <= {*COLUMNS, ""} - {"group"}
-    of_data_set = len(header) > 1 and "image_sha256" not in header and list_file != "-"
-    folder = Path(list_file).parent if plain and of_data_set else Path()
-    paths: list[Path] = []
+    # Without groups are the paths of a results.csv, and those of a data set's list.
+    of_results = "image_sha256" in header
+    grouped = not of_results and not {*header} <= {*COLUMNS, ""} - {"group"}
+    from_list = not (grouped or of_results or len(header) == 1 or list_file == "-")
+    folder = Path(list_file).parent if from_list else Path()
     groups: dict[str, str] = {}
-    needed = ("path",) if plain else _COLUMNS
+    paths: list[Path] = []
+    needed = _COLUMNS if grouped else ("path",)
     for line, row in read_rows(data, name, _COLUMNS, needed, lambda r: exists(r["path"], folder)):
-        path, group = folder / named(row["path"], folder), "" if plain else row["group"]
-        if not plain and not (row["path"] and group):
+        path = folder / named(row["path"], folder)
+        if grouped and not (row["path"] and row["group"]):
             raise DataError(f"{name}, line {line}: path and group mustn't be empty")
-        if group and groups.setdefault(str(path), group) != group:
+        if grouped and (group := groups.setdefault(str(path), row["group"])) != row["group"]:
             raise DataError(
-                f"{name}, line {line}: {path} is in group {group!r} here and in "
-                f"{groups[str(path)]!r} above; an image shows one part"
+                f"{name}, line {line}: {path} is in group {row['group']!r} here and in {group!r} "
+                "above; an image shows one part"
             )
         paths += [path] if row["path"] else []
     return paths, groups
-
-
-def _lines(text: str) -> list[str]:
-    """Lines of a list, but blank ones and one that tells Excel the delimiter."""
-    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-    return lines[1:] if lines and SEPARATOR.match(lines[0]) else lines
-
-
-def _is_table(header: Sequence[str], list_file: str) -> bool:
-    """Whether a list is a CSV file with a header, not a path on each line."""
-    if set(header) & set(_COLUMNS):
-        return True
-    is_path = len(header) == 1 and is_image(Path(header[0]))
-    return Path(list_file).suffix.lower() in (".csv", ".tsv") and bool(header) and not is_path
 
 
 def picture_names(

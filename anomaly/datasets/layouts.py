@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from anomaly.datasets.lists import open_list, open_visa
+from anomaly.datasets.lists import listing_of, open_list, open_visa
 from anomaly.datasets.names import (
     CLEAR,
     Label,
     by_file_names,
+    check_annotations,
     check_files,
-    check_good,
     check_names,
     files_in,
     label_of,
@@ -35,13 +33,54 @@ from anomaly.datasets.samples import (
     listed,
     set_apart,
 )
-from anomaly.errors import DataError, some
-from anomaly.files.writing import at_home, left_by_system, like
+from anomaly.errors import DataError, nearest, some
+from anomaly.files.writing import at_home, like, looked_in
 from anomaly.imaging.read import is_folder, list_images, other_files
 
 log = logging.getLogger(__name__)
 
+LIST_SUFFIX = ".csv"
+HOW_TO_GET_MVTEC = (
+    "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "
+    "unpack it, and point data.root at the folder that holds the categories "
+    "(--set data.root=/path/to/mvtec_ad). `anomaly demo` makes a data set to try things on."
+)
 _COLOUR = "rgb"  # the folder of each kind that has MVTec 3D AD's images
+
+
+def open_dataset(layout: str, root: str | Path | None, category: str | None = None) -> Dataset:
+    """List a data set.
+
+    Args:
+        layout: a key of `FORMATS`; docs/own-data.md shows what each looks like.
+        root: the folder of the data set, or of its categories; with `csv` it may be the list.
+        category: a folder (or list) inside `root`; None for `root` itself.
+
+    Raises:
+        DataError: something is missing or may not be looked at, there are no training images, or a
+            list has a mistake.
+        AnomalyError: the root's `~` stands for nobody's home folder.
+    """
+    if root is None:
+        raise DataError(
+            "data.root isn't set: name the folder with your images, "
+            "e.g. --set data.root=/path/to/images"
+        )
+    if layout not in FORMATS:
+        raise DataError(f"unknown data.format {layout!r}; {nearest(layout, FORMATS)}")
+    root = at_home(Path(root))
+    place = root / (category or "")
+    if layout == "csv" and is_folder(place):
+        raise DataError(f"{place} is a folder; with data.format=csv, data.root names the list")
+    if layout != "csv" and not is_folder(place):
+        if root.is_file():
+            raise DataError(f"{root} is a file; for a CSV list use --set data.format=csv")
+        alike = nearest(str(category), folders_in(root)) if is_folder(root) else ""
+        hint = HOW_TO_GET_MVTEC if layout == "mvtec" else "Correct data.root."
+        raise DataError(f"{place} doesn't exist{alike and '; ' + alike}{looked_in(root)}. {hint}")
+    dataset = FORMATS[layout](place)
+    log.debug("read as %s: %r", layout, dataset)
+    return dataset
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -50,34 +89,30 @@ def folders_in(folder: Path) -> list[str]:
     Raises:
         DataError: it can't be listed.
     """
-    if not is_folder(folder):
-        return []
-    return sorted(entry.name for entry in files_in(folder) if entry.is_dir())
+    return [entry.name for entry in files_in(folder) if entry.is_dir()]
 
 
 def _good_only(folder: Path) -> Dataset:
-    train = listed(folder, folder)
-    if not train:
+    """Good images alone; or good and defective ones, where the names of their files tell."""
+    good, bad = listed(folder, folder), list[Sample]()
+    if not good:
         raise DataError(
             f"no images in {folder}{other_files(folder)}; data.root must hold good images to learn "
             "from"
         )
-    paths = [sample.path for sample in train]
-    named = by_file_names([path.stem for path in paths])
-    if not set(named.values()) >= CLEAR:
-        check_names(paths, folder, Label.GOOD)
-        return Dataset(folder, tuple(train), ())
-    if open_ := [path.name for path in paths if named[path.stem] not in CLEAR]:
-        raise undecided(folder, open_, "files")
-    good = [s for s in train if named[s.path.stem] is Label.GOOD]
-    bad = [replace(s, defect_type="defect") for s in train if s not in good]
-    check_names([sample.path for sample in good], folder, Label.GOOD)
-    log.info(
-        "%s: %d images are good by the names of their files, %d defective",
-        folder, len(good), len(bad),
-    )  # fmt: skip
-    learned, tested = set_apart(good)
-    return Dataset(folder, tuple(learned), (*tested, *bad), drawn=True)
+    named = by_file_names([sample.path.stem for sample in good])
+    if set(named.values()) >= CLEAR:
+        if open_ := [s.path.name for s in good if named[s.path.stem] not in CLEAR]:
+            raise undecided(folder, open_, "files")
+        bad = [replace(s, defect_type="defect") for s in good if named[s.path.stem] != GOOD]
+        good = [s for s in good if named[s.path.stem] == GOOD]
+        said = "%s: %d images are good by the names of their files, %d defective"
+        log.info(said, folder, len(good), len(bad))
+    paths = [sample.path for sample in good]
+    check_names(paths, folder, Label.GOOD)
+    check_annotations(paths, folder)
+    learned, tested = set_apart(good) if bad else (good, [])
+    return Dataset(folder, tuple(learned), (*tested, *bad), drawn=bool(bad))
 
 
 def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
@@ -98,20 +133,18 @@ def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
 
 def _label_within(inner: Path, published: bool) -> Label:
     split = _split_within(inner)
-    parts = inner.parts[split != "" :]
-    if any(label_of(part) is Label.ASIDE and not split_of(part) for part in parts):
+    names = [(name, label_of(name)) for name in inner.parts[split != "" :]]
+    if any(label is Label.ASIDE and not split_of(name) for name, label in names):
         return Label.ASIDE
-    if published and not (split and parts):
+    if published and not (split and names):
         return Label.ASIDE
-    labels = [label for part in parts if (label := label_of(part)) is not Label.PLACE]
+    labels = [label for _, label in names if label is not Label.PLACE]
     clear = {*labels} - {Label.UNKNOWN}
-    if published and split == "test" and labels and not clear:
-        return Label.DEFECTIVE
-    if clear == {Label.GOOD} and labels[-1] is Label.UNKNOWN:
+    if not clear:
+        return Label.DEFECTIVE if published and split == "test" and labels else Label.UNKNOWN
+    if len(clear) > 1 or not clear <= CLEAR or (labels[-1] is Label.UNKNOWN and GOOD in clear):
         return Label.UNCLEAR
-    if len(clear) > 1 or not clear <= CLEAR:
-        return Label.UNCLEAR
-    return clear.pop() if clear else Label.UNKNOWN
+    return clear.pop()
 
 
 def _split_within(inner: Path) -> str:
@@ -133,15 +166,15 @@ def open_by_names(
         published: as in `labels_in`.
 
     Raises:
-        DataError: a folder's name doesn't tell, or there are no good images.
+        DataError: a folder's name doesn't tell, there are no good images, or the names of files or
+            texts beside them contradict their folder's.
     """
     labels = labels_in(folder, published=published)
     masks = sorted({mask for inner in labels for mask in _masks_in(inner)})
     labels |= answers or {}
     if open_ := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
-        raise undecided(folder, [say_folder(inner) for inner in open_])
-    finder = Masks()
-    samples: list[tuple[str, Sample]] = []
+        raise undecided(folder, [_say_folder(inner) for inner in open_])
+    finder, samples = Masks(), list[tuple[str, Sample]]()
     for sample in listed(folder, folder, "defect"):
         inner = sample.path.parent.relative_to(folder)
         split = _split_within(inner)
@@ -152,15 +185,13 @@ def open_by_names(
             kind = next((p for p in reversed(inner.parts) if p != _COLOUR), "defect")
             mask = finder.of(sample.path, around)
             samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
-    for label in (Label.GOOD, Label.DEFECTIVE):
-        alike = [s.path for _, s in samples if s.is_defect == (label is Label.DEFECTIVE)]
-        check_files(alike, folder, label)
+    good = [sample.path for _, sample in samples if not sample.is_defect]
+    check_files(good, folder, Label.GOOD)
+    check_files([s.path for _, s in samples if s.is_defect], folder, Label.DEFECTIVE)
+    check_annotations(good, folder)
     left = [file for mask in masks for file in finder.left_in(folder / mask)]
-    unused = [
-        file
-        for file in left
-        if Label.GOOD not in map(label_of, file.relative_to(folder).parts[:-1])
-    ]
+    # Masks of good images mark nothing.
+    unused = [f for f in left if Label.GOOD not in map(label_of, f.relative_to(folder).parts[:-1])]
     hint = "Put good images in good/ or train/good, defective ones in defect/ or defect/<type>/."
     return replace(in_splits(folder, samples, hint), unused_masks=tuple(unused))
 
@@ -179,50 +210,9 @@ def _mask_places(inner: Path, masks: Sequence[Path]) -> Iterator[Path]:
             yield from (mask.joinpath(*parts[i:]) for i in range(len(parts) + (not kinds)))
 
 
-def say_folder(inner: Path) -> str:
+def _say_folder(inner: Path) -> str:
     """A folder inside another, for people."""
     return inner.as_posix() if inner.parts else "the images outside of folders"
-
-
-def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
-    """Images to test with from folders of good and of defective ones.
-
-    Args:
-        good: folders of good images.
-        defects: folders of defects; a subfolder names their type, else the folder itself.
-
-    Raises:
-        DataError: a folder is missing or holds no images, or good ones by their folders' names
-            aren't.
-    """
-    folders = [*((plain(f), True) for f in good), *((plain(f), False) for f in defects)]
-    root = Path(os.path.commonpath([folder.parent for folder, _ in folders]))
-    samples: dict[Path, Sample] = {}
-    for folder, is_good in folders:
-        if not is_folder(folder):
-            missing = "is no folder" if folder.exists() else f"doesn't exist{like(folder)}"
-            raise DataError(f"{folder} {missing}; give a folder of images to test with")
-        inside = listed(folder, root) if is_good else _defects_in(folder, root)
-        if not inside:
-            raise DataError(f"no images in {folder}; give a folder of images to test with")
-        if is_good:
-            check_good([sample.path for sample in inside], folder)
-        for sample in inside:
-            if samples.setdefault(sample.path, sample) != sample:
-                raise DataError(f"{sample.path} is given as good and as a defect; give it once")
-    return tuple(samples.values())
-
-
-def _defects_in(folder: Path, root: Path) -> list[Sample]:
-    """Defects by type: the name of the subfolder that they are in, else the folder's own."""
-    samples = []
-    inside = listed(folder, root, folder.name)
-    check_names([sample.path for sample in inside], folder, Label.DEFECTIVE)
-    for sample in inside:
-        inner = sample.path.relative_to(folder)
-        kind = inner.parts[0] if len(inner.parts) > 1 else folder.name
-        samples.append(replace(sample, defect_type=kind))
-    return samples
 
 
 FORMATS: dict[str, Callable[[Path], Dataset]] = {
@@ -234,7 +224,38 @@ FORMATS: dict[str, Callable[[Path], Dataset]] = {
 }
 
 
-LIST_SUFFIX = ".csv"
+def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
+    """Images to test with from folders of good and of defective ones.
+
+    Args:
+        good: folders of good images.
+        defects: folders of defects; a subfolder names their type, else the folder itself.
+
+    Raises:
+        DataError: a folder is missing or holds no images, names say otherwise, or an image is
+            given as both.
+    """
+    labels = [Label.GOOD] * len(good) + [Label.DEFECTIVE] * len(defects)
+    folders = [*map(plain, (*good, *defects))]
+    root = Path(os.path.commonpath([folder.parent for folder in folders]))
+    samples: dict[Path, Sample] = {}
+    for folder, label in zip(folders, labels, strict=True):
+        inside = listed(folder, root, GOOD if label is Label.GOOD else folder.name)
+        if not inside:
+            missing = f"{folder} doesn't exist{like(folder)}"
+            why = f"no images in {folder}" if folder.exists() else missing
+            raise DataError(f"{why}; give a folder of images to test with")
+        paths = [sample.path for sample in inside]
+        check_names(paths, folder, label)
+        if label is Label.GOOD:
+            check_annotations(paths, folder)
+        for sample in inside:
+            kind, *below = sample.path.relative_to(folder).parts
+            if below and label is Label.DEFECTIVE:
+                sample = replace(sample, defect_type=kind)
+            if samples.setdefault(sample.path, sample) != sample:
+                raise DataError(f"{sample.path} is given as good and as a defect; give it once")
+    return tuple(samples.values())
 
 
 @dataclass(frozen=True)
@@ -284,7 +305,16 @@ def recognise(
     if is_folder(place.parent / "split_csv"):
         return Recognised("visa", place, "a category beside split_csv")
     _check_whole(place)
-    return _own_names(place, ask) or _plain(place)
+    labels = labels_in(place)
+    if {*labels.values()} - {Label.UNKNOWN, Label.ASIDE}:
+        return _own_names(place, labels, ask)
+    if labels:
+        return Recognised("folder", place, "a folder of images")
+    lists = [file for file in files_in(place) if file.suffix == LIST_SUFFIX]
+    if len(lists) == 1:
+        return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
+    give = f", but lists: give one of them, e.g. {lists[0]}" if lists else other_files(place)
+    raise DataError(f"no images in {place}{give or '; give a folder of good images'}")
 
 
 def _is_whole(place: Path) -> bool:
@@ -305,38 +335,28 @@ def _check_whole(place: Path) -> None:
         )
     if label_of(place.name) is Label.GOOD or place.name == "train":
         return
-    for around in (place.parent, place.parent.parent):
-        if _is_whole(around):
-            raise DataError(
-                f"{place} is a part of {around}, which looks like a data set of its own; give "
-                f"{around}, or add --format folder if all images in {place} are good"
-            )
+    if around := next(filter(_is_whole, place.parents[:2]), None):
+        raise DataError(
+            f"{place} is a part of {around}, which looks like a data set of its own; give "
+            f"{around}, or add --format folder if all images in {place} are good"
+        )
 
 
-def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | None:
-    """Folders whose names say what they hold; None where none does."""
-    labels = labels_in(place)
-    if set(labels.values()) <= {Label.UNKNOWN, Label.ASIDE}:
-        return None
+def _own_names(
+    place: Path, labels: Mapping[Path, Label], ask: Callable[[str], str] | None
+) -> Recognised:
+    """Folders of which some have names that say what they hold."""
     open_ = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
-    published = open_ and labels_in(place, published=True)
-    if published and _is_whole(place) and set(published.values()) <= {*CLEAR, Label.ASIDE}:
+    published = {*labels_in(place, published=True).values()} if open_ else set()
+    if open_ and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:
         return Recognised("mvtec", place, "good images in train, kinds of defects in test")
-    answers: dict[Path, Label] = {}
-    if ask is not None:
-        known = {p for i in labels.keys() - set(open_) for p in (i, *i.parents)}
-        # Once for all folders in one that holds none of a clear name.
-        outer = {
-            i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_
-        }
-        answered = {top: _answer(place / top, ask) for top in dict.fromkeys(outer.values())}
-        answers = {inner: answered[top] for inner, top in outer.items()}
-    good = [inner for inner, label in (labels | answers).items() if label is Label.GOOD]
+    answers = _answers(place, labels, open_, ask) if ask else {}
+    good = [i for i, label in {**labels, **answers}.items() if label is Label.GOOD]
     if not good and (Label.DEFECTIVE in labels.values() or answers):
         raise DataError(
-            f"{place} has folders of defects or tests "
-            f"({some([say_folder(inner) for inner in labels], most=8)}), but none that is named as "
-            "good. Put the good images into a folder `good`, or give their folder alone"
+            f"{place} has folders of defects or tests ({some([*map(_say_folder, labels)])}), but "
+            "none that is named as good. Put the good images into a folder `good`, or give their "
+            "folder alone"
         )
     dataset = open_by_names(place, answers)
     defects = (sample.path.parent for sample in dataset.test if sample.is_defect)
@@ -348,59 +368,33 @@ def _own_names(place: Path, ask: Callable[[str], str] | None) -> Recognised | No
         return Recognised("csv", place, reason, listing_of(dataset))
     tops = {inner.parts[0] for inner in good}
     if not others and Label.ASIDE not in labels.values() and not any(map(split_of, tops)):
-        root = place / tops.pop() if len(tops) == 1 else place
-        return Recognised("folder", root, reason)
+        return Recognised("folder", place / tops.pop() if len(tops) == 1 else place, reason)
     return Recognised("good_defect", place, reason)
+
+
+def _answers(
+    place: Path, labels: Mapping[Path, Label], open_: Sequence[Path], ask: Callable[[str], str]
+) -> dict[Path, Label]:
+    """What someone says that folders hold, asked once for all in one that holds no clear name."""
+    known = {p for i in labels.keys() - {*open_} for p in (i, *i.parents)}
+    tops = {i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_}
+    said = {top: _answer(place / top, ask) for top in dict.fromkeys(tops.values())}
+    return {inner: said[top] for inner, top in tops.items()}
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
     """What someone says that a folder holds."""
-    question = (
-        f"Are the images in {folder} good or defective, or to be left out? [good/defective/out] "
-    )
     answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
     try:
-        answer = ask(question).strip().lower()
+        answer = ask(
+            f"Are the images in {folder} good or defective, or to be left out? "
+            f"[{'/'.join(answers)}] "
+        )
     except EOFError:  # Ctrl-D
         answer = ""
     for name, label in answers.items():
-        if answer and name.startswith(answer):
+        if answer.strip() and name.startswith(answer.strip().lower()):
             return label
     raise DataError(
         f"{folder}: {answer!r} doesn't say whether its images are good; nothing was done"
     )
-
-
-def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
-    """The lines of a list of a data set; marked as UTF-8, so that names that are no text are kept.
-
-    Args:
-        dataset: its splits are named, unless they are drawn.
-        copies: names of images that show the same: they are views of one part.
-    """
-    part = {name: f"copies of {names[0]}" for names in copies for name in names}
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "label", "mask", "split", "group"))
-    for split, sample in ((name, s) for name, inside in dataset.splits.items() for s in inside):
-        kind = sample.defect_type
-        if sample.is_defect:  # `0`, and what somebody has said is one
-            kinds = (kind, f"defect {kind}", "defect")
-            kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
-        group = sample.group or part.get(sample.name, "")
-        rows.writerow(
-            (sample.path, kind, sample.mask_path or "", "" if dataset.drawn else split, group)
-        )
-    return "\ufeff" + text.getvalue()
-
-
-def _plain(place: Path) -> Recognised:
-    """Good images alone, unless the folder says otherwise."""
-    if list_images(place):
-        return Recognised("folder", place, "a folder of images")
-    lists = [p for p in sorted(place.glob("*.csv")) if not left_by_system(p.name)]
-    if len(lists) == 1:
-        return Recognised("csv", lists[0], f"a list of images, {lists[0].name}")
-    listed = f", but lists: give one of them, e.g. {lists[0]}" if lists else ""
-    give = listed or f"{other_files(place)}; give a folder of good images"
-    raise DataError(f"no images in {place}{give}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from anomaly.datasets.names import CLEAR, Label, check_names, label_of, meant_by, plain
-from anomaly.datasets.samples import SPLITS, Dataset, Sample, in_splits
+from anomaly.datasets.samples import GOOD, SPLITS, Dataset, Sample, in_splits
 from anomaly.errors import DataError, nearest, some
-from anomaly.files.tables import Rows, read_rows
+from anomaly.files.tables import Rows, csv_text, read_rows
 from anomaly.files.writing import like
 
 log = logging.getLogger(__name__)
@@ -52,38 +52,21 @@ def open_list(file: Path) -> Dataset:
     Raises:
         DataError: no such list, or a row that can't be meant; the message names the line.
     """
-    samples: list[tuple[str, Sample]] = []
-    seen: dict[str, int] = {}
-    unlabelled: list[int] = []
-    for line, row in _rows(file, COLUMNS, ("path",)):
-        where = f"{file} line {line}"
-        if others := "label" not in row and sorted(row.keys() - {*COLUMNS, ""}):
-            raise DataError(
-                f"{file} has no column `label`, but {' and '.join(others)}: if one says which "
-                "images are good, rename it to `label`, else remove it"
-            )
-        if not row["path"].strip():
-            raise DataError(f"{where} has no path; fill it in or remove the line")
-        sample = _sample(row, file.parent, where)
-        if (name := sample.name) in seen:  # `a.png` and `./a.png` are one image
-            raise DataError(f"{where} repeats {name} of line {seen[name]}; remove one of them")
-        seen[name] = line
-        unlabelled += [] if row.get("label", "").strip() else [line]
-        samples.append((_split_of(row, sample, where), sample))
-    if unlabelled and len(unlabelled) < len(samples):
+    rows = list(_rows(file, COLUMNS, ("path",)))
+    columns = {column for _, row in rows for column in row}
+    if others := "label" not in columns and sorted(columns - {*COLUMNS, ""}):
         raise DataError(
-            f"{file}: {len(unlabelled)} of {len(samples)} rows have no label (lines "
-            f"{some([str(line) for line in unlabelled])}). Fill in `good` or a kind of defect, or "
-            "remove these lines"
+            f"{file} has no column `label`, but {' and '.join(others)}: if one says which "
+            "images are good, rename it to `label`, else remove it"
         )
-    if unlabelled:
-        folders = [plain(sample.path.parent) for _, sample in samples]
+    samples = sorted(_samples(rows, file, file.parent), key=lambda entry: entry[1].name)
+    if not any(row.get("label", "").strip() for _, row in rows):
         paths = [sample.path for _, sample in samples]
+        folders = [plain(path.parent) for path in paths] or [plain(file.parent)]
         check_names(paths, Path(os.path.commonpath(folders)), Label.GOOD)
     kinds = {s.defect_type for _, s in samples if label_of(s.defect_type) is Label.UNKNOWN}
     if kinds:
         log.info("%s: these labels count as kinds of defect: %s", file, some(sorted(kinds), most=8))
-    samples.sort(key=lambda entry: entry[1].name)
     hint = (
         "A list needs good images with the split `train`; their label is good, another word for "
         "it, or 0"
@@ -100,44 +83,70 @@ def open_visa(folder: Path) -> Dataset:
     root, category = folder.parent, folder.name
     file = root / _VISA_LIST
     rows = list(_rows(file, ("object", "split", "label", "image", "mask")))
-    own = [(line, row) for line, row in rows if row["object"] == category]
+    own = [(line, row | {"path": row["image"]}) for line, row in rows if row["object"] == category]
     if not own:
         known = nearest(category, (row["object"] for _, row in rows))
         raise DataError(f"{file} lists no category {category!r}; {known}")
-    samples = []
-    for line, row in own:
+    hint = f"{file} must list some with the split `train`"
+    return in_splits(folder, _samples(own, file, root), hint)
+
+
+def listing_of(dataset: Dataset, copies: Iterable[Sequence[str]] = ()) -> str:
+    """The lines of a list of a data set; marked as UTF-8, so that names that are no text are kept.
+
+    Args:
+        dataset: its splits are named, unless they are drawn.
+        copies: names of images that show the same: they are views of one part.
+    """
+    part = {name: f"copies of {names[0]}" for names in copies for name in names}
+    rows: list[tuple[object, ...]] = [COLUMNS]
+    for split, sample in ((name, s) for name, inside in dataset.splits.items() for s in inside):
+        kind = sample.defect_type
+        if sample.is_defect:  # `0`, and what somebody has said is one
+            kinds = (kind, f"defect {kind}", "defect")
+            kind = next(k for k in kinds if label_of(k) is Label.DEFECTIVE)
+        mask = None if sample.mask_path is None else str(sample.mask_path)
+        group = sample.group or part.get(sample.name)
+        rows.append((str(sample.path), kind, mask, None if dataset.drawn else split, group))
+    return "\ufeff" + csv_text(rows)
+
+
+def _samples(
+    rows: Iterable[tuple[int, dict[str, str]]], file: Path, folder: Path
+) -> list[tuple[str, Sample]]:
+    """Splits, empty where none is named, and samples of a list's rows, whose paths are in a folder.
+
+    Raises:
+        DataError: a row can't be meant, or some rows have a label and some haven't.
+    """
+    samples: dict[str, tuple[str, Sample]] = {}
+    lines: dict[str, int] = {}
+    unlabelled = []
+    for line, row in rows:
         where = f"{file} line {line}"
-        if not row["label"].strip():
-            raise DataError(f"{where} has no label; it must be `normal` or `anomaly`")
-        mask = root / row["mask"] if row["mask"] else None
-        defect_type = meant_by(row["label"], where)
-        sample = Sample(root / row["image"], row["image"], defect_type, mask)
-        samples.append((_split_of(row, sample, where), sample))
-    return in_splits(folder, samples, f"{file} must list some with the split `train`")
-
-
-def _sample(row: dict[str, str], folder: Path, where: str) -> Sample:
-    path, mask = (named(row.get(name, "").strip(), folder) for name in ("path", "mask"))
-    return Sample(
-        path=folder / path,
-        name=Path(path).as_posix(),
-        defect_type=meant_by(row.get("label", ""), where),
-        mask_path=folder / mask if mask else None,
-        group=row.get("group", "").strip() or None,
-    )
-
-
-def _split_of(row: dict[str, str], sample: Sample, where: str) -> str:
-    """The split that a row names; empty where it names none."""
-    split = row.get("split", "").strip()
-    if split and split not in SPLITS:
-        raise DataError(f"{where}: unknown split {split!r}; {nearest(split, SPLITS)}")
-    if split in ("train", "validation") and sample.is_defect:
+        path, label, mask, split, group = (row.get(column, "").strip() for column in COLUMNS)
+        if not path:
+            raise DataError(f"{where} has no path; fill it in or remove the line")
+        name = Path(named(path, folder)).as_posix()
+        if name in samples:  # `a.png` and `./a.png` are one image
+            raise DataError(f"{where} repeats {name} of line {lines[name]}; remove one of them")
+        kind, mask_path = meant_by(label, where), folder / named(mask, folder) if mask else None
+        if split and split not in SPLITS:
+            raise DataError(f"{where}: unknown split {split!r}; {nearest(split, SPLITS)}")
+        if split in ("train", "validation") and kind != GOOD:
+            raise DataError(
+                f"{where}: a defect ({kind!r}) in the split {split!r}, which is for good images; "
+                "make its split `test`"
+            )
+        unlabelled += [] if label else [str(line)]
+        samples[name] = split, Sample(folder / name, name, kind, mask_path, group or None)
+        lines[name] = line
+    if unlabelled and len(unlabelled) < len(samples):
         raise DataError(
-            f"{where}: a defect ({sample.defect_type!r}) in the split {split!r}, which is for good "
-            "images; make its split `test`"
+            f"{file}: {len(unlabelled)} of {len(samples)} rows have no label (lines "
+            f"{some(unlabelled)}). Fill in `good` or a kind of defect, or remove these lines"
         )
-    return split
+    return [*samples.values()]
 
 
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:

@@ -6,7 +6,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -200,42 +200,6 @@ _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _UPLOADED = re.compile(r"[0-9a-f]{8}-")  # what Label Studio puts before a name
 
 
-def check_good(images: Sequence[Path], folder: Path) -> None:
-    """Refuse images to be taken as good where names or text files beside them say otherwise.
-
-    Args:
-        images: files in `folder`.
-        folder: as given; its own name counts, those of the folders around it don't.
-
-    Raises:
-        DataError: the message names the first such folder, or the files.
-    """
-    check_names(images, folder, Label.GOOD)
-    check_annotations(images, folder)
-
-
-def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
-    """Refuse files and folders that were given as good, or as defects, where names say otherwise.
-
-    Args:
-        inputs: as given.
-        images: what was found in them.
-        defects: whether they were given as defects; a file that is named as one may lie anywhere.
-
-    Raises:
-        DataError: as `check_good`.
-    """
-    files = list(images)
-    # A folder may be given beside files of it.
-    given = sorted((is_folder(place), place) for place in inputs)
-    for folder, whole in {p if whole else p.parent: whole for whole, p in given}.items():
-        inside = [file for file in files if file.is_relative_to(folder)]
-        if not defects:
-            check_good(inside, folder)
-        elif whole:
-            check_names(inside, folder, Label.DEFECTIVE)
-
-
 def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
     """Refuse images to be taken as good, or as defective, where names don't say so.
 
@@ -298,60 +262,66 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
     Raises:
         DataError: the message says which files name how many images.
     """
-    inside: dict[Path, list[tuple[str, Path]]] = {}
+    inside: dict[Path, list[Path]] = {}
     for image in map(plain, good):
-        inside.setdefault(image.parent, []).append((folded(image.stem), image))
+        inside.setdefault(image.parent, []).append(image)
     listed = cache(files_in)
-    texts: dict[Path, dict[str, set[Path]]] = {}
+    texts: dict[Path, dict[str, set[Path]]] = {}  # what each may name, by names without suffix
     for place, images in inside.items():
         for text in _texts_around(place, plain(folder), listed):
-            for stem, image in images:
-                texts.setdefault(text, {}).setdefault(stem, set()).add(image)
-    found = {text: named for text, images in texts.items() if (named := _named_by(text, images))}
-    if found:
-        naming = sorted(found, key=lambda file: (-len(found[file]), file))
-        names = sorted({path.name for paths in found.values() for path in paths})
-        one = len(naming) == 1
-        who = str(naming[0]) if one else f"{len(naming)} files ({some([*map(str, naming)])})"
+            for image in images:
+                texts.setdefault(text, {}).setdefault(folded(image.stem), set()).add(image)
+    named = {text: _named_by(text, images) for text, images in texts.items()}
+    naming = sorted(filter(named.get, named), key=lambda text: (-len(named[text]), text))
+    if naming:
+        names = sorted({image.name for images in named.values() for image in images})
+        verb, them = ("names", "this file") if len(naming) == 1 else ("name", "these files")
         raise DataError(
-            f"{who} {'names' if one else 'name'} {len(names)} of {len(good)} images that would "
+            f"{some([*map(str, naming)])} {verb} {len(names)} of {len(good)} images that would "
             f"be taken as good ({some(names)}). Annotations aren't read, and may call some "
             "defective: write a CSV list with the columns path and label and use that "
-            f"(data.format=csv), or move {'this file' if one else 'these files'} away"
+            f"(data.format=csv), or move {them} away"
         )
 
 
 def _texts_around(
     place: Path, folder: Path, listed: Callable[[Path], list[Path]]
 ) -> Iterator[Path]:
-    """Text files in a folder of images, beside it and in folders of annotations there.
-
-    Around `images/train` these are beside `train` and beside `images`.
+    """Text files in a folder of images, around it and in folders of annotations there.
 
     Args:
         place: of the images.
-        folder: around it, in which all text files count on the way to `place`.
+        folder: the data set's, where going outwards ends; but folders that are named like those of
+            images or of a split have annotations beside them, as `images/train` has `labels/train`.
         listed: lists a folder.
     """
     around, name = [place], place.name
-    while place != place.parent:
+    while folder in place.parents or _is_of_images(place) or _is_of_images(place.parent):
         place = place.parent
         if os.access(place, os.R_OK):
             beside = [p for p in listed(place) if _ANNOTATIONS.fullmatch(p.name)]
-            inner = [annotations / name for annotations in beside]
-            around += [place, *(p for p in (*beside, *inner) if is_folder(p))]
-        if not (
-            _IMAGES.fullmatch(place.name) or split_of(place.name) or place.is_relative_to(folder)
-        ):
-            break
+            around += [place, *beside, *(annotations / name for annotations in beside)]
     for text in (file for place in dict.fromkeys(around) for file in listed(place)):
         if text.suffix.lower() in _TEXTS and not _ABOUT.match(text.name):
             yield text
 
 
+def _is_of_images(folder: Path) -> bool:
+    return bool(_IMAGES.fullmatch(folder.name) or split_of(folder.name))
+
+
 def files_in(folder: Path) -> list[Path]:
-    """Entries of a folder, without those of a system or of this program."""
-    entries = entries_of(folder)
+    """Entries of a folder, sorted, without those of a system or of this program.
+
+    None where there is no such folder.
+
+    Raises:
+        DataError: it can't be listed.
+    """
+    try:
+        entries = sorted(folder.iterdir()) if is_folder(folder) else []
+    except OSError as error:
+        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
     own = own_outputs(folder, [entry.name for entry in entries])
     return [e for e in entries if e.name not in own and not left_by_system(e.name)]
 
@@ -407,15 +377,3 @@ def plain(path: Path) -> Path:
 def folded(name: str) -> str:
     """A name in small letters and one form of Unicode."""
     return unicodedata.normalize("NFC", name).casefold()
-
-
-def entries_of(folder: Path) -> list[Path]:
-    """The files and folders in a folder.
-
-    Raises:
-        DataError: it can't be listed.
-    """
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({error.strerror})") from None
