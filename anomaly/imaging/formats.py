@@ -205,8 +205,9 @@ _COLOURS = {0: "grey", 2: "rgb", 3: "palette", 4: "greya", 6: "rgba"}
 def png(data: bytes) -> ImageHeader:
     """Header of a PNG, whose chunks all have to be whole; libpng checks the pixels' checksum."""
     chunks = _chunks(data)
-    length, kind, *size, depth, colour = struct.unpack(">I4sIIBB", data[8:26].ljust(18))
-    if (length, kind) != (13, b"IHDR") or not all(size) or colour not in _COLOURS:
+    head = struct.unpack(">I4sIIBB", data[8:26].ljust(18))
+    length, kind, width, height, depth, colour = head
+    if (length, kind) != (13, b"IHDR") or not (width and height and colour in _COLOURS):
         raise damaged("its PNG header is missing or has illegal values")
     if b"acTL" in chunks:
         raise unsupported("it is an animated PNG; save the frame to inspect as a file of its own")
@@ -214,8 +215,8 @@ def png(data: bytes) -> ImageHeader:
         raise unsupported("it is a grey PNG with a transparent value; save it without one")
     return ImageHeader(
         f"{_COLOURS[colour]}{depth}",
-        (size[1], size[0]),
-        lambda: _to_rgb(_by_opencv(data, (size[1], size[0]))),
+        (height, width),
+        lambda: _to_rgb(_by_opencv(data, (height, width))),
         65535.0 if depth == 16 else 255.0,
         _exif_orientation(chunks.get(b"eXIf", b"")),
     )

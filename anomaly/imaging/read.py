@@ -18,11 +18,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
+import resource
 import signal
 import stat
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +37,15 @@ from anomaly.errors import DataError, ImageError, some, why
 from anomaly.files.writing import is_model, left_by_system, own_outputs
 from anomaly.imaging.formats import FORMATS, Format, ImageHeader, Pixels, damaged, unsupported
 
-if sys.platform != "win32":
-    import resource
-
 log = logging.getLogger(__name__)
 
 # Pictures that can't be read are listed too, so that they get a row that says why.
 _UNREADABLE = (".gif", ".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".exr", ".tga")
 IMAGE_SUFFIXES = frozenset(_UNREADABLE).union(*(known.suffixes for known in FORMATS))
 
+_READABLE = ", ".join(known.name for known in FORMATS[:-1]) + f" or {FORMATS[-1].name}"
+
 MAX_PIXELS = 250_000_000
-_LONGEST_SIDE = 1_000_000  # libpng goes no further
 # A file may be this long: 16 bits for each of four samples, and metadata.
 _BYTES_A_PIXEL = 8
 _BYTES_BESIDES = 64 * 1024**2
@@ -88,10 +88,6 @@ class Decoding:
                 f"it has {width} × {height} = {height * width / 1e6:.1f} million pixels, more than "
                 f"image.max_pixels allows ({self.max_pixels / 1e6:.1f} million)"
             )
-        if max(height, width) > _LONGEST_SIDE:
-            raise unsupported(
-                f"its longest side is over {_LONGEST_SIDE} pixels: {width} × {height}"
-            )
 
 
 DEFAULT = Decoding()
@@ -99,15 +95,17 @@ DEFAULT = Decoding()
 
 HEAD_BYTES = 64
 
-_OTHERS = (
-    (b"GIF8", "a GIF picture"),
-    (b"II+\0", "a BigTIFF picture"),
-    (b"MM\0+", "a BigTIFF picture"),
-    (b"%PDF", "a PDF document"),
-    (b"8BPS", "a Photoshop picture"),
-    (b"\0\0\0\x0cjP  ", "a JPEG 2000 picture"),
-    (b"\xff\x4f\xff\x51", "a JPEG 2000 picture"),
-)
+# Other kinds of file, by their beginnings.
+_OTHERS = {
+    rb"GIF8": "a GIF picture",
+    rb"II\+\0|MM\0\+": "a BigTIFF picture",
+    rb"8BPS": "a Photoshop picture",
+    rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51": "a JPEG 2000 picture",
+    rb".{4}ftyp(hei|mif|avi)": "a HEIC or AVIF picture",
+    rb".{4}ftyp": "a video",
+    rb"%PDF": "a PDF document",
+    rb"[^\0-\x08\x0e-\x1f]+\Z": "a text file",
+}
 
 
 def identify(head: bytes) -> Format:
@@ -123,12 +121,11 @@ def identify(head: bytes) -> Format:
         raise damaged("it is empty")
     if not any(head):
         raise damaged("it starts with zeros only, as files do whose writing was interrupted")
-    *names, last = (known.name for known in FORMATS)
-    most = ", ".join(names)
-    if kind := _other_kind(head):
-        remedy = "; convert it to one of these" if kind.endswith("picture") else ""
-        raise unsupported(f"it is {kind}, not a {most} or {last} picture{remedy}")
-    raise damaged(f"it isn't a {most} or {last} picture, or its first bytes are damaged")
+    for signature, kind in _OTHERS.items():
+        if re.match(signature, head, re.DOTALL):
+            remedy = "; convert it to one of these" if kind.endswith("picture") else ""
+            raise unsupported(f"it is {kind}, not a {_READABLE} picture{remedy}")
+    raise damaged(f"it isn't a {_READABLE} picture, or its first bytes are damaged")
 
 
 def suffix_of(file: bytes) -> str:
@@ -138,19 +135,6 @@ def suffix_of(file: bytes) -> str:
         ImageError: as `identify`.
     """
     return identify(file[:HEAD_BYTES]).name.lower()
-
-
-def _other_kind(head: bytes) -> str | None:
-    for signature, kind in _OTHERS:
-        if head.startswith(signature):
-            return kind
-    if head[4:8] == b"ftyp":
-        pictures = {b"hei": "a HEIC picture", b"mif": "a HEIF picture", b"avi": "an AVIF picture"}
-        return pictures.get(head[8:11], "a video")
-    text = head.decode("utf-8", "replace").rstrip("\ufffd")  # its last letter may be cut
-    if "\ufffd" not in text and text.translate(dict.fromkeys(map(ord, "\r\n\t\f"))).isprintable():
-        return "a text file"
-    return None
 
 
 @dataclass(frozen=True)
@@ -192,7 +176,7 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
         ImageError: its `status` is `unreadable` or `unsupported`; the message names the file,
             where there is one.
     """
-    try:
+    with _naming(source):
         kind, data = _read_file(source, decoding.max_pixels)
         header = kind.read(data)
         decoding.check_size(header.size)
@@ -200,12 +184,6 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
         pixels = turned_upright(header.decode(), header.orientation)
         full_scale = decoding.full_scale(header.full_scale)
         check_range(pixels, full_scale)
-    except ImageError as error:
-        raise ImageError(_named(source, str(error)), error.status) from None
-    except (MemoryError, cv2.error) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ImageError(_named(source, out_of_memory()), "unsupported") from None
     sha256 = hashlib.sha256(data).hexdigest()
     upright = np.ascontiguousarray(pixels)
     kind_name = kind.name.lower()
@@ -230,15 +208,23 @@ def read_header(source: Path | bytes) -> ImageHeader:
     Raises:
         ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
     """
-    try:
+    with _naming(source):
         kind, data = _read_file(source, MAX_PIXELS)
         return kind.read(data)
+
+
+@contextmanager
+def _naming(source: Path | bytes) -> Iterator[None]:
+    """Errors that name the file, where there is one, also those for want of memory."""
+    name = "" if isinstance(source, bytes) else f"{source}: "
+    try:
+        yield
     except ImageError as error:
-        raise ImageError(_named(source, str(error)), error.status) from None
-
-
-def _named(source: Path | bytes, what: str) -> str:
-    return what if isinstance(source, bytes) else f"{source}: {what}"
+        raise ImageError(f"{name}{error}", error.status) from None
+    except (MemoryError, cv2.error) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ImageError(f"{name}{out_of_memory()}", "unsupported") from None
 
 
 def read_mask(path: Path) -> NDArray[np.bool_]:
@@ -282,7 +268,7 @@ def _check_length(length: int, max_pixels: int) -> None:
 def _allow_time(size: tuple[int, int]) -> None:
     """Let a process whose computing time is limited compute longer for a large image (H0, W0)."""
     more = COMPUTING_SECONDS * (size[0] * size[1] / MODEST_PIXELS - 1)
-    if sys.platform != "win32" and more > 0:
+    if more > 0:
         left, _ = signal.getitimer(signal.ITIMER_PROF)
         if left:
             signal.setitimer(signal.ITIMER_PROF, left + more)
@@ -296,14 +282,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory() -> str:
     """What is wrong with an image that this process has no memory for, and what to do."""
-    if sys.platform != "win32":
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if limit != resource.RLIM_INFINITY:
-            return (
-                f"it takes more than the {limit / 1e9:.1f} GB of memory that a decoding process "
-                f"may use; if the file is sound, set the environment variable {MEMORY_SETTING} to "
-                "more megabytes"
-            )
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit != resource.RLIM_INFINITY:
+        return (
+            f"it takes more than the {limit / 1e9:.1f} GB of memory that a decoding process may "
+            f"use; if the file is sound, set the environment variable {MEMORY_SETTING} to more "
+            "megabytes"
+        )
     return "there isn't enough memory to decode it"
 
 
@@ -398,9 +383,7 @@ def other_files(folder: Path) -> str:
     if not kinds:
         return ""
     found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
-    *names, last = (known.name for known in FORMATS)
-    readable = f"{', '.join(names)} and {last}"
-    return f" (but {found}, in a format that can't be read; convert them to one of {readable})"
+    return f" (but {found}, in a format that can't be read; convert them to {_READABLE})"
 
 
 def is_image(path: Path) -> bool:
@@ -436,43 +419,29 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
         DataError: the folder, or one inside it, can't be listed.
     """
     own: list[Path] = []
-    files = sorted(_walk(folder, (), own), key=lambda path: path.parts)
-    if own and tell:
-        names = some([path.relative_to(folder).as_posix() for path in own], most=6)
-        log.warning("%s: skipped this program's own outputs: %s", folder, names)
-    return files
-
-
-def _walk(folder: Path, above: tuple[tuple[int, int], ...], own: list[Path]) -> Iterator[Path]:
-    try:
-        status = folder.stat()
-        with os.scandir(folder) as scan:
-            entries = list(scan)
-    except OSError as error:
-        raise DataError(f"{folder}: can't list this folder ({why(error)})") from None
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        return
-    names = [entry.name for entry in entries]
-    if above and is_model(folder, names):
-        own.append(folder)
-        return
-    outputs = own_outputs(folder, names)
-    for entry in sorted(entries, key=lambda entry: entry.name):
-        path = folder / entry.name
-        if left_by_system(entry.name):
+    files: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        here, every = Path(place), [*folders, *names]
+        if here != folder and is_model(here, every):
+            own.append(here)
+            folders.clear()
             continue
-        if entry.name in outputs:
-            if _is_folder(entry) or is_image(path):  # tables and notes aren't worth a word
-                own.append(path)
-        elif _is_folder(entry):
-            yield from _walk(path, (*above, identity), own)
-        else:
-            yield path
+        outputs = own_outputs(here, every)
+        # Tables and notes aren't worth a word.
+        own += [here / name for name in outputs if name in folders or is_image(here / name)]
+        kept = {name for name in every if not (name in outputs or left_by_system(name))}
+        files += [here / name for name in names if name in kept]
+        around = here.resolve() / "any"  # no folder that this one lies in is looked through again
+        folders[:] = [
+            name
+            for name in folders
+            if name in kept and (here / name).resolve() not in around.parents
+        ]
+    if own and tell:
+        skipped = some([path.relative_to(folder).as_posix() for path in sorted(own)], most=6)
+        log.warning("%s: skipped this program's own outputs: %s", folder, skipped)
+    return sorted(files, key=lambda path: path.parts)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself; reading it as an image will say so
-        return False
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename}: can't list this folder ({why(error)})") from None
