@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from anomaly.backbones.extractor import choose_precision, network_input
@@ -21,10 +22,9 @@ from anomaly.backbones.networks import backbone_of
 from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
-from anomaly.datasets.poses import grey_pictures, learn
 from anomaly.datasets.samples import contradiction, near_copies
 from anomaly.errors import ConfigError, DataError, some
-from anomaly.imaging.alignment import Reference
+from anomaly.imaging.alignment import Reference, grey_picture, learn
 from anomaly.imaging.geometry import Region, Sizing, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 StageProgress: TypeAlias = Callable[[str, int, int], None]
 _TRIAL_IMAGES = 4  # that show whether bf16 is safe
+_POSE_IMAGES = 400  # that show where parts lie, at most
 
 
 def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> TrainingSetup:
@@ -155,14 +156,17 @@ def reference_of(config: Config, samples: Sequence[Sample]) -> Reference | None:
     image = config.image
     if image.align == "none":
         return None
-    pictures = grey_pictures(samples, decoding_of(image))
-    poses = learn([grey for _, grey in pictures], rigid=image.align == "rigid").checked()
+    samples = samples[:: max(1, -(-len(samples) // _POSE_IMAGES))]
+    read = partial(made_of, grey_picture, decoding_of(image))
+    pictures = list(read_all(read, [sample.source for sample in samples]))
+    usable = [i for i, picture in enumerate(pictures) if isinstance(picture, np.ndarray)]
+    reference, middle = learn([pictures[i] for i in usable], rigid=image.align == "rigid")
     log.info(
         "all parts are brought into the pose of %s; image.region and image.ignore, if you set "
         "them, must be drawn on that image",
-        pictures[poses.index][0],
+        samples[usable[middle]].name,
     )
-    return poses.reference
+    return reference
 
 
 def _image_sizes(samples: Sequence[Sample]) -> list[tuple[int, int]]:
