@@ -143,14 +143,6 @@ def _onnx(file: Path, threads: int, streams: int) -> Run:
     return lambda images: list(session.run(None, {name: images}))
 
 
-class _SignalStack(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("place", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("size", ctypes.c_size_t),
-    ]
-
-
 @contextmanager
 def _stack_of_signals() -> Iterator[None]:
     """Give this thread the stack of its signal handlers back.
@@ -161,12 +153,12 @@ def _stack_of_signals() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    libc, before = ctypes.CDLL(None), _SignalStack()
-    libc.sigaltstack(None, ctypes.byref(before))
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # more than a `stack_t` takes
+    libc.sigaltstack(None, before)
     try:
         yield
     finally:
-        libc.sigaltstack(ctypes.byref(before), None)
+        libc.sigaltstack(before, None)
 
 
 def _openvino(file: Path, threads: int, streams: int) -> Run:
@@ -230,15 +222,11 @@ class ExportedNetwork:
 
     Attributes:
         graph: images (B, 3, H, W) in [0, 1] -> embeddings (B, h, w, D).
-        layers: paths of the layers that are hooked in the network which the graph was made of.
-        channels: C of each layer.
-        strides: network pixels between neighbouring positions of each layer.
+        strides: network pixels between neighbouring positions of each hooked layer.
         patch: side of the patches that a transformer cuts images into; None for other networks.
     """
 
     graph: Graph
-    layers: tuple[str, ...]
-    channels: tuple[int, ...]
     strides: tuple[int, ...]
     patch: int | None = None
     precision: ClassVar = "fp32"

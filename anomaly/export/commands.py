@@ -44,8 +44,9 @@ from anomaly.storage.folder import (
     claim_model,
     file_entry,
     find_model,
+    write_sealed,
 )
-from anomaly.storage.load import config_in, exported_stages, load_model, open_network, write_export
+from anomaly.storage.load import config_in, exported_stages, load_model
 from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)
@@ -161,9 +162,9 @@ def _written(
         graphs = sorted([*draft.glob("network.*"), *draft.glob("whole.*")])
         values["files"] = {file.name: file_entry(file) for file in graphs}
         progress("writing graphs", 1, 1)
-        network = open_network(draft, model.manifest, values)
-        exported = replace(model, **exported_stages(network, draft, model.config))
-        values["engine_version"] = network.graph.version
+        stages = exported_stages(draft, model.manifest, values, model.config)
+        exported = replace(model, **stages)
+        values["engine_version"] = stages["extractor"].graph.version
         values["equality"] = equality(
             network_pairs(model, reference, exported, paths, partial(progress, "comparing")),
             "" if reference is model else "; train with --set precision=fp32",
@@ -172,7 +173,7 @@ def _written(
             graph = Graph(draft / values["whole"]["file"], engine, program_threads())
             whole = equality(pixel_pairs(reference, graph, paths, camera))
             values["equality"]["largest_whole_difference"] = whole["largest_difference"]
-        write_export(draft, values)
+        write_sealed(draft / EXPORT, values)
     if record := training_record(options.model):  # where the data set is, for `evaluate`
         write(output / "train.json", as_json(record))
     return values

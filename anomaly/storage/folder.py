@@ -15,11 +15,10 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from anomaly.errors import ModelError, OutputError, unwritable, why
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = "anomaly-model/4"
-_SEAL = "manifest_sha256"
 HISTORY = "history.jsonl"
 EXPORT = "export.json"  # only where a model was exported for another engine
 BACKBONE, SCORER, STATISTICS, REFERENCE = (
@@ -40,85 +37,19 @@ BACKBONE, SCORER, STATISTICS, REFERENCE = (
 )
 AGAIN = "copy the model folder again, or train again"
 
+# The files that vouch for themselves: the name of their format, and the remedy for another one.
+_FORMATS = {
+    MANIFEST: ("anomaly-model/4", "train it again"),
+    EXPORT: ("anomaly-export/3", "export the model again"),
+}
+_SEAL = "manifest_sha256"
 _T = TypeVar("_T")
-_Count = Annotated[int, Field(ge=1, lt=2**31)]
-_Index = Annotated[int, Field(ge=0, lt=2**63)]
-_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_ModelId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-_Mean = Annotated[float, Field(ge=0, le=1)]  # of values in [0, 1]
-_ABSENT: Any = None  # what not every model has; where it is named, it isn't null
-_Deviation = Annotated[float, Field(ge=1e-3, le=1)]
-
-
-class Part(BaseModel):
-    """A part of a JSON file whose entries are all known."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _Backbone(Part):
-    """See `anomaly.backbones.extractor.describe`."""
-
-    layers: Annotated[tuple[str, ...], Field(min_length=1)]
-    channels: tuple[_Count, ...]
-    strides: tuple[_Count, ...]
-    axes: tuple[Literal["map", "channels_last", "tokens"], ...]
-    dropped: tuple[str, ...]
-    copies: bool
-    folded: tuple[tuple[str, str], ...]
-    mean: tuple[_Mean, _Mean, _Mean]
-    std: tuple[_Deviation, _Deviation, _Deviation]
-    weights_sha256: _Sha256 | None
-    weights_licence: str | None
-
-
-class _MadeWith(Part):
-    packages: dict[str, str | None]
-    python: str
-    machine: str
-    device: str
-    threads: _Count
-    shard_images: _Count = _ABSENT  # trained on a cluster, by shards of so many
-
-
-class Recorded(Part):
-    """What is recorded of a file."""
-
-    bytes: _Index
-    sha256: _Sha256
-
-
-class _Manifest(Part):
-    format: Literal["anomaly-model/4"]
-    software_version: str
-    aspect: Annotated[float, Field(ge=1e-4, le=1e4)] | None
-    backbone: _Backbone
-    made_with: _MadeWith
-    files: dict[str, Recorded]
-    training_images: Annotated[dict[str, _Sha256], Field(min_length=1)]
-    refused_images: dict[str, _Index]
-    parent: _ModelId = _ABSENT
-
-
-def read_json(file: Path) -> Any:
-    """The values in a JSON file of a model folder, numbers all finite.
-
-    Raises:
-        ModelError: it can't be read, or isn't JSON.
-    """
-    try:
-        return from_json(file.read_text("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
-    except ValueError:
-        raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
 
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """The tensors in a file of a model folder, which may be maps of it.
+    """The tensors in a file of a model folder whose hash is right; they may be maps of it.
 
     Raises:
-        ModelError: it is damaged, or holds tensors of kinds that no model has (8-bit floats, say).
         OSError: it can't be read.
     """
     from safetensors.numpy import load, load_file  # these import numpy
@@ -126,26 +57,17 @@ def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
     try:
         os.fspath(file).encode()
     except UnicodeEncodeError:  # the library opens only files whose names are text
-        read = partial(load, file.read_bytes())
-    else:
-        read = partial(load_file, file)
-    try:
-        tensors: dict[str, NDArray[Any]] = read()
-        # With ml_dtypes installed, bfloat16 is read as a kind of numbers that is not numpy's own.
-        if all(values.dtype.isbuiltin == 1 for values in tensors.values()):
-            return tensors
-    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError):
-        pass
-    raise ModelError(f"{file} is damaged, or holds what no model does; {AGAIN}")
+        return load(file.read_bytes())
+    return load_file(file)
 
 
 def checked(values: Any, kind: type[_T], file: Path) -> _T:
-    """JSON values as a dataclass or a model of their schema.
+    """JSON values as a dataclass.
 
     Bytes of file names that aren't UTF-8, which pydantic takes for no text, become `?`.
 
     Raises:
-        ModelError: something in them is missing, unknown, or of another type or range.
+        ModelError: something in them is missing, or of another type.
     """
     text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
     try:
@@ -153,11 +75,7 @@ def checked(values: Any, kind: type[_T], file: Path) -> _T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        wrong = {
-            "missing": "is missing",
-            "extra_forbidden": "isn't known to this version",
-        }.get(first["type"], f"can't be {str(first['input'])[:40]}")
-        raise ModelError(f"{file}: {where} {wrong}; {AGAIN}") from None
+        raise ModelError(f"{file}: {where} is missing or can't be what it is; {AGAIN}") from None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -166,22 +84,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: the manifest is damaged, was changed, or was made by something else.
     """
-    return read_sealed(folder / MANIFEST, _Manifest, FORMAT, "train it again")
+    return read_sealed(folder / MANIFEST)
 
 
-def read_sealed(file: Path, kind: type, form: str, advice: str) -> dict[str, Any]:
-    """The values in a JSON file that holds its format's name and a hash of itself.
-
-    Args:
-        file: of a model folder.
-        kind: schema of the values.
-        form: name of the format.
-        advice: the remedy for a file of another format.
+def read_sealed(file: Path) -> dict[str, Any]:
+    """The values in a manifest or export.json, which hold their format's name and their own hash.
 
     Raises:
         ModelError: it is damaged, was changed, or was written by something else.
     """
-    values = read_json(file)
+    try:
+        text = file.read_bytes()
+        values = from_json(text)
+    except OSError as error:
+        raise ModelError(f"{file} can't be read ({error.strerror}); {AGAIN}") from None
+    except ValueError:
+        raise ModelError(f"{file} isn't JSON as this program writes it; {AGAIN}") from None
+    form, advice = _FORMATS[file.name]
     written = values.get("format") if isinstance(values, dict) else None
     if written != form:
         raise ModelError(
@@ -189,25 +108,15 @@ def read_sealed(file: Path, kind: type, form: str, advice: str) -> dict[str, Any
             f"{advice}"
         )
     values.pop(_SEAL, None)
-    if file.read_bytes() != _sealed(values).encode():
+    if text != _sealed(values).encode():
         raise ModelError(f"{file} was changed since it was written; {AGAIN}")
-    checked(values, kind, file)
     return dict(values)
 
 
-def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    """Write a manifest, sealed.
-
-    Args:
-        folder: the model folder.
-        values: all but `format`.
-    """
-    write_sealed(folder / MANIFEST, FORMAT, values)
-
-
-def write_sealed(file: Path, form: str, values: dict[str, Any]) -> None:
-    """Write a JSON file that holds its format's name and a hash of itself; see `read_sealed`."""
-    file.write_text(_sealed({"format": form} | values | {"format": form}), "utf-8")
+def write_sealed(file: Path, values: dict[str, Any]) -> None:
+    """Write a manifest or export.json, see `read_sealed`; `values` are all but `format`."""
+    form = {"format": _FORMATS[file.name][0]}
+    file.write_text(_sealed(form | values | form), "utf-8")
 
 
 def _sealed(values: dict[str, Any]) -> str:

@@ -15,9 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph
 from anomaly.config.load import parse_config, parse_yaml
@@ -36,21 +34,17 @@ from anomaly.storage.folder import (
     REFERENCE,
     SCORER,
     STATISTICS,
-    Recorded,
     check_files,
     find_model,
     model_id,
     read_manifest,
     read_sealed,
     read_tensors,
-    write_sealed,
 )
 from anomaly.storage.thresholds import read_history, read_thresholds
 
 if TYPE_CHECKING:
     import torch
-
-    from anomaly.backbones.extractor import FeatureExtractor
 
 
 log = logging.getLogger(__name__)
@@ -83,39 +77,31 @@ def load_model(
     if export and precision == "bf16":
         raise ModelError(f"{folder} is an exported model, which computes in fp32 only")
     # Outside the try: a missing engine is no damage, and training again wouldn't help.
-    network = open_network(folder, manifest, export) if export else None
+    stages = exported_stages(folder, manifest, export, config) if export else None
     try:
-        if network:
-            stages = exported_stages(network, folder, config)
-        else:
-            stages = _torch_stages(folder, manifest, config, chosen, precision)
-        statistics = folder / STATISTICS
-        images = len(manifest["training_images"])
-        training_statistics = None
-        if statistics.is_file():
-            training_statistics = TrainingStatistics.from_tensors(read_tensors(statistics), images)
-        thresholds = read_thresholds(folder)
-        region = region_of(config.image, folder)
-        reference = None
+        statistics, reference = None, None
+        if (folder / STATISTICS).is_file():
+            tensors, images = read_tensors(folder / STATISTICS), len(manifest["training_images"])
+            statistics = TrainingStatistics.from_tensors(tensors, images)
         if (align := config.image.align) != "none":
             tensors = read_tensors(folder / REFERENCE)
             reference = Reference.from_tensors(tensors, rigid=align == "rigid")
+        return Model(
+            config=config,
+            **(stages or _torch_stages(folder, manifest, config, chosen, precision)),
+            thresholds=read_thresholds(folder),
+            region=region_of(config.image, folder),
+            aspect=manifest["aspect"],
+            reference=reference,
+            training_statistics=statistics,
+            manifest=manifest,
+            model_id=model_id(folder),
+            folder=folder,
+            history=read_history(folder),
+        )
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, error) from None
-    return Model(
-        config=config,
-        **stages,
-        thresholds=thresholds,
-        region=region,
-        aspect=manifest["aspect"],
-        reference=reference,
-        training_statistics=training_statistics,
-        manifest=manifest,
-        model_id=model_id(folder),
-        folder=folder,
-        history=read_history(folder),
-    )
 
 
 def _device(
@@ -145,10 +131,22 @@ def _torch_stages(
     precision: str | None,
 ) -> dict[str, Any]:
     """A model's stages in torch: the truncated network with its weights, and the scorer."""
-    from anomaly.backbones.networks import Normalisation  # needs torch, which exports do without
+    import torch  # which exports do without
 
-    backbone = manifest["backbone"]
-    extractor = _extractor(folder, backbone, config.backbone.name)
+    from anomaly.backbones.extractor import truncate_again
+    from anomaly.backbones.networks import Normalisation, build, load_state
+
+    backbone, name = manifest["backbone"], config.backbone.name
+    try:
+        extractor = truncate_again(build(name), backbone)
+        file, network = folder / BACKBONE, extractor.network
+        load_state(network, _tensors(file), network, str(file))
+    except (AnomalyError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # torch, timm and networks raise many types
+        raise ModelError(
+            f"{folder}: its network can't be built from its manifest; {AGAIN}"
+        ) from None
     return {
         "extractor": extractor.to(device, _precision(config.precision, device, precision)),
         "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
@@ -162,26 +160,6 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     import torch
 
     return {name: torch.from_numpy(values).clone() for name, values in read_tensors(file).items()}
-
-
-def _extractor(folder: Path, backbone: dict[str, Any], name: str) -> FeatureExtractor:
-    """The truncated network with its weights."""
-    import torch
-
-    from anomaly.backbones.extractor import truncate_again
-    from anomaly.backbones.networks import build, load_state  # these need torch
-
-    try:
-        extractor = truncate_again(build(name), backbone)
-        file, network = folder / BACKBONE, extractor.network
-        load_state(network, _tensors(file), network, str(file))
-        return extractor
-    except (AnomalyError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception:  # torch, timm and networks raise many types
-        raise ModelError(
-            f"{folder}: its network can't be built from its manifest; {AGAIN}"
-        ) from None
 
 
 def config_in(folder: Path) -> Config:
@@ -221,26 +199,6 @@ def _precision(own: str, device: torch.device, wanted: str | None) -> str:
     return chosen
 
 
-EXPORT_FORMAT = "anomaly-export/3"
-
-
-class _Facts(BaseModel):
-    """Entries of an exported model's file; others are for people."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-
-class _Network(_Facts):
-    file: str
-
-
-class _Export(_Facts):
-    model_id: str
-    engine: Literal["onnx", "openvino"]
-    network: _Network
-    files: dict[str, Recorded]
-
-
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The manifest of a model folder and the export.json of an exported model, its files checked.
 
@@ -248,59 +206,33 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         ModelError: a file is missing, damaged, was changed, was written by another version, or
             doesn't belong.
     """
-    manifest, export = read_manifest(folder), _read_export(folder)
+    manifest, export = read_manifest(folder), None
     files = dict(manifest["files"])
-    if export is not None:
-        files.pop(BACKBONE, None)
-        files |= export["files"]
+    if (folder / EXPORT).exists():
+        export = read_sealed(folder / EXPORT)
+        if export["model_id"] != model_id(folder):
+            raise ModelError(
+                f"{folder} mixes files of two models: {EXPORT} belongs to another one than "
+                f"{MANIFEST}; copy the whole model folder again"
+            )
+        files = {name: files[name] for name in files if name != BACKBONE} | export["files"]
     check_files(folder, files)
     return manifest, export
 
 
-def _read_export(folder: Path) -> dict[str, Any] | None:
-    file = folder / EXPORT
-    if not file.exists():
-        return None
-    values = read_sealed(file, _Export, EXPORT_FORMAT, "export the model again")
-    if values["model_id"] != model_id(folder):
-        raise ModelError(
-            f"{folder} mixes files of two models: {EXPORT} belongs to another one than {MANIFEST}; "
-            "copy the whole model folder again"
-        )
-    return values
-
-
-def write_export(folder: Path, values: dict[str, Any]) -> None:
-    """Write the export.json of an exported model, sealed; `values` are all but `format`."""
-    write_sealed(folder / EXPORT, EXPORT_FORMAT, values)
-
-
-def open_network(
-    folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any]
-) -> ExportedNetwork:
-    """The exported network, ready to run.
-
-    Raises:
-        ModelError: its engine isn't installed, or can't read the graph.
-    """
-    backbone = manifest["backbone"]
-    file = folder / export["network"]["file"]
-    graph = Graph(file, export["engine"], get_threads())
-    layers, channels, strides = (tuple(backbone[key]) for key in ("layers", "channels", "strides"))
-    patches = (
-        stride for axes, stride in zip(backbone["axes"], strides, strict=True) if axes == "tokens"
-    )
-    return ExportedNetwork(graph, layers, channels, strides, next(patches, None))
-
-
-def exported_stages(network: ExportedNetwork, folder: Path, config: Config) -> dict[str, Any]:
+def exported_stages(
+    folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any], config: Config
+) -> dict[str, Any]:
     """What stands in for a detector's stages in torch, by the names that these have there.
 
     Raises:
-        ModelError: the scorer in the folder is damaged, or the method has none without torch.
+        ModelError: the engine isn't installed, or the method has no scorer without torch.
     """
+    graph = Graph(folder / export["network"]["file"], export["engine"], get_threads())
+    axes, strides = (manifest["backbone"][key] for key in ("axes", "strides"))
+    patch = strides[axes.index("tokens")] if "tokens" in axes else None
     return {
-        "extractor": network,
+        "extractor": ExportedNetwork(graph, tuple(strides), patch),
         "normalise": None,  # the graph does
         "scorer": array_scorer_of(config, read_tensors(folder / SCORER)),
         "device": CPU,

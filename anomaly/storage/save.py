@@ -19,6 +19,7 @@ from anomaly.runtime import __version__, get_threads
 from anomaly.scoring.build import MASKS, to_dict
 from anomaly.storage.folder import (
     BACKBONE,
+    MANIFEST,
     REFERENCE,
     SCORER,
     STATISTICS,
@@ -26,7 +27,7 @@ from anomaly.storage.folder import (
     claim_model,
     file_entry,
     model_id,
-    write_manifest,
+    write_sealed,
 )
 from anomaly.storage.thresholds import write_history, write_thresholds
 
@@ -73,7 +74,7 @@ def _save_rest(detector: Model, draft: Path) -> str:
     files = {f.name: file_entry(f) for f in sorted(draft.iterdir())}
     current = {"software_version": __version__, "files": files}
     # Last of the files that count: it holds the hashes of all others, and its own names the model.
-    write_manifest(draft, {**detector.manifest, **current})
+    write_sealed(draft / MANIFEST, {**detector.manifest, **current})
     written = model_id(draft)
     write_history(draft, detector.history, detector.changes, written)
     return written

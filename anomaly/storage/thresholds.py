@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +24,8 @@ from anomaly.storage.folder import (
     file_entry,
     find_model,
     model_id,
-    read_json,
     read_manifest,
-    write_manifest,
+    write_sealed,
 )
 
 _FILES = ("thresholds.json", "calibration.json")
@@ -48,14 +47,10 @@ def _scores(thresholds: Thresholds | None) -> dict[str, Any] | None:
 
 
 def read_thresholds(folder: Path) -> Thresholds | None:
-    """The way back; None where a model has none.
-
-    Raises:
-        ModelError: they are damaged, or don't belong together.
-    """
+    """The way back; None where a model has none."""
     files = [folder / name for name in _FILES]
-    values, scores = (read_json(file) for file in files)
-    return None if values is None and scores is None else _thresholds(values, scores, files)
+    values, scores = (from_json(file.read_bytes()) for file in files)
+    return None if values is None else _thresholds(values, scores, files)
 
 
 def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
@@ -82,41 +77,19 @@ def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
 def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
     """Thresholds of the plain values in their two files."""
     written = checked(values, _ThresholdsFile, files[0])
+    calibration = Calibration(written.review, written.reject)
     good = checked(scores, GoodScores, files[1])
-    if unknown := sorted(scores.keys() - {field.name for field in fields(GoodScores)}):
-        raise ModelError(f"{files[1]}: {unknown[0]} isn't known to this version; {AGAIN}")
-    try:
-        calibration = Calibration(written.review, written.reject)
-        rates = _possible(written.review) and _possible(written.reject)
-        fits = rates and bool(good.rows()) and (good.groups is None or good.groups > 0)
-    except ValueError:  # columns of several lengths, or review above reject
-        fits = False
-    if not fits:
-        raise ModelError(
-            f"the values in {files[0]} and {files[1].name} don't belong together; {AGAIN}"
-        )
     return Thresholds(calibration, written.pixel, written.label, good)
 
 
 @dataclass(frozen=True)
 class _ThresholdsFile:
-    """What thresholds.json has to hold."""
+    """What thresholds.json holds."""
 
     label: Literal["calibrated", "by hand"]
-    source: str
     review: Threshold
     reject: Threshold
     pixel: float
-
-
-def _possible(threshold: Threshold) -> bool:
-    rate = threshold.false_rejects
-    shares = [rate.expected, rate.low, rate.high, rate.at_most]
-    return (
-        0 <= rate.count <= rate.images
-        and all(0 <= share <= 1 for share in shares)
-        and (threshold.target is None or 0 < threshold.target < 1)
-    )
 
 
 def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, Any]) -> str:
@@ -144,7 +117,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
                 _link(file, draft / file.name)
         write_thresholds(draft, thresholds)
         manifest["files"] |= {name: file_entry(draft / name) for name in _FILES}
-        write_manifest(draft, manifest)
+        write_sealed(draft / MANIFEST, manifest)
         after = model_id(draft)
         write_history(draft, read_history(folder), [record | {"model_before": before}], after)
     return after
