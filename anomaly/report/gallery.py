@@ -10,6 +10,7 @@ import base64
 import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,8 +21,8 @@ from anomaly.calibration.thresholds import Thresholds
 from anomaly.errors import ImageError
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
-from anomaly.maps.heatmap import SHOWN, Thumbnail, Thumbnails, thumbnail
-from anomaly.report.page import About, model_page, promise_shown, utc_now
+from anomaly.maps.heatmap import SHOWN, Thumbnails, thumbnail
+from anomaly.report.page import About, model_page, pictured, promise_shown, utc_now
 from anomaly.scoring.build import flatten
 
 NAMED = 200  # images named that couldn't be scored
@@ -131,8 +132,9 @@ def _encoded(scores: array[float]) -> str:
 
 def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
     small = thumbnails.get(row.heatmap)
-    if small is None and row.heatmap:
-        small = _picture(output / row.heatmap, thumbnails.pixels)
+    if small is None and row.heatmap:  # of an earlier part of the run
+        with suppress(ImageError):  # exchanged for what is no image
+            small = thumbnail(read_image(output / row.heatmap).pixels, thumbnails.pixels)
     return {
         "name": row.path,
         "type": "",
@@ -140,17 +142,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
         "score": row.image_score,
         "sha256": row.image_sha256,
         "odd": row.reason,
-        "size": small and small.size,
-        "source": small and small.source,
-        "photo": base64.b64encode(small.photo).decode() if small else "",
+        **pictured(small),
         "link": row.heatmap and quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }
-
-
-def _picture(file: Path, pixels: int) -> Thumbnail | None:
-    """A heatmap of an earlier part of the run, brought down; None where it is no image."""
-    try:
-        return thumbnail(read_image(file).pixels, pixels)
-    except ImageError:
-        return None

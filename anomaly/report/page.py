@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -21,19 +20,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 from numpy.typing import ArrayLike
 
 from anomaly.calibration.rates import percent
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.desk.production import flagged_line
-from anomaly.errors import ImageError, counted
-from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import Preprocessing, UnusableImage, size_of
-from anomaly.imaging.pool import Decoders
-from anomaly.imaging.read import Decoding
-from anomaly.maps.heatmap import OPACITY, colour_stops, jpeg
+from anomaly.errors import counted
+from anomaly.imaging.pool import read_one
+from anomaly.imaging.read import Decoding, read_image
+from anomaly.maps.heatmap import OPACITY, Thumbnail, colour_stops, display, thumbnail
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.model import Model
 
@@ -192,8 +188,7 @@ def _fingerprint(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-_SIDE = 1200  # of a square as large as the picture on the page
-_LONGEST = 8000  # side of the picture
+_PIXELS = 1_440_000  # of a picture to draw on
 
 
 def region_page(path: Path, decoding: Decoding) -> str:
@@ -206,27 +201,24 @@ def region_page(path: Path, decoding: Decoding) -> str:
     Raises:
         ImageError: the image can't be used.
     """
-    height, width = size_of(path) or (1, 1)
-    longest = _LONGEST / math.sqrt(max(height, width) / min(height, width))
-    area = max(1, round(min(_SIDE, longest, math.sqrt(height * width))))
-    sizing = Sizing(resize=None, crop=None, area=area, multiple=1)
-    item = Decoders(Preprocessing(sizing, decoding)).load(path)
-    if isinstance(item, UnusableImage):
-        raise ImageError(item.reason, item.status)
-    picture = np.rint(item.pixels * 255).astype(np.uint8)
-    photo = base64.b64encode(jpeg(cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))).decode()
+    small = thumbnail(display(read_one(read_image, path, decoding, about=path)), _PIXELS)
+    width, height = small.source
+    photo = f"data:image/jpeg;base64,{pictured(small)['photo']}"
     return page(
         f"Where to look: {path.name}",
         asset("region.html"),
         styles=("base.css", "report.css", "region.css"),
         scripts=("region.js",),
-        data={
-            "name": path.name,
-            "width": width,
-            "height": height,
-            "photo": f"data:image/jpeg;base64,{photo}",
-        },
+        data={"name": path.name, "width": width, "height": height, "photo": photo},
     )
+
+
+def pictured(small: Thumbnail | None) -> dict[str, Any]:
+    """A picture as the page's scripts take it; None where there is none."""
+    if small is None:
+        return {"size": None, "source": None, "photo": ""}
+    photo = base64.b64encode(small.photo).decode()
+    return {"size": small.size, "source": small.source, "photo": photo}
 
 
 _STYLES = ("base.css", "report.css")
@@ -284,15 +276,26 @@ def model_page(
         data: what the page's scripts read of the images.
         notes: on the thresholds, for people.
     """
+    limits = model.thresholds
+    command = ""
+    if model.folder:  # absolute, so that the command holds in any working directory
+        folder = str(Path(model.folder).absolute())
+        command = command_line("anomaly", "calibrate", "--model", folder)
     network = str(model.settings.get("backbone", {}).get("name", ""))
     model_id = f"model {model.model_id}" if model.model_id else ""
     about = {
         "name": name,
         "subtitle": " · ".join(filter(None, [model.method, network, counted, model_id])),
         "unit": model.unit,
-        "thresholds": _limits(model.thresholds, notes),
+        "thresholds": {
+            "review": limits and limits.review,
+            "reject": limits and limits.image,
+            "pixel": limits and limits.pixel,
+            "review_pixel": limits and limits.review_pixel,
+            "lines": [*limits.lines(), *notes] if limits else [],
+        },
         "colours": {"stops": colour_stops(), "opacity": OPACITY},
-        "command": _command(model.folder),
+        "command": command,
         "facts": [
             {"title": title, "rows": [[k, str(v)] for k, v in rows.items() if v not in (None, "")]}
             for title, rows in facts.items()
@@ -301,30 +304,6 @@ def model_page(
     return page(
         title, asset("report.html"), styles=_STYLES, scripts=_SCRIPTS, data={**about, **data}
     )
-
-
-def _command(model: str) -> str:
-    """The shell command that sets thresholds of a model, but for the thresholds.
-
-    Empty for a model that is in memory alone.
-    """
-    if not model:
-        return ""
-    folder = str(Path(model).absolute())  # holds in any working directory
-    return command_line("anomaly", "calibrate", "--model", folder)
-
-
-def _limits(thresholds: Thresholds | None, notes: Sequence[str]) -> dict[str, Any]:
-    """A model's thresholds as a page has them."""
-    if thresholds is None:
-        return {"review": None, "reject": None, "pixel": None, "review_pixel": None, "lines": []}
-    return {
-        "review": thresholds.review,
-        "reject": thresholds.image,
-        "pixel": thresholds.pixel,
-        "review_pixel": thresholds.review_pixel,
-        "lines": [*thresholds.lines(), *notes],
-    }
 
 
 def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
@@ -339,13 +318,17 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
     if thresholds is None or not len(values):
         return {"head": [], "rows": [], "line": ""}
     both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
-    rows, lines = [], []
-    for name, threshold in both.items():
-        rate, count = threshold.false_rejects, int((values > threshold.value).sum())
-        promised = percent(rate.expected), percent(rate.at_most)
-        rows.append([name, *promised, f"{percent(count / len(values))} ({count})"])
-        place = model.folder or "RUN"
-        lines.append(flagged_line(count, len(values), rate, place, all_good=all_good))
+    counts = {name: int((values > limit.value).sum()) for name, limit in both.items()}
+    rows = [
+        [
+            name,
+            percent(limit.false_rejects.expected),
+            percent(limit.false_rejects.at_most),
+            f"{percent(counts[name] / len(values))} ({counts[name]})",
+        ]
+        for name, limit in both.items()
+    ]
+    promised, place = both["flagged"].false_rejects, model.folder or "RUN"
+    line = flagged_line(counts["flagged"], len(values), promised, place, all_good=all_good)
     images = counted(len(values), "good image" if all_good else "image")
-    head = ["", "promised of good parts", "at most", images]
-    return {"head": head, "rows": rows, "line": lines[0]}
+    return {"head": ["", "promised of good parts", "at most", images], "rows": rows, "line": line}

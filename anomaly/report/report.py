@@ -35,7 +35,15 @@ from anomaly.maps.heatmap import (
 )
 from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
-from anomaly.report.page import About, asset, model_page, promise_shown, shown_time, utc_now
+from anomaly.report.page import (
+    About,
+    asset,
+    model_page,
+    pictured,
+    promise_shown,
+    shown_time,
+    utc_now,
+)
 from anomaly.runtime import __version__
 from anomaly.scoring.build import flatten
 from anomaly.scoring.model import Model
@@ -49,16 +57,17 @@ _PIXELS = 120_000_000
 _HEAT_SIDE = 160
 
 
-FIGURES = (
-    ("Image AUROC", "image_auroc"),
-    ("Image AP", "image_ap"),
-    ("Image F1-max", "image_f1_max"),
-    ("Recall at 1 % false rejects", "recall_at_frr_0.01"),
-    ("Pixel AUROC", "pixel_auroc"),
-    ("Pixel AP", "pixel_ap"),
-    ("AUPRO 0.3", "aupro_30"),
-    ("AUPRO 0.05", "aupro_05"),
-)
+FIGURES = {
+    "image_auroc": "Image AUROC",
+    "image_ap": "Image AP",
+    "image_f1_max": "Image F1-max",
+    "recall_at_frr_0.01": "Recall at 1 % false rejects",
+    "pixel_auroc": "Pixel AUROC",
+    "pixel_ap": "Pixel AP",
+    "aupro_30": "AUPRO 0.3",
+    "aupro_05": "AUPRO 0.05",
+}
+_ON_SCREEN = ("image_auroc", "image_ap", "image_f1_max", "pixel_auroc", "pixel_ap", "aupro_30")
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +82,8 @@ class Category:
         date: of the evaluation, in UTC.
         engine: what computed the scores.
         seconds: that scoring the test split took.
-        tiles: by the images' places in the test split; empty for no report.
+        tiles: what the page's scripts take as pictures, by the images' places in the test split;
+            empty for no report.
         weaknesses: of the model, the most important first.
     """
 
@@ -84,17 +94,11 @@ class Category:
     date: str = ""
     engine: str = "torch"
     seconds: float = 0.0
-    tiles: Mapping[int, Tile] = field(default_factory=dict)
+    tiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     weaknesses: tuple[Weakness, ...] = ()
 
     def __repr__(self) -> str:
-        figures = ", ".join(
-            f"{name} {value:.4f}"
-            for name, value in self.metrics.items()
-            if name.endswith(("auroc", "aupro")) and value is not None
-        )
-        count = f"{self.evaluation.n_good} good, {self.evaluation.n_defect} defective"
-        return f"<Evaluation of {self.name} on {count}: {figures}>"
+        return table([self.evaluation])
 
     @property
     def name(self) -> str:
@@ -175,17 +179,19 @@ class EvaluationFolder:
         if not self._taken:
             clear(self.folder, _FILES)
         clear(folder, _REPORT_FILES)
-        evaluation = category.evaluation
-        write(folder / "metrics.json", metrics_json([evaluation]))
-        write(folder / "scores.csv", scores_csv([evaluation]))
+        _write_figures(folder, [category.evaluation])
         write(folder / "report.html", report_html(category))
         self._taken.add(name.casefold())
         return folder / "report.html"
 
     def finish(self, evaluations: Sequence[Evaluation]) -> None:
         """Write the files over all categories."""
-        write(self.folder / "metrics.json", metrics_json(evaluations))
-        write(self.folder / "scores.csv", scores_csv(evaluations))
+        _write_figures(self.folder, evaluations)
+
+
+def _write_figures(folder: Path, evaluations: Sequence[Evaluation]) -> None:
+    write(folder / "metrics.json", metrics_json(evaluations))
+    write(folder / "scores.csv", scores_csv(evaluations))
 
 
 def evaluated(
@@ -215,7 +221,7 @@ def evaluated(
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
     pixels = pixels_for(len(samples), _PIXELS)
-    tiles: dict[int, Tile] = {}
+    tiles: dict[int, dict[str, Any]] = {}
 
     def draw(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
         tiles[prediction.index] = tile(prediction, anomaly_map, mask, limit, pixels)
@@ -249,37 +255,14 @@ def training_of(folder: Path, model_id: str) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True)
-class Tile:
-    """The pictures of one image in the report.
-
-    Attributes:
-        photo: JPEG.
-        heat: WebP with opacity, to be stretched over the photo; empty where nothing is coloured.
-        size: (width, height) of the photo; the outlines' coordinates.
-        source: (width, height) of the original image.
-        truth: outline of the ground-truth mask, as an SVG path.
-        marked: outline of the predicted mask, as an SVG path.
-        partly: whether the network didn't look at some of the image.
-    """
-
-    photo: bytes
-    heat: bytes
-    size: tuple[int, int]
-    source: tuple[int, int]
-    truth: str
-    marked: str
-    partly: bool = False
-
-
 def tile(
     prediction: Prediction,
     anomaly_map: Map,
     mask: Mask | None,
     threshold: float | None,
     pixels: int,
-) -> Tile:
-    """Draw one image for the report.
+) -> dict[str, Any]:
+    """The pictures of one image, as the page's scripts take them.
 
     Args:
         prediction: with the decoded image.
@@ -287,21 +270,24 @@ def tile(
         mask: (H0, W0), of the ground truth; None where there is none.
         threshold: the map's value where marking starts; None for its highest.
         pixels: the picture has at most so many.
+
+    Returns:
+        The photograph, and over it: `heat` (WebP with opacity, to be stretched over it; empty where
+        nothing is coloured), the outlines of the ground truth and of the predicted mask as SVG
+        paths in its pixels, and whether the network didn't look at some of the image.
     """
     assert prediction.image is not None
     if threshold is None:
         threshold = float(np.nanmax(anomaly_map))
     small = thumbnail(display(prediction.image), pixels)
     marked = predicted_mask(replace(prediction.source_map, values=anomaly_map), threshold) > 0
-    return Tile(
-        photo=small.photo,
-        heat=_heat(anomaly_map, threshold),
-        size=small.size,
-        source=small.source,
-        truth="" if mask is None else _outline(mask, small.size),
-        marked=_outline(marked, small.size),
-        partly=bool(np.isnan(anomaly_map).any()),
-    )
+    return {
+        **pictured(small),
+        "heat": base64.b64encode(_heat(anomaly_map, threshold)).decode(),
+        "truth": "" if mask is None else _outline(mask, small.size),
+        "marked": _outline(marked, small.size),
+        "partly": bool(np.isnan(anomaly_map).any()),
+    }
 
 
 def _heat(anomaly_map: Map, threshold: float) -> bytes:
@@ -358,7 +344,19 @@ def report_html(category: Category) -> str:
         ],
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
-        "images": list(_images(category)),
+        "images": [
+            {
+                "name": row.sample.name,
+                "type": row.sample.defect_type,
+                "defect": row.sample.is_defect,
+                "score": row.score,
+                "sha256": row.sha256,
+                "odd": row.reason,
+                **category.tiles[index],
+            }
+            for index, row in enumerate(evaluation.scored)
+            if row.score is not None
+        ],
         "refused": {"rows": refused, "count": len(refused)},
         "figures": list(_figures(category)),
         "weaknesses": [asdict(weakness) for weakness in category.weaknesses],
@@ -371,30 +369,6 @@ def report_html(category: Category) -> str:
     return model_page(category.name, model, title, counted, _facts(category), data, notes)
 
 
-def _images(category: Category) -> Iterator[dict[str, Any]]:
-    for index, row in enumerate(category.evaluation.scored):
-        if row.score is not None:
-            yield _image(row, category.tiles[index])
-
-
-def _image(row: Scored, tile: Tile) -> dict[str, Any]:
-    return {
-        "name": row.sample.name,
-        "type": row.sample.defect_type,
-        "defect": row.sample.is_defect,
-        "score": row.score,
-        "sha256": row.sha256,
-        "odd": row.reason if row.outlier else "",
-        "size": tile.size,
-        "source": tile.source,
-        "photo": base64.b64encode(tile.photo).decode(),
-        "heat": base64.b64encode(tile.heat).decode(),
-        "truth": tile.truth,
-        "marked": tile.marked,
-        "partly": tile.partly,
-    }
-
-
 def _figures(category: Category) -> Iterator[dict[str, Any]]:
     metrics = category.evaluation.metrics
     if counts := category.verdicts:
@@ -402,11 +376,9 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
             ("Escapes", "escapes", counts.escapes, counts.defective.total),
             ("False rejects", "false_rejects", counts.false_rejects, counts.good.total),
         ):
-            if of:
-                rate = rate_of(wrong, of, wrong / of)
-                value, interval = f"{wrong} of {of}", (rate.low, rate.high)
-                yield {"label": label, "key": key, "value": value, "interval": interval}
-    for label, key in FIGURES:
+            if rate := _rate(wrong, of):
+                yield {"label": label, "key": key, **rate, "value": f"{wrong} of {of}"}
+    for key, label in FIGURES.items():
         if key in metrics.values and metrics.reasons.get(key) not in (NO_MASKS, NO_DEFECT_MASKS):
             yield {
                 "label": label,
@@ -460,32 +432,18 @@ def flattered(evaluation: Evaluation) -> str:
             f"{count} of {images} test images were used to choose the thresholds, so verdicts are "
             "better here than on new parts"
         )
-    if notes:
-        return ". ".join(notes)
-    if limits is not None and limits.label == "by hand":
-        return (
+    if not notes and limits is not None and limits.label == "by hand":
+        notes = [
             "the thresholds were set by hand: if they were chosen by these test images, verdicts "
             "are better here than on new parts"
-        )
-    return ""
+        ]
+    return ". ".join(notes)
 
 
 @cache
 def glossary() -> dict[str, str]:
     """The meaning of each figure, by its key, for people."""
     return dict(json.loads(asset("glossary.json")))
-
-
-Columns = Sequence[tuple[str, str]]
-_COLUMNS: Columns = (
-    ("image AUROC", "image_auroc"),
-    ("image AP", "image_ap"),
-    ("image F1", "image_f1_max"),
-    ("pixel AUROC", "pixel_auroc"),
-    ("pixel AP", "pixel_ap"),
-    ("pixel F1", "pixel_f1_max"),
-    ("AUPRO", "aupro_30"),
-)
 
 
 def metrics_json(evaluations: Sequence[Evaluation]) -> str:
@@ -496,12 +454,10 @@ def metrics_json(evaluations: Sequence[Evaluation]) -> str:
     confidence; each type of defect against all good images under `by_type`; and under `verdicts`
     what the model's own thresholds did, in counts and in rates with 95 % intervals;
     `n_threshold_images` of the images are those that the thresholds were chosen with,
-    `n_settings_images` the settings. The mean leaves undefined figures out; it is null where models
-    were evaluated on the same images.
+    `n_settings_images` the settings. The mean leaves undefined figures out.
     """
-    categories = {e.name: _category(e) | _verdicts(e) for e in evaluations}
-    overall = None if _on_shared_images(evaluations) else _mean(evaluations)
-    return as_json(_rounded({"categories": categories, "mean": overall}))
+    categories = {e.name: _category(e) for e in evaluations}
+    return as_json(_rounded({"categories": categories, "mean": _mean(evaluations)}))
 
 
 def _rounded(value: Any) -> Any:
@@ -558,23 +514,18 @@ def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
     return f"in evaluation, {passed} passed as good at these thresholds"
 
 
-def _defined_columns(evaluations: Sequence[Evaluation]) -> Columns:
-    """The columns that some evaluation has a figure for."""
-    return [c for c in _COLUMNS if any(e.metrics.values.get(c[1]) is not None for e in evaluations)]
-
-
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """The figures for people, one line a category and their mean, unless they share images."""
-    columns = _defined_columns(evaluations)
-    header = ["", "good", "defect", *(title for title, _ in columns)]
+    """The figures for people: one line a category, and their mean."""
+    figures = [e.metrics.values for e in evaluations]
+    columns = [name for name in _ON_SCREEN if any(f.get(name) is not None for f in figures)]
+    header = ["", "good", "defect", *(FIGURES[name] for name in columns)]
     lines = [
-        [e.name, str(e.n_good), str(e.n_defect)]
-        + [_shown(e.metrics.values.get(key)) for _, key in columns]
-        for e in evaluations
+        [e.name, str(e.n_good), str(e.n_defect), *(_shown(f.get(name)) for name in columns)]
+        for e, f in zip(evaluations, figures, strict=True)
     ]
-    if len(evaluations) > 1 and not _on_shared_images(evaluations):
+    if len(evaluations) > 1:
         means = _mean(evaluations)
-        lines.append(["mean", "", "", *(_shown(means.get(key)) for _, key in columns)])
+        lines.append(["mean", "", "", *(_shown(means.get(name)) for name in columns)])
     head, *texts = text_table([header, *lines])
     return "\n".join([head, "─" * len(head), *texts])
 
@@ -607,7 +558,8 @@ def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _category(evaluation: Evaluation) -> dict[str, Any]:
-    metrics = evaluation.metrics
+    metrics, counts = evaluation.metrics, evaluation.verdicts
+    missing = {} if counts else {"verdicts": "the model has no thresholds"}
     return {
         **metrics.values,
         "n_good": evaluation.n_good,
@@ -615,21 +567,18 @@ def _category(evaluation: Evaluation) -> dict[str, Any]:
         "n_threshold_images": evaluation.n_threshold_images,
         "n_not_scored": len(evaluation.scored) - evaluation.n_good - evaluation.n_defect,
         "n_settings_images": evaluation.n_settings_images,
-        "undefined": metrics.reasons,
+        "undefined": metrics.reasons | missing,
         "intervals": evaluation.intervals,
         "by_type": {
             name: {**metrics.values, "undefined": metrics.reasons}
             for name, metrics in evaluation.by_type.items()
         },
+        "verdicts": counts and _verdicts(counts),
     }
 
 
-def _verdicts(evaluation: Evaluation) -> dict[str, Any]:
-    counts = evaluation.verdicts
-    if counts is None:
-        why = {"verdicts": "the model has no thresholds"}
-        return {"verdicts": None, "undefined": evaluation.metrics.reasons | why}
-    totals = {
+def _verdicts(counts: Confusion) -> dict[str, Any]:
+    return {
         "false_rejects": counts.false_rejects,
         "good_to_review": counts.good_to_review,
         "escapes": counts.escapes,
@@ -637,8 +586,8 @@ def _verdicts(evaluation: Evaluation) -> dict[str, Any]:
         "false_reject_rate": _rate(counts.false_rejects, counts.good.total),
         "good_to_review_rate": _rate(counts.good_to_review, counts.good.total),
         "escape_rate": _rate(counts.escapes, counts.defective.total),
+        **asdict(counts),
     }
-    return {"verdicts": totals | asdict(counts)}
 
 
 def _rate(count: int, images: int) -> dict[str, Any] | None:
@@ -651,25 +600,11 @@ def _rate(count: int, images: int) -> dict[str, Any] | None:
 
 def _mean(evaluations: Sequence[Evaluation]) -> dict[str, float | None]:
     """Each figure's mean over the evaluations that have it; None where none has."""
-    keys = dict.fromkeys(key for e in evaluations for key in e.metrics.values)
     means: dict[str, float | None] = {}
-    for key in keys:
-        if key.endswith("_threshold"):  # in the score units of one model
-            continue
+    for key in dict.fromkeys(key for e in evaluations for key in e.metrics.values):
         values = [v for e in evaluations if (v := e.metrics.values.get(key)) is not None]
         means[key] = sum(values) / len(values) if values else None
     return means
-
-
-def _on_shared_images(evaluations: Sequence[Evaluation]) -> bool:
-    """True if an image was scored in two evaluations: models are compared, not added up."""
-    seen: set[str] = set()
-    for evaluation in evaluations:
-        own = {row.sha256 for row in evaluation.scored if row.sha256}
-        if own & seen:
-            return True
-        seen |= own
-    return False
 
 
 def _shown(value: float | None) -> str:

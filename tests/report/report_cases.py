@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from pixel_map import pixel_map
@@ -19,7 +20,7 @@ from anomaly.imaging.read import Image
 from anomaly.maps.heatmap import pixels_for
 from anomaly.report import report
 from anomaly.report.page import About
-from anomaly.report.report import Category, Tile
+from anomaly.report.report import Category
 from anomaly.scoring.prediction import Scored
 
 LIMIT = 10.0
@@ -36,7 +37,7 @@ HOSTILE = (
 
 def tile(
     pixels: np.ndarray, anomaly_map: np.ndarray, mask: np.ndarray | None, count: int = 100
-) -> Tile:
+) -> dict[str, Any]:
     """The small picture of one of `count` images."""
     image = Image(pixels, 255.0, "rgb8", "png", "")
     prediction = SimpleNamespace(image=image, source_map=pixel_map(anomaly_map))
@@ -46,7 +47,7 @@ def tile(
 
 
 @cache
-def picture(defect: bool, shape: tuple[int, int] = (96, 120)) -> Tile:
+def picture(defect: bool, shape: tuple[int, int] = (96, 120)) -> dict[str, Any]:
     """A part of grey noise; a defect is marked and found."""
     pixels = np.random.default_rng(0).integers(120, 180, (*shape, 3), dtype=np.uint8)
     mask = np.zeros(shape, dtype=bool)
@@ -60,7 +61,7 @@ def case(
     name: str = "disc",
     names: Sequence[str] = (),
     thresholds: Thresholds | None = None,
-    tiles: Sequence[Tile] = (),
+    tiles: Sequence[dict[str, Any]] = (),
 ) -> Category:
     """`count` images, three kinds of them, with overlapping scores and some ties at the limit."""
     rng = np.random.default_rng(0)

@@ -5,9 +5,9 @@ The policy of pages is tested in tests/report/test_report_browser.py.
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_cases import HOSTILE, case, limits
@@ -47,15 +47,13 @@ def test_folder_names_are_plain(name: str) -> None:
     assert not folder.startswith(".")
 
 
-def test_only_categories_of_their_own_images_are_added_up() -> None:
-    first, second, third = (case(40, name=name).evaluation for name in ("one", "two", "three"))
-    for evaluations, added in (
-        ([first, second], True),
-        ([replace(first, name="again"), first, third], False),
-    ):
-        assert bool(json.loads(metrics_json(evaluations))["mean"]) == added
-        lines = [line for line in table(evaluations).splitlines() if line.startswith("mean")]
-        assert bool(lines) == added
+def test_figures_of_several_categories_are_averaged() -> None:
+    both = [case(count, name=name).evaluation for count, name in ((40, "one"), (60, "two"))]
+    figures = json.loads(metrics_json(both))
+    areas = [figures["categories"][name]["image_auroc"] for name in ("one", "two")]
+    assert figures["mean"]["image_auroc"] == pytest.approx(sum(areas) / 2)
+    assert table(both).splitlines()[-1].split()[:2] == ["mean", f"{sum(areas) / 2:.4f}"]
+    assert "mean" not in table(both[:1])
 
 
 def test_what_passed_is_repeated_for_the_same_thresholds_alone() -> None:
