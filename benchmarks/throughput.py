@@ -136,14 +136,14 @@ def main() -> None:
             save(model, root / "model")
             draw(root / "files", args.files, args.size)
             whole = ["infer", "--model", root / "model", "--input", root / "files"]
-            for heatmaps in ("none", "all"):
+            for heatmaps in ("none", "heatmaps"):
                 output = root / f"out-{heatmaps}"
                 start = time.perf_counter()
-                options = ["--output", output, "--device", str(device), "--heatmap", heatmaps]
+                options = ["--output", output, "--device", str(device), "--write", heatmaps]
                 if command(list(map(str, [*whole, *options]))):
                     raise SystemExit("infer failed")
                 seconds = time.perf_counter() - start
-                print(f"| infer, heatmaps {heatmaps}, from files | {args.files / seconds:.0f} |")
+                print(f"| infer, written: {heatmaps}, from files | {args.files / seconds:.0f} |")
                 shutil.rmtree(output)
 
 

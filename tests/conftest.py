@@ -286,7 +286,7 @@ def inferred(run_folder: Path, product: Path, made_once: MadeOnce) -> Path:
     """Results of the PatchCore run on the test images, with all that `infer` can write."""
 
     def infer(folder: Path) -> None:
-        outputs = ["--maps", "float32", "--masks", "--regions", "--heatmap", "all"]
+        outputs = ["--write", "heatmaps", "page", "masks", "regions", "maps"]
         where = ["--model", run_folder, "--input", product / "test", "--output", folder]
         run_command("infer", [*where, *outputs])
 

@@ -140,6 +140,7 @@ _WEIGHTS = _value("--weights", "of --backbone: imagenet, random, or a .safetenso
 _DEVICE = _choice(
     "--device", ("auto", "cpu", "cuda"), "auto takes the GPU where there is one", default="auto"
 )
+_WRITTEN = ("heatmaps", "flagged-heatmaps", "page", "masks", "regions", "maps", "none")
 _IMAGES = "image files and folders of them"
 
 COMMANDS = {
@@ -259,8 +260,7 @@ COMMANDS = {
         "infer --model runs/part --input monday --output results/monday",
         "infer --model runs/part --input camera --output results/camera --watch",
         _MODEL,
-        _several("--input", _IMAGES),
-        _value("--list", "a text file with an image on each line, a CSV list, or -", "FILE"),
+        _several("--input", f"{_IMAGES}, and lists of them: .txt, .csv or -", required=True),
         _flag("--watch", "follow the folders of --input and score what arrives, until Ctrl-C"),
         _path("--output", "where results go", required=True),
         _one_of(
@@ -269,17 +269,14 @@ COMMANDS = {
             required=False,
         ),
         _ray("compute scores"),
-        _choice(
-            "--heatmap",
-            ("none", "reject", "all"),
-            "which images get one: none, those not called good (reject and review), or all",
-            dest="heatmaps",
-            default="all",
+        _several(
+            "--write",
+            "any of heatmaps, flagged-heatmaps (of images not called good), page (results.html), "
+            "masks (PNG), regions (regions.csv), maps (TIFF), or none; default: heatmaps page",
+            "KIND",
+            type=str,
+            choices=_WRITTEN,
         ),
-        _flag("--no-page", "leave out results.html", "store_false", dest="page"),
-        _flag("--masks", "also write masks/: what is marked, as PNG"),
-        _flag("--regions", "also write regions.csv: box, area and peak of each marked region"),
-        _choice("--maps", ("float32", "uint16"), "also write maps/: as TIFF, or as 16-bit PNG"),
         _DEVICE,
     ),
     "explain": _command(

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from anomaly.cli.common import (
     joined_cluster,
 )
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
-from anomaly.datasets.inputs import Found, find_inputs, passed_over, picture_names
+from anomaly.datasets.inputs import Found, find_inputs, is_list, passed_over, picture_names
 from anomaly.desk.production import flagged_line
 from anomaly.errors import DataError, first_of, visible
 from anomaly.files.writing import (
@@ -68,10 +67,10 @@ def run(options: argparse.Namespace) -> int:
     """Score images, or what arrives."""
     if options.watch:
         _check_watch(options)
-    wanted = {field.name: getattr(options, field.name) for field in fields(Outputs)[1:]}
-    outputs = Outputs(options.output, **wanted)
+    kinds = frozenset(options.write or ("heatmaps", "page")) - {"none"}
+    outputs = Outputs(options.output, kinds)
     with locked(options.output):
-        found = None if options.watch else find_inputs(options.input, options.list)
+        found = None if options.watch else find_inputs(options.input)
         with suppress(DataError):  # a folder that can't be listed now is tried again
             if others := found.passed_over if found else passed_over(options.input):
                 log.log(NOTE, others)
@@ -131,7 +130,8 @@ def _list(
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
             outputs.write_scale(model)
-            names = picture_names(found.paths, [] if options.list else options.input)
+            mirrored = [] if any(map(is_list, options.input)) else options.input
+            names = picture_names(found.paths, mirrored)
             inputs = Inputs(found.paths, names, found.groups)
             run = scoring(journal)
             started, earlier = time.perf_counter(), len(journal.done)
@@ -168,9 +168,9 @@ def _page(
     run: Run,
 ) -> Path | None:
     """Write results.html if it is wanted."""
-    if not options.page:
+    if "page" not in run.outputs.kinds:
         return None
-    named = ", ".join(map(str, options.input or [options.list]))
+    named = ", ".join(map(str, options.input))
     of, learned = About.of(model, options.model), learned_by(model)
     page: Path = options.output / PAGE
     text = gallery_html(model.name, of, named, rows, page.parent, run.thumbnails, about, learned)
@@ -292,8 +292,6 @@ def _is_within(place: Path, other: Path) -> bool:
 def _check_watch(options: argparse.Namespace) -> None:
     if options.ray is not None:
         raise DataError("--ray can't be given with --watch, which scores on this machine")
-    if options.list is not None or not options.input:
-        raise DataError("--watch follows folders; give them with --input, and leave out --list")
     for folder in options.input:
         if not is_folder(folder):
             raise DataError(f"--watch follows folders; --input {folder} isn't a folder")

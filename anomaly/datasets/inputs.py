@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 _COLUMNS = ("path", "group")
 
-# How files of pictures begin.
-_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"II*\0", b"MM\0*", b"RIFF")
 
 _OURS = (".png", ".tiff")  # suffixes of our pictures
 
@@ -51,20 +49,22 @@ class Found:
         return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def find_inputs(
-    inputs: Sequence[Path],
-    list_file: str | None = None,
-    option: str = "--input",
-) -> Found:
+def is_list(given: Path) -> bool:
+    """True if an input names images instead of being one: a text or CSV file, or `-`."""
+    return str(given) == "-" or given.suffix.lower() in (".txt", ".csv", ".tsv")
+
+
+def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Found:
     """The image files that are meant.
 
     Args:
-        inputs: files, and folders that are searched.
-        list_file: a text file with a path on each line, or a CSV file with a header and the
-            columns `path` and `group`, or `path` alone, or a `results.csv`; or the list of a data
-            set without groups, whose paths lead from its own folder; `-` for standard input.
-            A file that it names needn't exist, and will be reported as unreadable.
-        option: where the inputs were given, for messages.
+        inputs: files, folders that are searched, and lists: a text file with a path on each line,
+            or a CSV file with a header and the columns `path` and `group`, or `path` alone, or a
+            `results.csv`; or the list of a data set without groups, whose paths lead from its own
+            folder; `-` for standard input. A file that a list names needn't exist, and will be
+            reported as unreadable.
+        option: where the inputs were given, for messages; lists are read for `--input` alone,
+            since others need images whose labels are known.
 
     Raises:
         DataError: an input or the list doesn't exist or may not be looked at, there is no image at
@@ -72,6 +72,7 @@ def find_inputs(
     """
     paths: dict[Path, None] = {}
     others: set[Path] = set()
+    groups: dict[str, str] = {}
     for given in inputs:
         if len(inputs) > 1 and left_by_system(given.name) and not given.name.startswith("."):
             log.warning("skipped, as files of the system: %s", given)
@@ -79,20 +80,15 @@ def find_inputs(
             files = list_files(given)
             paths.update(dict.fromkeys(filter(is_image, files)))
             others.update(itertools.filterfalse(is_image, files))
+        elif option == "--input" and is_list(given):
+            paths.update(dict.fromkeys(_listed(str(given), groups)))
         elif given.exists():
             paths[given] = None
         else:
             raise DataError(f"{option} {given} doesn't exist{looked_in(given)}")
-    groups: dict[str, str] = {}
-    if list_file is not None:
-        listed, groups = _listed(list_file)
-        paths.update(dict.fromkeys(listed))
     if not paths:
-        wanted = [*map(str, inputs), *([f"--list {list_file}"] if list_file else [])]
-        if not wanted:
-            raise DataError("give --input, --list, or both")
         there = f" ({_without_suffix(others)})" if others else ""
-        raise DataError(f"no images in {', '.join(wanted)}{there}")
+        raise DataError(f"no images in {', '.join(map(str, inputs))}{there}")
     return Found(sorted(paths), groups, _without_suffix(others))
 
 
@@ -137,15 +133,13 @@ def _without_suffix(files: set[Path]) -> str:
     return f"{count} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …): {named}"
 
 
-def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
-    """The images that a list names, and the part of each, by its path, where the list says it."""
-    name = f"--list {list_file}"
+def _listed(list_file: str, groups: dict[str, str]) -> list[Path]:
+    """The images that a list names; the part of each, where it says that, goes into `groups`."""
+    name = f"--input {list_file}"
     try:
         data = sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
     except OSError as error:
         raise DataError(f"{name} can't be read: {error.strerror}") from None
-    if data.startswith(_PICTURES):
-        raise DataError(f"{name} is an image, not a list of images; give it with --input")
     readings = texts_of(data)
     if len(readings) > 1:  # file names are bytes: they stay, unless a code page fits better
         readings.insert(0, os.fsdecode(data))
@@ -157,13 +151,12 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
     is_path = len(header) < 2 and is_image(Path(*header))
     of_table = header and not is_path and Path(list_file).suffix.lower() in (".csv", ".tsv")
     if not (of_table or {*header} & {*_COLUMNS}):
-        return [Path(named(line)) for line in lines], {}
+        return [Path(named(line)) for line in lines]
     # Without groups are the paths of a results.csv, and those of a data set's list.
     of_results = "image_sha256" in header
     grouped = not of_results and not {*header} <= {*COLUMNS, ""} - {"group"}
     from_list = not (grouped or of_results or len(header) == 1 or list_file == "-")
     folder = Path(list_file).parent if from_list else Path()
-    groups: dict[str, str] = {}
     paths: list[Path] = []
     needed = _COLUMNS if grouped else ("path",)
     for line, row in read_rows(data, name, _COLUMNS, needed, lambda r: exists(r["path"], folder)):
@@ -176,7 +169,7 @@ def _listed(list_file: str) -> tuple[list[Path], dict[str, str]]:
                 "above; an image shows one part"
             )
         paths += [path] if row["path"] else []
-    return paths, groups
+    return paths
 
 
 def picture_names(

@@ -50,11 +50,9 @@ GOLDEN = "golden.json"
 _SUFFIXES = {
     HEATMAPS: (".png",),
     MASKS: (".png",),
-    MAPS: (".png", ".tiff"),
+    MAPS: (".tiff",),
 }
 FOLDERS = tuple(_SUFFIXES)
-# Settings of a run, one of which it has if it was asked to write the folder.
-_SETTINGS = {MASKS: {"masks"}, MAPS: {"float32", "uint16"}}
 _TABLES = ("results.csv", "results.jsonl", "regions.csv", "parts.csv")
 INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, *FOLDERS)
 TRAIN = ("model", "train.json", "suspects")
@@ -146,8 +144,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _may_have_written(folder: Path, name: str) -> bool:
     """Whether a run may have written a folder, as far as its settings are known."""
     try:
-        settings = _SETTINGS.get(name)
-        return settings is None or not settings.isdisjoint(_about(folder)["set of outputs"])
+        return name == HEATMAPS or name in _about(folder)["set of outputs"]
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from anomaly.maps.heatmap import (
     colour_bar,
     encode_float32,
     encode_png,
-    encode_uint16,
     heatmap,
     shrunk,
     thumbnail,
@@ -50,19 +49,13 @@ class Outputs:
 
     Attributes:
         folder: the output folder.
-        heatmaps: which images have one: none, those not called good, or all.
-        masks: whether to write marked areas as PNG.
-        regions: whether to write regions.csv.
-        maps: how to write anomaly maps, if at all.
-        page: whether to write results.html.
+        kinds: any of `heatmaps` or `flagged-heatmaps` (of images not called good), `page`
+            (results.html), `masks` (marked areas as PNG), `regions` (regions.csv) and `maps`
+            (anomaly maps as TIFF).
     """
 
     folder: Path
-    heatmaps: Literal["none", "reject", "all"] = "all"
-    masks: bool = False
-    regions: bool = False
-    maps: Literal["float32", "uint16"] | None = None
-    page: bool = True
+    kinds: Set[str] = frozenset({"heatmaps", "page"})
 
     def begin(self, *, watch: bool, resume: bool, overwrite: bool) -> bool:
         """Check that a run can use the folder; deletes nothing.
@@ -109,8 +102,7 @@ class Outputs:
             model: scores the images.
             inputs: names the images.
         """
-        names = [name for name in ("masks", "regions") if getattr(self, name)]
-        outputs = [self.heatmaps, *names, *filter(None, [self.maps])]
+        outputs = sorted(self.kinds - {"page"})
         return {**inputs, **about_model(model), "set of outputs": outputs}
 
     def pictures(self, model: Model, small: int = 0) -> PictureWriter:
@@ -123,23 +115,17 @@ class Outputs:
         Raises:
             OutputError: the model has no thresholds, which some pictures need.
         """
-        by_thresholds = {
-            "--masks": self.masks,
-            "--regions": self.regions,
-            "--maps uint16": self.maps == "uint16",
-            "--heatmap reject": self.heatmaps == "reject",
-        }
-        needing = [name for name, wanted in by_thresholds.items() if wanted]
+        needing = self.kinds & {"flagged-heatmaps", "masks", "regions"}
         if needing and model.thresholds is None:
             raise OutputError(
-                f"{', '.join(needing)}: the model has no thresholds; train it without "
-                "--no-calibrate"
+                f"--write {' '.join(sorted(needing))}: the model has no thresholds; train it "
+                "without --no-calibrate"
             )
         return replace(PictureWriter.of(model, small), output=self.folder, full_size=False)
 
     def has_heatmap(self, verdict: str) -> bool:
         """True if an image with a verdict, empty for none, gets a heatmap."""
-        return self.heatmaps == "all" or (self.heatmaps == "reject" and verdict != "good")
+        return "heatmaps" in self.kinds or ("flagged-heatmaps" in self.kinds and verdict != "good")
 
     def wanted(self, prediction: Prediction, name: str) -> Wanted:
         """The pictures of one image.
@@ -148,16 +134,11 @@ class Outputs:
             prediction: of the image.
             name: the path of the pictures in their folders.
         """
-        is_drawn = self.has_heatmap(prediction.verdict)
-        switches = {
-            "heatmap": is_drawn,
-            "small": is_drawn and self.page,
-            "mask": self.masks,
-            "regions": self.regions,
-            "float32": self.maps == "float32",
-            "uint16": self.maps == "uint16",
-        }
-        kinds = frozenset(kind for kind, wanted in switches.items() if wanted)
+        kinds = self.kinds & {"regions", "maps"}
+        if "masks" in self.kinds:
+            kinds |= {"mask"}
+        if self.has_heatmap(prediction.verdict):
+            kinds |= {"heatmap", "small"} if "page" in self.kinds else {"heatmap"}
         return Wanted(kinds, name, prediction.verdict == "reject")
 
     def write_scale(self, model: Model) -> None:
@@ -167,14 +148,14 @@ class Outputs:
             OutputError: the disk is full or not writable.
         """
         thresholds = model.thresholds
-        if thresholds is not None and self.heatmaps != "none":
+        if thresholds is not None and self.kinds & {"heatmaps", "flagged-heatmaps"}:
             bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
             write(self.folder / SCALE, encode_png(bar))
 
     def holds_picture(self, name: str) -> bool:
         """True if any picture of a name is in the folder."""
         map_name = PurePosixPath(name).with_suffix(".tiff")
-        files = (HEATMAPS, name), (MASKS, name), (MAPS, name), (MAPS, map_name)
+        files = (HEATMAPS, name), (MASKS, name), (MAPS, map_name)
         return any((self.folder / place / file).exists() for place, file in files)
 
 
@@ -194,8 +175,7 @@ class Wanted:
     """The pictures to draw of one image.
 
     Attributes:
-        kinds: any of `heatmap`, `small` (a small heatmap), `mask`, `regions`, and `float32` or
-            `uint16` for the anomaly map.
+        kinds: any of `heatmap`, `small` (a small heatmap), `mask`, `regions` and `maps`.
         name: the path of the pictures in their folders.
         rejected: whether the image's verdict is `reject`.
     """
@@ -269,9 +249,7 @@ class PictureWriter:
         if kinds <= {"heatmap", "small"}:
             return Pictures(heatmap, small=small)
         anomaly_map = anomaly_map.held()
-        if "uint16" in kinds:
-            self._put(MAPS, wanted.name, encode_uint16(anomaly_map, image.size, limit))
-        if "float32" in kinds:
+        if "maps" in kinds:
             name = PurePosixPath(wanted.name).with_suffix(".tiff")
             self._put(MAPS, name, encode_float32(anomaly_map()))
         if not kinds & {"mask", "regions"}:

@@ -217,7 +217,7 @@ class RunJournal(Journal):
         about: Mapping[str, object],
         groups: Mapping[str, str] | None = None,
     ) -> None:
-        self._regions, self._groups = outputs.regions, groups or {}
+        self._regions, self._groups = "regions" in outputs.kinds, groups or {}
         super().__init__(outputs.folder / JOURNAL, about)
 
     def __exit__(self, *error: object) -> None:

@@ -125,7 +125,7 @@ class WatchJournal(Journal):
     ) -> None:
         self._seen = seen
         headers = {RESULTS: csv_header(Row), LINES: ""}
-        if outputs.regions:
+        if "regions" in outputs.kinds:
             headers[REGIONS] = csv_header(RegionRow)
         self._ends = dict.fromkeys(headers, 0)
         self.earlier: dict[Path, Stamp] = {}

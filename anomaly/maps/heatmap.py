@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -23,7 +23,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from anomaly.imaging.read import Decoding, Image, read_image
-from anomaly.maps.regions import FAINT, MARKED, AnomalyMap, strips
+from anomaly.maps.regions import FAINT, MARKED, AnomalyMap
 
 _PAPER, _INK, _GREY = 255, (30, 30, 30), 128
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
@@ -283,7 +283,7 @@ def colour_stops(count: int = 17) -> list[tuple[int, int, int, float]]:
     return [(*map(int, colours[i]), round(float(alpha[i]), 4)) for i in at]  # type: ignore[misc]
 
 
-def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = None) -> bytes:
+def encode_png(picture: NDArray[np.generic]) -> bytes:
     """A picture as a PNG file's bytes.
 
     Every row is stored as its difference from the one above and compressed by ISA-L's level 1:
@@ -291,15 +291,13 @@ def encode_png(picture: NDArray[np.generic], text: Mapping[str, str] | None = No
 
     Args:
         picture: (H, W, 3) RGB or (H, W) grey, 8 or 16 bits.
-        text: notes by keyword, both in Latin-1.
     """
     height, width = picture.shape[:2]
     bits, colour = 8 * picture.dtype.itemsize, 2 if picture.ndim == 3 else 0
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    notes = [(b"tEXt", f"{k}\0{v}".encode("latin-1")) for k, v in (text or {}).items()]
     data = ((b"IDAT", part) for part in _deflated(picture.reshape(height, -1), width))
     pieces = [b"\x89PNG\r\n\x1a\n"]
-    for kind, body in chain([(b"IHDR", header)], notes, data, [(b"IEND", b"")]):
+    for kind, body in chain([(b"IHDR", header)], data, [(b"IEND", b"")]):
         checked = isal_zlib.crc32(body, isal_zlib.crc32(kind))
         pieces += struct.pack(">I", len(body)) + kind, body, struct.pack(">I", checked)
     return b"".join(pieces)
@@ -346,28 +344,7 @@ def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return np.ascontiguousarray(tint), veil
 
 
-# Level 65,535 stands for 8 times the threshold; level 0 for pixels that weren't looked at.
-LEVELS_AT_THRESHOLD = 8192
-
 _DEFLATE, _DIFFERENCES = 8, 2  # of TIFF, and its predictor
-
-
-def encode_uint16(anomaly_map: AnomalyMap, size: tuple[int, int], threshold: float) -> bytes:
-    """A map as a 16-bit grey PNG; the file states the scale: score = level × scale.
-
-    Args:
-        anomaly_map: gives some rows of the map, (rows, W0); NaN becomes 0.
-        size: (H0, W0) of the image.
-        threshold: level 8192, for all images of a model; eight times of it is the most. Of a
-            threshold of 0, all scores above it have the highest level.
-    """
-    scale = max(threshold, 1e-12) / LEVELS_AT_THRESHOLD
-    levels = np.empty(size, np.uint16)
-    for strip in strips(size):
-        scores = anomaly_map(strip)
-        inside = np.clip(np.rint(np.nan_to_num(scores) / scale), 1, 65535)
-        levels[strip] = np.where(np.isnan(scores), 0, inside)
-    return encode_png(levels, {"scale": repr(scale)})
 
 
 def encode_float32(anomaly_map: NDArray[np.float32]) -> bytes:

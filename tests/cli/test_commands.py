@@ -276,11 +276,12 @@ def test_options_have_help_may_be_repeated_and_their_examples_are_commands() -> 
         assert [action.dest for action in parser._actions if not action.help] == []
         for action in parser._actions:
             if action.nargs in ("+", "*") and action.option_strings:
-                both = [action.option_strings[0], "1", action.option_strings[0], "2"]
+                first, second = [*(action.choices or "12")][:2]
+                both = [action.option_strings[0], first, action.option_strings[0], second]
                 alone = argparse.ArgumentParser()
                 alone._add_action(action)
                 values = vars(alone.parse_args(both))[action.dest]
-                assert [str(value) for value in values] == ["1", "2"], action.option_strings
+                assert [str(value) for value in values] == [first, second], action.option_strings
         for line in about.examples:
             command, *arguments = shlex.split(line.partition(" > ")[0])
             assert command == name

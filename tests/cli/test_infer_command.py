@@ -110,7 +110,7 @@ def test_a_list_from_a_file_and_from_standard_input(
     listing, one = tmp_path / "list.txt", inputs / "01.png"
     names = f"{one}\r\n\n{inputs / 'gone.png'}\n{one}\n"
     listing.write_text(names)
-    assert "1 of 2 images scored" in run_infer(3, "one", "--list", listing, images=None)
+    assert "1 of 2 images scored" in run_infer(3, "one", "--input", listing, images=None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(names.encode())))
-    run_infer(3, "two", "--list", "-", images=None)
+    run_infer(3, "two", "--input", "-", images=None)
     assert result_files(tmp_path / "one") == result_files(tmp_path / "two")

@@ -76,8 +76,9 @@ infer --model model --input good --output o --ray local --watch -> can't be give
 infer --model model --input none --output o -> none doesn't exist (looked in /
 infer --model model --input good/x.png --output o -> good did you mean 'part.png'
 infer --model model --input empty --output o -> no images in
-infer --model model --output o -> give --input, --list, or both
-infer --model model --list none.txt --output o -> none.txt can't be read
+infer --model model --output o -> required: --input
+infer --model model --input good --output o --write mask -> invalid choice: 'mask'
+infer --model model --input none.txt --output o -> none.txt can't be read
 calibrate --model model --good nowhere -> --good nowhere doesn't exist
 calibrate --model model --review-rate 2% -> '2%' is no number; write 0.02
 calibrate --model model --threshold 3,6 -> '3,6' is no number; write 3.6

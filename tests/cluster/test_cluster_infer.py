@@ -49,7 +49,7 @@ def run(
 
         monkeypatch.setattr(infer, "joined_cluster", joined)
         where = ["--model", run_folder, "--input", images, "--output", output, "--device", "cpu"]
-        options = [*where, "--masks", "--regions"]
+        options = [*where, "--write", "heatmaps", "page", "masks", "regions"]
         ray = [] if cluster is None else ["--ray", "local"]
         code, out, err = command("infer", [*options, *ray, *more])
         return code, out + err

@@ -45,7 +45,16 @@ def run(plates: Path) -> Path:
 
 
 def assert_marked_where_it_lies(says: Says, run: Path, plates: Path, output: Path) -> None:
-    infer = ["--model", run, "--input", plates / "test" / "spot", "--output", output, "--regions"]
+    infer = [
+        "--model",
+        run,
+        "--input",
+        plates / "test" / "spot",
+        "--output",
+        output,
+        "--write",
+        "regions",
+    ]
     says(0, "infer", infer)
     found = table(output, "regions.csv")
     for i, pose in enumerate(poses(4, 3, 180)):

@@ -157,7 +157,7 @@ def test_rows_name_the_engine_and_a_run_keeps_to_it(
     shutil.copytree(inferred, tmp_path / "torch")
     code, _, err = infer(
         tmp_path / "torch",
-        *("--maps", "float32", "--masks", "--regions", "--heatmap", "all", "--resume"),
+        *("--write", "heatmaps", "page", "masks", "regions", "maps", "--resume"),
     )
     assert (code, "another engine" in err) == (2, True)
 

@@ -74,7 +74,7 @@ def test_infer_and_evaluate(
     bank_export: Path, run_folder: Path, product: Path, inferred: Path, evaluated: Path,
     tmp_path: Path, command: Command, anomaly: Callable[..., str],
 ) -> None:  # fmt: skip
-    outputs = ["--maps", "float32", "--masks", "--regions", "--heatmap", "all"]
+    outputs = ["--write", "heatmaps", "page", "masks", "regions", "maps"]
     model = ["--model", bank_export]
     anomaly("infer", *model, "--input", product / "test", "--output", tmp_path / "bare", *outputs)
     assert (tmp_path / "bare" / "results.html").exists()

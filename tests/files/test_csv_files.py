@@ -58,7 +58,16 @@ def test_names_of_files(
         write_part(Path(name), seed=i, mark=(30, 50) if i % 2 else None)
     listed = ["path,group", *(f'"{name}","={name}"' for name in _NAMES)]
     Path("list.csv").write_text("\n".join(listed), newline="")
-    arguments = ["--model", run_folder, "--list", "list.csv", "--output", "out", "--regions"]
+    arguments = [
+        "--model",
+        run_folder,
+        "--input",
+        "list.csv",
+        "--output",
+        "out",
+        "--write",
+        "regions",
+    ]
     assert command("infer", arguments)[0] == 0
     for table in ("results.csv", "regions.csv", "parts.csv"):
         text = Path("out", table).read_bytes().decode()
@@ -68,6 +77,6 @@ def test_names_of_files(
         plain = list(csv.DictReader(io.StringIO(text, newline="")))
         assert len(plain) == len(rows)
         assert not any(row["path"].startswith(("=", "+", "-", "@")) for row in plain)
-    assert {str(path) for path in find_inputs([], "out/results.csv").paths} == set(_NAMES)
+    assert {str(path) for path in find_inputs([Path("out/results.csv")]).paths} == set(_NAMES)
     lines = Path("out", "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["path"] for line in lines} == set(_NAMES)

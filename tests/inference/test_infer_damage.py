@@ -27,7 +27,18 @@ def test_whatever_a_list_names_has_its_row(
     }
     (tmp_path / "l.txt").write_text("\n".join(entries), "utf-8", "surrogateescape")
     code, out, err = command(
-        "infer", ["--model", run_folder, "--list", "l.txt", "--output", "out", "--masks"]
+        "infer",
+        [
+            "--model",
+            run_folder,
+            "--input",
+            "l.txt",
+            "--output",
+            "out",
+            "--write",
+            "heatmaps",
+            "masks",
+        ],
     )
     assert (code, err.count("error")) == (3, 0)
     assert f"1 of {len(entries)} images scored" in out

@@ -58,5 +58,5 @@ def test_the_page_is_over_all_rows(
     assert (promise["line"], "images flagged" in err) == ("", False)  # six images say nothing
     # It is one of ours: refused where it is, gone with --overwrite.
     assert command("infer", arguments)[0] == 2
-    assert command("infer", [*arguments, "--overwrite", "--no-page"])[0] == 3
+    assert command("infer", [*arguments, "--overwrite", "--write", "heatmaps"])[0] == 3
     assert not (output / "results.html").exists()

@@ -46,7 +46,7 @@ def test_a_killed_run_is_resumed(
         process.kill()
     assert 0 < done(output) < 80
     assert not (output / "results.html").exists()
-    code, _, err = command("infer", [*arguments, "--resume", "--masks"])
+    code, _, err = command("infer", [*arguments, "--resume", "--write", "masks"])
     assert (code, "another set of outputs" in err) == (2, True)
     assert command("infer", [*arguments, "--resume"])[0] == 0
     assert result_files(output) == result_files(undisturbed)

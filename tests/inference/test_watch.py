@@ -99,7 +99,7 @@ def test_a_shift(shift: Shift, tmp_path: Path) -> None:
         nothing,
         lambda: (tmp_path / "away").rename(line),
     ]
-    code, out, err = shift(happenings, "--regions", "--masks")
+    code, out, err = shift(happenings, "--write", "heatmaps", "page", "regions", "masks")
     assert code == 3
     assert names(output) == ["there before.png", "half.png", "broken.png", "spot.png"]
     rows = table(output)
@@ -133,7 +133,7 @@ def test_warnings_come_once(shift: Shift, run_folder: Path, tmp_path: Path) -> N
         changed.save(run / "model", overwrite=True)
 
     late = arrive(tmp_path / "line", "late.png", mark=(30, 30))
-    flags = ["--model", run, "--no-page"]
+    flags = ["--model", run, "--write", "heatmaps"]
     code, _, err = shift([nothing, recalibrate, late, nothing], *flags)
     assert code == 0
     assert err.count("the model in") == 1
@@ -160,7 +160,7 @@ def test_names_that_are_used_again_and_are_as_long_as_a_file_system_takes(
         nothing,
         arrive(line, "part.png"),
     ]
-    code, _, err = shift(happenings, "--masks", "--maps", "float32")
+    code, _, err = shift(happenings, "--write", "heatmaps", "masks", "maps")
     assert (code, err) == (0, "")
     rows = [row for row in table(output) if row["path"].endswith("/part.png")]
     assert [row["verdict"] for row in rows] == ["good", "reject", "good"]
@@ -181,13 +181,13 @@ def test_results_in_the_folder_that_is_followed(
     write_part(line / "a.png", seed=1)
     write_part(line / ".hidden" / "sub" / "b.png", seed=1)
     inputs = ["--input", link, line, line / ".hidden", line / ".hidden" / "sub"]
-    code, _, err = shift([nothing] * 4, "--masks", "--maps", "uint16", *inputs, output="line")
+    code, _, err = shift([nothing] * 4, "--write", "masks", "maps", *inputs, output="line")
     assert (code, err) == (0, "")
     assert sorted(names(line)) == ["a.png", "b.png"]
     (line / "readme").touch()
     (line / ".other.png.part").touch()
     for output, followed in (("link/out", line), ("line/../line/out2", link)):
-        code, _, _ = shift([nothing] * 2, "--no-page", "--input", followed, output=output)
+        code, _, _ = shift([nothing] * 2, "--write", "heatmaps", "--input", followed, output=output)
         assert (code, names(tmp_path / output)) == (0, ["a.png"]), output
     arguments = ["--model", run_folder, "--input", line, "--output", line, "--overwrite"]
     code, _, err = command("infer", arguments)
@@ -203,14 +203,14 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
     for i in range(3):
         write_part(line / f"{i}.png", seed=i)
         os.utime(line / f"{i}.png", (i, i))
-    assert shift([arrive(line, "3.png")], "--regions")[0] == 0
+    assert shift([arrive(line, "3.png")], "--write", "regions")[0] == 0
     table_file = output / "results.jsonl"
     rows, lines = (output / "results.csv").read_bytes(), table_file.read_bytes()
     # A table that somebody has cut isn't grown.
     watched = output / "results.watched.jsonl"
     for cut in (lines[:-30], None):
         table_file.unlink() if cut is None else table_file.write_bytes(cut)
-        code, _, err = shift([], "--resume", "--regions")
+        code, _, err = shift([], "--resume", "--write", "regions")
         assert (code, "results.jsonl " in err, "give --overwrite" in err) == (2, True, True)
         assert cut is None or table_file.read_bytes() == cut
     # As if killed while the last row was written.
@@ -220,7 +220,7 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
     (line / "0.png").unlink()
     write_part(line / "1.png", seed=77, mark=(30, 50))
     for flags, says in (
-        (["--regions"], "add --resume"),
+        (["--write", "regions"], "add --resume"),
         (["--resume"], "another set of outputs"),
         (["--resume", "--overwrite"], "--overwrite"),
     ):
@@ -228,7 +228,7 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
         assert (code, says in err) == (2, True)
     with pytest.raises(OutputError, match="resume it with --watch"):
         Outputs(output).begin(watch=False, resume=True, overwrite=False)
-    assert shift([arrive(line, "new.png")], "--resume", "--regions")[0] == 0
+    assert shift([arrive(line, "new.png")], "--resume", "--write", "regions")[0] == 0
     assert names(output) == ["0.png", "1.png", "2.png", "3.png", "1.png", "new.png"]
     # The tables are as if nothing had happened, up to the row that was scored again.
     for name, before in (("results.csv", rows), ("results.jsonl", lines)):
@@ -236,15 +236,12 @@ def test_resumed_after_a_kill(shift: Shift, tmp_path: Path) -> None:
         assert after.startswith(b"".join(before.splitlines(keepends=True)[:-1]))
         assert after.endswith(b"\n")
     assert len(table_file.read_text().splitlines()) == 6
-    assert shift([], "--overwrite", "--no-page")[0] == 0
+    assert shift([], "--overwrite", "--write", "none")[0] == 0
     assert not (output / "regions.csv").exists()
 
 
 def test_what_cant_be_watched(shift: Shift, tmp_path: Path) -> None:
-    for flags, says in (
-        (["--list", "x"], "leave out --list"),
-        (["--input", __file__], "isn't a folder"),
-    ):
+    for flags, says in ((["--input", __file__], "isn't a folder"),):
         code, _, err = shift([], *flags)
         assert (code, says in err) == (2, True)
     (tmp_path / "out").mkdir()

@@ -148,7 +148,7 @@ def test_sixty_megapixels_fit_into_two_gigabytes(tmp_path: Path) -> None:
     cv2.imwrite(str(tmp_path / "large.png"), large, [cv2.IMWRITE_PNG_COMPRESSION, 1])
     del large
     arguments = ["--model", tmp_path / "run", "--input", tmp_path / "large.png"]
-    outputs = ["--output", tmp_path / "out", "--masks", "--regions", "--maps", "float32"]
+    outputs = ["--output", tmp_path / "out", "--write", "masks", "regions", "maps"]
     process = subprocess.Popen([sys.executable, "-m", "anomaly", "infer", *arguments, *outputs])
     peak = 0
     while process.poll() is None:

@@ -87,7 +87,7 @@ def test_drawing_keeps_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (item,) = decoders.load_all([(0, tmp_path / "a.bmp")])
     assert isinstance(item, NetworkInput)
     found = SourceMap(np.ones((8, 8), np.float32), item.view, 4.0, 0.0, None)
-    wanted = Wanted({"heatmap", "mask", "float32"}, "a.bmp")
+    wanted = Wanted({"heatmap", "mask", "maps"}, "a.bmp")
     drawn = decoders.finish(0, tmp_path / "a.bmp", found, wanted).result()
     assert _peak() < _LIMIT + _LIBRARIES
     assert isinstance(drawn, UnusableImage)
