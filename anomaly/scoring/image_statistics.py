@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -82,34 +82,6 @@ class ImageStatistics:
         mean = self.mean_embedding()
         mean_square = self.squared / max(self.patches, 1) / len(mean)
         return max(mean_square - float(np.mean(np.square(mean))), 0.0)
-
-
-class StatisticsSums:
-    """Collects statistics of images tile by tile.
-
-    Their embeddings are float32 rows of one array: small arrays that stay among large ones that go
-    keep the memory of these from being used again.
-
-    Attributes:
-        of_image: the sum of what was added, by image.
-
-    Args:
-        images: the numbers of all images that may come.
-    """
-
-    def __init__(self, images: Iterable[int]) -> None:
-        self.of_image: dict[int, ImageStatistics] = {}
-        self._row_of = {image: row for row, image in enumerate(images)}
-        self._embeddings: NDArray[np.float32] | None = None
-
-    def add(self, image: int, tile: ImageStatistics) -> None:
-        """Add one of an image's tiles."""
-        known, row = self.of_image.get(image), self._row_of[image]
-        total = tile if known is None else known + tile
-        if self._embeddings is None:
-            self._embeddings = np.empty((len(self._row_of), len(tile.embedding)), np.float32)
-        self._embeddings[row] = total.embedding
-        self.of_image[image] = replace(total, embedding=self._embeddings[row])
 
 
 def statistics_of(
@@ -211,8 +183,7 @@ class TrainingStatistics:
     """Range and spread of good images' statistics.
 
     Attributes:
-        ranges: lowest and highest accepted brightness, contrast and sharpness.
-        seen: lowest and highest of the training images.
+        seen: lowest and highest brightness, contrast and sharpness of the training images.
         mean: (D,) of the training images' mean embeddings.
         variance: (D,) theirs.
         spread: standard deviation of the patches' embeddings within an image, over all values.
@@ -221,7 +192,6 @@ class TrainingStatistics:
             outside, but are kept to be joined with more.
     """
 
-    ranges: dict[str, tuple[float, float]]
     seen: dict[str, tuple[float, float]]
     mean: Floats
     variance: Floats
@@ -237,7 +207,6 @@ class TrainingStatistics:
         mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(statistics)) / len(statistics)
         squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(statistics))
         model = cls(
-            ranges={name: _widened(name, v) for name, v in values.items()},
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
             variance=squares / max(len(statistics) - 1, 1),
@@ -271,7 +240,6 @@ class TrainingStatistics:
             for name, (low, high) in self.seen.items()
         }
         model = TrainingStatistics(
-            ranges={name: _widened(name, ends) for name, ends in seen.items()},
             seen=seen,
             mean=(self.mean * images + other.mean * others) / count,
             variance=squares / (count - 1),
@@ -281,6 +249,15 @@ class TrainingStatistics:
         )
         order = np.argsort(-model._from_others(model.farthest), kind="stable")
         return replace(model, farthest=model.farthest[order[:_KEPT]])
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Lowest and highest accepted brightness, contrast and sharpness."""
+        accepted = {}
+        for name, (low, high) in self.seen.items():
+            factor = max((high + _DARK) / (low + _DARK), _LEAST_FACTOR[name])
+            accepted[name] = low / factor, high * factor
+        return accepted
 
     @cached_property
     def seen_distance(self) -> float:
@@ -393,7 +370,6 @@ class TrainingStatistics:
             raise ModelError("the statistics of the training images are damaged")
         bounds = dict(zip(_LEAST_FACTOR, tensors["bounds"].tolist(), strict=True))
         return cls(
-            ranges={name: (b[0], b[1]) for name, b in bounds.items()},
             seen={name: (b[2], b[3]) for name, b in bounds.items()},
             mean=tensors["mean"],
             variance=tensors["variance"],
@@ -423,12 +399,6 @@ def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
         )
     }
     return sorted(outliers | blank)
-
-
-def _widened(name: str, values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    factor = max((high + _DARK) / (low + _DARK), _LEAST_FACTOR[name])
-    return low / factor, high * factor
 
 
 def _mean_embeddings(statistics: Sequence[ImageStatistics]) -> Iterator[Floats]:

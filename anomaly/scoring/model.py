@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from itertools import chain
+from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration.thresholds import Thresholds
@@ -42,7 +45,7 @@ from anomaly.scoring.image_score import (
     pieces_of,
 )
 from anomaly.scoring.image_statistics import ImageStatistics, TrainingStatistics, statistics_of
-from anomaly.scoring.prediction import Patches, Prediction, Scored
+from anomaly.scoring.prediction import Prediction, Scored
 
 if TYPE_CHECKING:
     import torch
@@ -120,11 +123,6 @@ class Model(ImageStages):
     folder: Path | None = None
     history: bytes = b""
     changes: tuple[Mapping[str, Any], ...] = ()
-
-    def __repr__(self) -> str:
-        network, count = self.config.backbone.name, len(self.manifest.get("training_images", ()))
-        about = f"{self.method} on {network}, {count} good images, {self.device.type}"
-        return f"<Model {self.config.name}: {about}>"
 
     @property
     def name(self) -> str:
@@ -255,23 +253,24 @@ class Model(ImageStages):
                 doesn't take its grid.
         """
         if isinstance(batch[0].view, Tiling):
-            return [self._score_tiles(item) for item in batch]
-        return [self.prediction(*scored) for scored in self._scored(batch)]
+            return [self._prediction(item, self._tiles_scored(item)) for item in batch]
+        return [self._prediction(*both) for both in zip(batch, self._scored(batch), strict=True)]
 
-    def _score_tiles(self, item: NetworkInput) -> Prediction:
-        """Score one large image in tiles."""
-        tiled = _TiledPatches(*(len(pieces) for pieces in item.view.axes))
-        whole: ImageStatistics | None = None
+    def _tiles_scored(self, item: NetworkInput) -> _Scored:
+        """The scores of one large image, from its tiles' in rows."""
         batches = item.tiles(min(self.batch_size, _TILES_AT_ONCE))
-        for scored in in_parallel(self._scored, batches, self.device):
-            for tile, statistics, patches, score in scored:
-                whole = statistics if whole is None else whole + statistics
-                tiled.put(tile, patches, score)
-        assert whole is not None
-        return self.prediction(item, whole, tiled.patches, tiled.best)
+        tiles = chain.from_iterable(in_parallel(self._scored, batches, self.device))
+        statistics, patches, nearest, scores = zip(*tiles, strict=True)
+        columns = len(item.view.axes[1])
+        return _Scored(
+            reduce(add, statistics),
+            _mosaic(patches, columns),
+            None if nearest[0] is None else _mosaic(nearest, columns),
+            float(np.max(scores)),  # NaN if one is
+        )
 
     def _scored(self, batch: Sequence[NetworkInput]) -> list[_Scored]:
-        """Images or tiles of one network size, each with its statistics, patches and score.
+        """Scores of images or tiles of one network size.
 
         Raises:
             DataError: the region to look at holds none of an image's patches, or the scorer
@@ -283,39 +282,25 @@ class Model(ImageStages):
             statistics = statistics_of(batch, embeddings, inside)
             found, scores = self.score_patches(embeddings, pieces, inside)
             nearest = [None] * len(scores) if found.nearest is None else as_numpy(found.nearest)
-            patches = map(Patches, as_numpy(found.scores), nearest)
-            return list(zip(batch, statistics, patches, scores.tolist(), strict=True))
+            columns = statistics, as_numpy(found.scores), nearest, scores.tolist()
+            return [_Scored(*row) for row in zip(*columns, strict=True)]
 
-    def prediction(
-        self,
-        item: NetworkInput,
-        statistics: ImageStatistics,
-        patches: Patches,
-        score: float,
-    ) -> Prediction:
-        """The prediction for one image.
-
-        Args:
-            item: the image.
-            statistics: of the image as a whole.
-            patches: of the image, or of all its tiles together.
-            score: as `image_scores_of` gave it; of tiles the highest.
-        """
+    def _prediction(self, item: NetworkInput, scored: _Scored) -> Prediction:
         return Prediction(
             index=item.index,
             path=item.path,
             sha256=item.sha256,
             image=item.image,
             view=item.view,
-            patch_scores=patches.scores,
-            nearest=patches.nearest,
-            score=score,
+            patch_scores=scored.patches,
+            nearest=scored.nearest,
+            score=scored.score,
             smoothing=self.config.model.smoothing,
             halo_damping=self.config.model.halo_damping,
             loading=self.loading,
-            statistics=statistics,
+            statistics=scored.statistics,
             thresholds=self.thresholds,
-            reason=self.review_reason(item.view, statistics),
+            reason=self.review_reason(item.view, scored.statistics),
         )
 
     def review_reason(self, view: AnyView, statistics: ImageStatistics) -> str:
@@ -462,41 +447,23 @@ def _without_score(prediction: Prediction) -> UnusableImage:
     )
 
 
-# An image or a tile, with its statistics, patches and score.
-_Scored: TypeAlias = tuple[NetworkInput, ImageStatistics, Patches, float]
-
-
-class _TiledPatches:
-    """Collects the patches of a large image from its tiles.
-
-    Args:
-        rows: of tiles.
-        columns: of tiles.
+class _Scored(NamedTuple):
+    """The scores of an image, or of a tile.
 
     Attributes:
-        best: the highest score of a tile; NaN once one of them is.
+        statistics: of it as a whole.
+        patches: (h, w) float32, the patch scores; NaN doesn't count.
+        nearest: (h, w) int64, the bank vector nearest to each patch; None without a bank.
+        score: the image score, of tiles the highest.
     """
 
-    def __init__(self, rows: int, columns: int) -> None:
-        self._times = (rows, columns)
-        self._patches: Patches | None = None
-        self.best = -math.inf
+    statistics: ImageStatistics
+    patches: NDArray[np.float32]
+    nearest: NDArray[np.int64] | None
+    score: float
 
-    @property
-    def patches(self) -> Patches:
-        """The patches of the whole image, after all tiles were added."""
-        assert self._patches is not None
-        return self._patches
 
-    def put(self, tile: NetworkInput, patches: Patches, score: float) -> None:
-        """Fill in a tile."""
-        self.best = float(np.max([self.best, score]))  # NaN stays NaN
-        if self._patches is None:  # all tiles have one grid
-            nearest = None if patches.nearest is None else np.tile(patches.nearest, self._times)
-            self._patches = Patches(np.tile(patches.scores, self._times), nearest)
-        height, width = patches.scores.shape
-        row, column = tile.tile
-        here = np.s_[row * height : (row + 1) * height, column * width : (column + 1) * width]
-        self._patches.scores[here] = patches.scores
-        if self._patches.nearest is not None and patches.nearest is not None:
-            self._patches.nearest[here] = patches.nearest
+def _mosaic(tiles: Sequence[NDArray[Any]], columns: int) -> NDArray[Any]:
+    """The grids (h, w) of tiles, row by row, as one of the whole image."""
+    rows = range(0, len(tiles), columns)
+    return np.block([list(tiles[first : first + columns]) for first in rows])

@@ -32,14 +32,6 @@ from anomaly.scoring.image_statistics import ImageStatistics
 _NOTEBOOK_PIXELS = 600_000
 
 
-@dataclass(frozen=True, eq=False)
-class Patches:
-    """Scores and nearest bank vectors of an image's patches, (h, w) each."""
-
-    scores: NDArray[np.float32]
-    nearest: NDArray[np.int64] | None
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """The result of a detector for one image.

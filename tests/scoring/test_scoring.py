@@ -12,8 +12,7 @@ from anomaly.config.load import parse_config
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.build import loading_of
-from anomaly.scoring.model import Model, _TiledPatches
-from anomaly.scoring.prediction import Patches
+from anomaly.scoring.model import Model, _Scored
 
 
 @pytest.mark.parametrize(
@@ -41,13 +40,17 @@ def test_a_broken_patch_counts_where_it_lies_inside_the_region(how: str) -> None
 
 
 def test_a_tile_without_a_score_leaves_the_image_without_one() -> None:
-    tiling = _TiledPatches(1, 5)
-    for place, score in enumerate((1.0, 3.0, 2.0, math.nan, 1.0)):
-        tile: Any = SimpleNamespace(tile=(0, place))
-        tiling.put(tile, Patches(np.ones((1, 1), np.float32), None), score)
-        if place == 2:
-            assert tiling.best == 3.0
-    assert math.isnan(tiling.best)
+    def scored(batch: list[float]) -> list[_Scored]:
+        patches = np.ones((1, 1), np.float32)
+        return [_Scored(cast(Any, 0), patches, None, score) for score in batch]
+
+    model: Any = SimpleNamespace(batch_size=2, device=torch.device("cpu"), _scored=scored)
+    for scores, best in ((1.0, 3.0, 2.0), 3.0), ((1.0, 3.0, 2.0, math.nan, 1.0), math.nan):
+        view = SimpleNamespace(axes=((None,), (None,) * len(scores)))
+        item: Any = SimpleNamespace(view=view, tiles=lambda size, of=scores: [[*of]])
+        whole = Model._tiles_scored(model, item)
+        assert whole.patches.shape == (1, len(scores))
+        assert whole.score == pytest.approx(best, nan_ok=True)
 
 
 def test_kept_aspects_fill_whole_patches_of_every_layer() -> None:
