@@ -306,12 +306,12 @@ class GoodScores:
         """A copy without some images, whose names it keeps.
 
         Args:
-            names: of images, or the ends of their paths where only one image has that end.
+            names: of images.
 
         Raises:
-            DataError: no image, or more than one, has such a name, or none would be left.
+            DataError: none would be left.
         """
-        places = {_place(name, self.names) for name in names}
+        places = {self.names.index(name) for name in names}
         if len(places) == len(self.names):
             raise DataError("all good images would be left out; a threshold needs some of them")
         kept = [row for i, row in enumerate(self.rows()) if i not in places]
@@ -358,20 +358,6 @@ class GoodScores:
             f"groups. {count} can't guarantee a false-reject rate below "
             f"{percent(supported_rate(groups))}"
         )
-
-
-def _place(wanted: str, names: Sequence[str]) -> int:
-    """The index of an image, by its name, the end of it, or a path that ends with it."""
-    path = "/" + wanted.replace("\\", "/")
-    places = [i for i, name in enumerate(names) if name == wanted] or [
-        i for i, name in enumerate(names) if f"/{name}".endswith(path) or path.endswith(f"/{name}")
-    ]
-    if len(places) != 1:
-        what = f"{len(places)} good images are" if places else "no good image is"
-        raise DataError(
-            f"{what} called {wanted}; calibration.json in the model's folder lists their names"
-        )
-    return places[0]
 
 
 @dataclass(frozen=True)

@@ -214,14 +214,14 @@ COMMANDS = {
         _several("--good", "good images that it hasn't learned from (default: stored scores)"),
         _several("--production", "production images that nobody has sorted"),
         _value("--at-most-defective", "of --production, e.g. 5%%", "SHARE", type=share_of),
-        _several("--defects", "images of defects: shows how many are caught"),
-        _several("--without", "good images to leave out, by the names of train", "IMAGE", type=str),
+        _several("--defects", "images of defects: counts those caught; none counts as good"),
         _value("--false-reject-rate", "good parts that may be rejected", "R", type=number),
         _value("--review-rate", "good parts that may not be called good", "R", type=number),
         _value("--threshold", "reject above this image score", "X", type=number),
         _value("--review-threshold", "review above this (default: X)", "Y", type=number),
         _flag("--undo", "bring the previous thresholds back", "store_const", const=True),
         _flag("--yes", "save even if known defects would pass, or the threshold rises too far"),
+        home="cli.change",
     ),
     "tune": _command(
         "try settings and keep those that catch more of the known defects",
@@ -230,7 +230,6 @@ COMMANDS = {
         _CONFIG,
         _SET,
         _several("--defects", "known defects (default: those of the test split)", "FOLDER"),
-        _several("--good", "good images to test with (default: the test split's)", "FOLDER"),
         _value("--budget", "time limit: 90s, 10m (default), 1h", type=_duration, default="10m"),
         _output(
             "the config to write (default: <config>_tuned.yaml); figures go into a .json beside it",
@@ -238,6 +237,7 @@ COMMANDS = {
             required=False,
         ),
         _DEVICE,
+        home="cli.change",
     ),
     "update": _command(
         "let a model learn good parts that people have confirmed",
@@ -254,6 +254,7 @@ COMMANDS = {
         _output("the new run's folder; the old one isn't changed"),
         _flag("--include-suspects", "also learn images that look unlike all others"),
         _flag("--yes", "write the model even if a known defect that is caught now would pass"),
+        home="cli.change",
     ),
     "infer": _command(
         "score images: verdicts in results.csv, heatmaps beside them",

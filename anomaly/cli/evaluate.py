@@ -159,9 +159,8 @@ def _evaluate(source: str, options: argparse.Namespace, device: torch.device) ->
 
 
 def _tested(options: argparse.Namespace) -> list[object]:
-    """The options that name the images to test with."""
-    named = {"--defects": options.defects, "--good": options.good}
-    return [part for option, paths in named.items() if paths for part in (option, *paths)]
+    """The option that names the defects to test with."""
+    return ["--defects", *options.defects] if options.defects else []
 
 
 def _distinct(category: Category, taken: set[str]) -> Category:

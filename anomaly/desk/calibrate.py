@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Real
@@ -19,23 +19,22 @@ from anomaly.calibration.thresholds import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.datasets import Sample, check_inputs
-from anomaly.datasets.inputs import find_inputs
-from anomaly.desk.price import (
+from anomaly.datasets import Sample
+from anomaly.desk.change import (
     DEFECTS,
     PRODUCTION,
+    Change,
     Price,
     compare,
-    evaluated_on,
     fresh,
     known_parts,
     price,
+    samples_of,
 )
 from anomaly.desk.production import thresholds_from_production
 from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.splits import content_hash, recorded
-from anomaly.imaging.arrays import ImageLike, is_one, source_of
-from anomaly.imaging.read import Decoding, described
+from anomaly.imaging.arrays import ImageLike
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
 from anomaly.storage.folder import HISTORY
@@ -61,7 +60,6 @@ class Asked:
         review_rate: share of good parts that may not be called good.
         threshold: reject above this image score.
         review_threshold: review above this one; without it nothing is for review.
-        without: names of good images to leave out.
         at_most_defective: the largest share of production images that may be defective.
         undo: bring the earlier thresholds back.
     """
@@ -70,7 +68,6 @@ class Asked:
     review_rate: float | None = None
     threshold: float | None = None
     review_threshold: float | None = None
-    without: Sequence[str] | None = None
     at_most_defective: float | None = None
     undo: bool | None = None
 
@@ -88,8 +85,8 @@ class Asked:
         by_rate = {name: rate for name, rate in rates.items() if rate is not None}
         by_hand = {"threshold": self.threshold, "review threshold": self.review_threshold}
         values = {name: value for name, value in by_hand.items() if value is not None}
-        images, share = good or production, self.at_most_defective
-        if self.undo and (by_rate or values or images or self.without or share is not None):
+        share = self.at_most_defective
+        if self.undo and (len(self.values()) > 1 or good or production):
             raise DataError("undo brings the previous thresholds back; leave other options out")
         if values and by_rate:
             raise DataError("thresholds are set by hand or found by rates; give one of these")
@@ -114,11 +111,9 @@ class Asked:
                 "that are flagged now first, and give the largest share of them that may be "
                 "defective"
             )
-        if share is None:
-            return
-        if good:
+        if production and good:
             raise DataError("thresholds come from good or production images; give one of these")
-        if not 0 <= share <= _MOST_DEFECTIVE:
+        if share is not None and not 0 <= share <= _MOST_DEFECTIVE:
             raise DataError(
                 f"--at-most-defective is {percent(share)}; it must be from 0 % to "
                 f"{percent(_MOST_DEFECTIVE)}. Beyond that, sort the images: give --good and "
@@ -132,46 +127,6 @@ class Asked:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True, eq=False)
-class Recalibration:
-    """Other thresholds of a model, not saved yet, and what they change.
-
-    Attributes:
-        before: the model so far.
-        thresholds: the new ones.
-        cost: verdicts of known parts, and of production images, before and after.
-        refused: reasons for which given images can't be used.
-        record: a line for the model's history.
-        doubts: reasons for a person to agree to it first.
-    """
-
-    before: Model
-    thresholds: Thresholds
-    cost: Price
-    refused: Sequence[str]
-    record: Mapping[str, Any]
-    doubts: Sequence[str]
-
-    def lines(self) -> list[str]:
-        """Lines for people: the thresholds, the defects found, and what changes."""
-        old = self.before.thresholds
-        lines = self.thresholds.lines()
-        for what, rate in (self.record["defects_found"] or {}).items():
-            lines.append(
-                f"of {rate['images']} defects {rate['count']} {_MEANING[what]}: "
-                f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
-                "(95 % confidence)"
-            )
-        lines += [] if old is None else ThresholdChange(old, self.thresholds).lines()
-        if taken := self.record["images"].get("taken as defects"):
-            named = some([*taken], most=_LISTED)
-            lines.append(
-                f"taken as defects, half of as many as there may be: {named}. For an exact value, "
-                "look at the highest scores, remove the defects and give --at-most-defective 0%"
-            )
-        return [*lines, *self.cost.lines()]
-
-
 def recalibrate(
     model: Model,
     asked: Asked,
@@ -180,7 +135,7 @@ def recalibrate(
     production: Sequence[Sample] = (),
     defects: Sequence[Sample] = (),
     progress: StageProgress = lambda stage, done, total: None,
-) -> Recalibration:
+) -> Change:
     """Find other thresholds, and compare verdicts before and after.
 
     Warnings in the log say what is left out, and what is odd.
@@ -197,37 +152,21 @@ def recalibrate(
         DataError: none of the images can be used, the model has no scores, or nothing can be
             undone.
     """
-    rates = model.rates(asked.review_rate, asked.false_reject_rate)
-    known = known_parts([model], evaluated_on(model), defects)
+    known = known_parts([model], defects)
     kind = "production" if production else "good"
     scored: list[Scored] = []
     refused: list[str] = []
     if samples := production or good:
         what = f"{kind} images"
         kept = fresh(model, samples, what, known, defects=defects, unsorted=bool(production))
-        shown = partial(progress, what)
-        every = score(model, kept, peaks=True, progress=shown)
+        every = score(model, kept, peaks=True, progress=partial(progress, what))
         scored = [one for one in every if one.score is not None]
         refused = [one.reason for one in every if one.score is None]
         if not scored:
             raise DataError(f"none of {len(kept)} images can be used: {'; '.join(refused[:3])}")
         for reason in first_of(refused, f" of the {what}"):
             log.warning("skipped: %s", reason)
-    taken: dict[str, str] = {}
-    if asked.undo:
-        limits = earlier_thresholds(model.history, Path(model.folder or "") / HISTORY)
-    elif asked.at_most_defective:
-        ours, theirs = known_scores(model, known[DEFECTS]), good_scores(scored)
-        limits, taken = thresholds_from_production(ours, theirs, asked.at_most_defective, *rates)
-    else:
-        scores = good_scores(scored) if scored else known_scores(model, known[DEFECTS])
-        scores = scores.without(asked.without or ())
-        if asked.threshold is None:
-            limits = thresholds_from(scores, *rates)
-        else:
-            review = asked.review_threshold
-            review = asked.threshold if review is None else review
-            limits = thresholds_by_hand(scores, review, asked.threshold)
+    limits, taken = _limits(model, asked, scored, known[DEFECTS])
     cost = price(model, replace(model, thresholds=limits), known, progress=progress)
     if production:
         compared = compare(scored, scored, (model.thresholds, limits))
@@ -239,21 +178,60 @@ def recalibrate(
         images["defects"] = {defect.name: content_hash(defect) for defect in defects}
     found = cost.defects_found(limits, defects)
     record = change(asked.values(), model.thresholds, limits, images, found)
-    doubts = [cost.refusal, *_doubts(model, limits, undone=bool(asked.undo))]
-    doubts = [doubt for doubt in doubts if doubt]
-    return Recalibration(model, limits, cost, refused, record, doubts)
+    changes = (*model.changes, {**record, "model_before": model.model_id})
+    after = replace(model, thresholds=limits, model_id="", folder=None, changes=changes)
+    notes = [*_found_lines(found or {}), *_taken_lines([*taken])]
+    doubts = [cost.refusal, "" if asked.undo else _doubt(model.thresholds, limits)]
+    return Change(model, after, cost, notes, [doubt for doubt in doubts if doubt], refused)
 
 
-def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
-    """Doubts about new thresholds that a person has to agree to; what is merely odd is logged."""
-    before, learned = model.thresholds, model.manifest["training_images"]
-    if any(name in learned for name in new.good.left_out):
-        log.info(
-            "the model has still learned from the images left out; if they aren't good, remove "
-            "them from the training images and train again"
-        )
-    if undone:
+def _limits(
+    model: Model, asked: Asked, scored: Sequence[Scored], known: Iterable[Sample]
+) -> tuple[Thresholds, dict[str, str]]:
+    """The thresholds that are asked for, and sha256 by name of images taken as defects.
+
+    Args:
+        model: trained.
+        asked: checked already.
+        scored: good or production images; without any, the scores that the model came with.
+        known: defects.
+    """
+    if asked.undo:
+        return earlier_thresholds(model.history, Path(model.folder or "") / HISTORY), {}
+    rates = model.rates(asked.review_rate, asked.false_reject_rate)
+    if share := asked.at_most_defective:
+        ours = _known_scores(model, known)
+        return thresholds_from_production(ours, _good_scores(scored), share, *rates)
+    scores = _good_scores(scored) if scored else _known_scores(model, known)
+    if asked.threshold is None:
+        return thresholds_from(scores, *rates), {}
+    review = asked.threshold if asked.review_threshold is None else asked.review_threshold
+    return thresholds_by_hand(scores, review, asked.threshold), {}
+
+
+def _found_lines(found: dict[str, Any]) -> list[str]:
+    """How many of the defects that were given are found."""
+    return [
+        f"of {rate['images']} defects {rate['count']} {_MEANING[what]}: "
+        f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
+        "(95 % confidence)"
+        for what, rate in found.items()
+    ]
+
+
+def _taken_lines(taken: Sequence[str]) -> list[str]:
+    """The production images that were taken as defects."""
+    if not taken:
         return []
+    return [
+        f"taken as defects, half of as many as there may be: {some(taken, most=_LISTED)}. For an "
+        "exact value, look at the highest scores, remove the defects and give --at-most-defective "
+        "0%"
+    ]
+
+
+def _doubt(before: Thresholds | None, new: Thresholds) -> str:
+    """A doubt about new thresholds that a person has to agree to; what is merely odd is logged."""
     if before is not None and new.label != before.label != "calibrated":
         log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
     highest = max(new.good.image)
@@ -265,40 +243,27 @@ def _doubts(model: Model, new: Thresholds, *, undone: bool) -> list[str]:
             new.image / highest,
             highest,
         )
-    for line in new.raised_lines():
+    raised = new.raised_lines()
+    for line in raised:
         log.warning(line)
-    if before is None:
-        return []
-    moved = ThresholdChange(before, new)
-    if moved.is_doubtful:
-        return [moved.caution]
-    if moved.caution:
+    if raised:
+        log.info("look at these images; name those that aren't good with --defects")
+    moved = None if before is None else ThresholdChange(before, new)
+    if moved and moved.caution and not moved.is_doubtful:
         log.warning(moved.caution)
-    return []
+    return moved.caution if moved and moved.is_doubtful else ""
 
 
 def recalibrated(
-    detector: Model,
-    good: str | Path | Iterable[ImageLike] | None,
-    asked: Asked,
-    *,
-    force: bool,
+    detector: Model, good: str | Path | Iterable[ImageLike] | None, asked: Asked, *, force: bool
 ) -> Model:
     """A detector with other thresholds; see `Detector.calibrate`."""
     asked.check(good=good is not None, production=False)
     images = [] if good is None else samples_of(good, detector.loading.decoding)
-    made = recalibrate(detector, asked, good=images)
-    for line in made.lines():
-        log.info(line)
-    if made.doubts and not force:
-        raise DataError(
-            f"{'; '.join(made.doubts)}; leave out images that aren't good, or give force=True"
-        )
-    changes = (*detector.changes, {**made.record, "model_before": detector.model_id})
-    return replace(detector, thresholds=made.thresholds, model_id="", folder=None, changes=changes)
+    return recalibrate(detector, asked, good=images).agreed(force=force)
 
 
-def good_scores(scored: Sequence[Scored]) -> GoodScores:
+def _good_scores(scored: Sequence[Scored]) -> GoodScores:
     """The scores that thresholds are found with, of good images that a model hasn't learned.
 
     Those with a reason for review say nothing of thresholds: they are left out, and a warning in
@@ -346,7 +311,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [place.relative_to(common).as_posix() for place in places]
 
 
-def known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
+def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
     """The scores of good images that a detector came with.
 
     Args:
@@ -361,41 +326,11 @@ def known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
             "the model was trained without thresholds, so it has no scores of good images; give "
             "good images with --good"
         )
-    good = detector.thresholds.good
+    good, learned = detector.thresholds.good, detector.manifest["training_images"]
     bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
-    if found := [name for name, _, _, sha256 in good.rows() if sha256 in bad]:
+    rows = [(name, sha256 or learned.get(name, "")) for name, _, _, sha256 in good.rows()]
+    if found := [name for name, sha256 in rows if sha256 in bad]:
         log.warning("left out, known as defects: %s", some(found))
+        if any(name in learned for name in found):
+            log.warning("the model has still learned from these images; train again without them")
     return good.without(found)
-
-
-def samples_of(
-    images: str | Path | Iterable[ImageLike], decoding: Decoding, what: str = "good images"
-) -> list[Sample]:
-    """Images as a program names them: a folder, or a collection; pixels are named by their place.
-
-    Args:
-        images: what it names; a single image is one of them.
-        decoding: most pixels, and significant bits of integers.
-        what: the images are, for messages; by that it is seen whether folders are called defects.
-
-    Raises:
-        DataError: there are none.
-        ImageError: one can't be used; says which and why.
-    """
-    if isinstance(images, str | Path):
-        given: list[ImageLike] = [*find_inputs([Path(images)], option=what).paths]
-        named = [Path(images)]
-    else:
-        given = [images] if is_one(images) else list(images)
-        named = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
-    files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
-    check_inputs(named, files, defects=what == "defects")
-    if not given:
-        raise DataError(f"no {what} were given")
-    sources = [source_of(image, decoding, index) for index, image in enumerate(given)]
-    return [
-        Sample(source, source.name)
-        if isinstance(source, Path)
-        else Sample(Path(described(i)), described(i), image=source)
-        for i, source in enumerate(sources)
-    ]

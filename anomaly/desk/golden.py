@@ -34,6 +34,16 @@ def golden_of(model: Path) -> Path | None:
     return golden if model.name == "model" and (golden / GOLDEN).is_file() else None
 
 
+def golden_samples(model: Path | None) -> list[Sample]:
+    """The golden parts beside a model folder; the missed ones are defects."""
+    golden = None if model is None else golden_of(model)
+    if golden is None:
+        return []
+    names = {path: path.relative_to(golden).as_posix() for path in list_images(golden)}
+    kinds = {True: "missed", False: "good"}
+    return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
+
+
 @dataclass(frozen=True)
 class Check:
     """Golden parts as they are scored today, beside what is recorded of them.

@@ -548,7 +548,6 @@ def tune(
     data: Dataset | None = None,
     *,
     defects: Sequence[Sample] | None = None,
-    good: Sequence[Sample] | None = None,
     budget: float = 600.0,
     device: str | torch.device = "auto",
     say: Callable[[str], None] = lambda text: None,
@@ -565,7 +564,6 @@ def tune(
         data: what to learn from, and known defects and other good images in its test split; by
             default the data set that `config.data` names.
         defects: known defects, in place of the data set's.
-        good: good images that aren't learned from, in place of the data set's.
         budget: seconds; what won't fit isn't tried. The settings that are there are tried in any
             case.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
@@ -581,8 +579,7 @@ def tune(
     tested = [*data.test, *data.validation]
     if defects is None:
         defects = [sample for sample in tested if sample.is_defect]
-    if good is None:
-        good = [sample for sample in tested if not sample.is_defect]
+    good = [sample for sample in tested if not sample.is_defect]
     with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
         where = device_of(device), Path(folder)
         search = Search(config, data.train, defects, good, budget, *where, say, progress)

@@ -1,4 +1,4 @@
-"""Confirmed good images -> an updated model and the changed verdicts."""
+"""Confirmed good images -> an updated model, its thresholds, and the verdicts that change."""
 
 from __future__ import annotations
 
@@ -23,17 +23,9 @@ from anomaly.calibration.thresholds import (
     thresholds_from,
 )
 from anomaly.datasets import Sample
-from anomaly.desk.calibrate import samples_of
-from anomaly.desk.golden import Answers, golden_of, score_golden, write_record
-from anomaly.desk.price import (
-    DEFECTS,
-    Price,
-    evaluated_on,
-    fresh,
-    known_parts,
-    price,
-)
-from anomaly.errors import DataError, ModelError, counted
+from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price, samples_of
+from anomaly.desk.golden import golden_of, score_golden, write_record
+from anomaly.errors import DataError, ModelError, counted, first_of
 from anomaly.files.writing import RUN, as_json, claim, clear, from_json, write
 from anomaly.imaging.arrays import ImageLike
 from anomaly.scoring.build import fitter_of
@@ -51,6 +43,136 @@ log = logging.getLogger(__name__)
 
 # A suspect scores this multiple of the threshold that the other images would give.
 _SUSPECT_FACTOR = 1.1
+
+
+def update(
+    detector: Model,
+    good: Sequence[Sample],
+    *,
+    defects: Sequence[Sample] = (),
+    past: Sequence[Sample] = (),
+    include_suspects: bool = False,
+    scratch: Path | None = None,
+    progress: StageProgress = lambda stage, done, total: None,
+) -> Change:
+    """Learn good images, and compare verdicts before and after.
+
+    Args:
+        detector: trained; it isn't changed.
+        good: images that people have confirmed to be good.
+        defects: images of defects, compared like those of the test split and the golden parts.
+        past: parts that nobody has judged, whose changed verdicts are listed.
+        include_suspects: learn suspects, too; see `learn`.
+        scratch: folder for temporary files.
+        progress: called with (stage, done, total).
+
+    Raises:
+        ModelError: an exported model, or a method that can't learn more.
+        DataError: an image is given as good and as a defect, or no image is left to learn.
+    """
+    known = known_parts([detector], defects)
+    kept = fresh(detector, good, "good images", known, defects=defects)
+    with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
+        learned = learn(
+            detector,
+            kept,
+            scratch=Path(folder),
+            include_suspects=include_suspects,
+            progress=progress,
+        )
+    refused = list(learned.refused.values())
+    for reason in first_of(refused):
+        log.warning("skipped: %s", reason)
+    cost = price(detector, learned.detector, {**known, "past parts": past}, progress=progress)
+    before, after = detector.thresholds, learned.detector.thresholds
+    assert before is not None  # `learn` requires thresholds
+    assert after is not None
+    made = change(
+        {"updated": {"include_suspects": include_suspects}},
+        before,
+        after,
+        {"learned": learned.hashes},
+        cost.defects_found(after, known[DEFECTS]),
+    )
+    if caution := ThresholdChange(before, after).caution:
+        log.warning(caution)
+    hashes = set(learned.hashes.values())
+    scored = [one for one in score(detector, kept) if one.sha256 in hashes]
+    notes = [
+        f"suspect, not learned: {name} (score {x:.4g})" for name, x in learned.suspects.items()
+    ]
+    if notes:
+        notes.append("Check the suspects; if they are good, add --include-suspects")
+    now = _verdicts(map(after.verdict, learned.good.image))
+    notes += [
+        f"learned {counted(len(learned.good.names), 'good image')}; each scored without itself: "
+        f"{now}",
+        f"before the update: {_verdicts(one.verdict(before) for one in scored)}",
+    ]
+    changes = (*detector.changes, made | {"model_before": detector.model_id})
+    new = replace(learned.detector, changes=changes)
+    return Change(detector, new, cost, notes, [cost.refusal] if cost.refusal else [], refused)
+
+
+def _verdicts(verdicts: Iterable[str]) -> str:
+    """Number of images by verdict, in words."""
+    counts = Counter(verdicts)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
+
+
+def updated(
+    detector: Model,
+    good: str | Path | Iterable[ImageLike],
+    *,
+    defects: str | Path | Iterable[ImageLike] | None,
+    include_suspects: bool,
+    force: bool,
+) -> Model:
+    """An updated detector; see `Detector.update`."""
+    decoding = detector.loading.decoding
+    made = update(
+        detector,
+        samples_of(good, decoding),
+        defects=[] if defects is None else samples_of(defects, decoding, "defects"),
+        include_suspects=include_suspects,
+    )
+    return made.agreed(force=force)
+
+
+def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False) -> str:
+    """Write the run of an updated model: with its data set's place, and golden parts scored anew.
+
+    Args:
+        detector: the model.
+        source: the run, or the model folder, of the model that it was made of.
+        output: the new run's folder.
+        overwrite: replace an earlier run there, its golden parts included, once the model is
+            written.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        OutputError: an earlier run is there, or there is no room.
+    """
+    parts = golden_of(find_model(source))
+    answers = None if parts is None else score_golden(detector, parts)
+    claim(output, RUN, overwrite=overwrite)
+    model_id = save(detector, output / "model", overwrite=overwrite)
+    clear(output, ("golden", "suspects"))
+    if parts is not None and answers is not None:
+        with appearing(output / "golden") as draft:
+            shutil.copytree(parts, draft, dirs_exist_ok=True)
+            write_record(draft, model_id, answers)
+    data_folder = str(training_record(source).get("data_folder", ""))
+    record = {
+        "name": detector.config.name,
+        **({"data_folder": data_folder} if data_folder else {}),
+        "model_id": model_id,
+        "images": {"learned": len(detector.manifest["training_images"])},
+    }
+    write(output / "train.json", as_json(record))
+    return model_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,195 +347,3 @@ def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:
         used.add(unique)
         unique_ones.append(unique)
     return unique_ones
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """An updated detector, not saved yet, and its effects.
-
-    Attributes:
-        detector: the updated detector.
-        learned: the result of learning.
-        before: the earlier thresholds.
-        verdicts: of the learned images by the earlier detector.
-        cost: verdicts of known parts by both detectors.
-    """
-
-    detector: Model
-    learned: Learned
-    before: Thresholds
-    verdicts: Sequence[str]
-    cost: Price
-
-    def keep(self, source: Path, output: Path, *, overwrite: bool = False) -> str:
-        """Write the new run: model, place of its data set, and golden parts with new scores.
-
-        Args:
-            source: the model folder that was updated, or its run.
-            output: the new run's folder.
-            overwrite: replace an earlier run there.
-
-        Returns:
-            The new model's id.
-
-        Raises:
-            OutputError: an earlier run exists, or the disk is full.
-        """
-        parts = golden_of(find_model(source))
-        golden = None
-        if parts is not None:
-            golden = parts, score_golden(self.detector, parts)
-        return keep_run(self.detector, output, source, golden=golden, overwrite=overwrite)
-
-    @property
-    def moved(self) -> ThresholdChange:
-        """The changes of the new thresholds."""
-        assert self.detector.thresholds is not None
-        return ThresholdChange(self.before, self.detector.thresholds)
-
-    def lines(self) -> list[str]:
-        """Readable lines on what was learned and what changes."""
-        new, limits = self.learned.good, self.moved.after
-        suspects = self.learned.suspects.items()
-        return [
-            *(f"suspect, not learned: {name} (score {value:.4g})" for name, value in suspects),
-            f"learned {counted(len(new.names), 'good image')}; each scored without itself: "
-            + _verdicts(map(limits.verdict, new.image)),
-            f"before the update: {_verdicts(self.verdicts)}",
-            *limits.lines(),
-            *self.moved.lines(),
-            *self.cost.lines(),
-        ]
-
-
-def update(
-    detector: Model,
-    good: Sequence[Sample],
-    *,
-    defects: Sequence[Sample] = (),
-    past: Sequence[Sample] = (),
-    include_suspects: bool = False,
-    scratch: Path | None = None,
-    progress: StageProgress = lambda stage, done, total: None,
-) -> Update:
-    """Learn good images, and compare verdicts before and after.
-
-    Args:
-        detector: trained; it isn't changed.
-        good: images that people have confirmed to be good.
-        defects: images of defects, compared like those of the test split and the golden parts.
-        past: parts that nobody has judged, whose changed verdicts are listed.
-        include_suspects: learn suspects, too; see `learn`.
-        scratch: folder for temporary files.
-        progress: called with (stage, done, total).
-
-    Raises:
-        ModelError: an exported model, or a method that can't learn more.
-        DataError: an image is given as good and as a defect, or no image is left to learn.
-    """
-    known = known_parts([detector], evaluated_on(detector), defects)
-    kept = fresh(detector, good, "good images", known, defects=defects)
-    with tempfile.TemporaryDirectory(prefix=".update-", dir=scratch) as folder:
-        learned = learn(
-            detector,
-            kept,
-            scratch=Path(folder),
-            include_suspects=include_suspects,
-            progress=progress,
-        )
-    known = {**known, "past parts": list(past)}
-    cost = price(detector, learned.detector, known, progress=progress)
-    assert detector.thresholds is not None  # `learn` requires thresholds
-    assert learned.detector.thresholds is not None
-    made = change(
-        {"updated": {"include_suspects": include_suspects}},
-        detector.thresholds,
-        learned.detector.thresholds,
-        {"learned": learned.hashes},
-        cost.defects_found(learned.detector.thresholds, known[DEFECTS]),
-    )
-    changes = (*detector.changes, made | {"model_before": detector.model_id})
-    hashes = set(learned.hashes.values())
-    verdicts = [
-        one.verdict(detector.thresholds) for one in score(detector, kept) if one.sha256 in hashes
-    ]
-    after = replace(learned.detector, changes=changes)
-    return Update(after, learned, detector.thresholds, verdicts, cost)
-
-
-def _verdicts(verdicts: Iterable[str]) -> str:
-    """Number of images by verdict, in words."""
-    counts = Counter(verdicts)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
-
-
-def updated(
-    detector: Model,
-    good: str | Path | Iterable[ImageLike],
-    *,
-    defects: str | Path | Iterable[ImageLike] | None,
-    include_suspects: bool,
-    force: bool,
-) -> Model:
-    """An updated detector; see `Detector.update`."""
-    decoding = detector.loading.decoding
-    made = update(
-        detector,
-        samples_of(good, decoding),
-        defects=[] if defects is None else samples_of(defects, decoding, "defects"),
-        include_suspects=include_suspects,
-    )
-    for reason in made.learned.refused.values():
-        log.warning("skipped: %s", reason)
-    for line in made.lines():
-        log.info(line)
-    if made.moved.caution:
-        log.warning(made.moved.caution)
-    if made.learned.suspects:
-        log.warning("suspects, not learned: %s", ", ".join(made.learned.suspects))
-    if made.cost.refusal and not force:
-        raise DataError(f"{made.cost.refusal}; check the good images, or give force=True")
-    return made.detector
-
-
-def keep_run(
-    detector: Model,
-    output: Path,
-    source: Path,
-    *,
-    golden: tuple[Path, Answers] | None = None,
-    overwrite: bool = False,
-) -> str:
-    """Write the run of a model made from another one.
-
-    Args:
-        detector: the model.
-        output: the run's folder.
-        source: run or model folder of the model that it was made of, whose data set it keeps.
-        golden: a folder of golden parts that go along, and what the model says of them.
-        overwrite: replace an earlier run there, its golden parts included, once the model is
-            written.
-
-    Returns:
-        The model's id.
-
-    Raises:
-        OutputError: an earlier run is there, or there is no room.
-    """
-    claim(output, RUN, overwrite=overwrite)
-    model_id = save(detector, output / "model", overwrite=overwrite)
-    clear(output, ("golden", "suspects"))
-    if golden is not None:
-        parts, answers = golden
-        with appearing(output / "golden") as draft:
-            shutil.copytree(parts, draft, dirs_exist_ok=True)
-            write_record(draft, model_id, answers)
-    data_folder = str(training_record(source).get("data_folder", ""))
-    record = {
-        "name": detector.config.name,
-        **({"data_folder": data_folder} if data_folder else {}),
-        "model_id": model_id,
-        "images": {"learned": len(detector.manifest["training_images"])},
-    }
-    write(output / "train.json", as_json(record))
-    return model_id

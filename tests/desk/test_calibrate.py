@@ -212,19 +212,17 @@ def test_one_odd_good_image_is_named_and_can_be_left_out(
     assert "Remove images that aren't good and train again" in out
 
     before = _files(run)
-    said = calibrate(0, "--without", "007.png", model=run)
+    odd = tmp_path / "parts" / "007.png"
+    said = calibrate(0, "--defects", odd, "--yes", model=run)
     assert "at most 24 %" in said  # 1 − 0.05^(1/11)
     assert "thresholds calibrated on 11 training images" in said
     assert "left out by hand: 1 (007.png)" in said
     assert "the model has still learned" in said
     assert _thresholds(run)["reject"]["value"] == without
     (line,) = _history(run)
-    assert line["asked"] == {"without": ["007.png"]}
+    assert (line["asked"], [*line["images"]["defects"]]) == ({}, [str(odd)])
     assert line["left_out"] == ["007.png"]
 
-    assert "no good image is called nowhere.png" in calibrate(
-        2, "--without", "nowhere.png", model=run
-    )
     again = anomaly.load(run, device="cpu").calibrate(reject_rate=0.02)
     assert again.thresholds is not None
     assert again.thresholds.good.left_out == ("007.png",)
@@ -306,16 +304,20 @@ def test_contradictions_are_refused(
 def test_what_raises_the_threshold_is_named_among_further_images_too(
     run: Path, good: Path, tmp_path: Path, calibrate: Calibrate
 ) -> None:
-    """Of two folders with the same file names, and with what was left out before."""
+    """Of two folders with the same file names."""
     shutil.copytree(good, tmp_path / "lots" / "a")
     for i in range(10):
         write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i, mark=(30, 60 - i))
         if i not in (3, 7):
             write_part(tmp_path / "lots" / "b" / f"{i:03}.png", seed=800 + i)
     lots = ["--good", tmp_path / "lots" / "a", tmp_path / "lots" / "b"]
-    advice = f"anomaly calibrate --model {run} --without b/007.png"
-    assert advice in calibrate(0, *lots, "--without", "lots/b/003.png", "--yes")
-    assert "thresholds calibrated on 18 good images" in calibrate(0, "--without", "b/007.png")
+    said = calibrate(0, *lots, "--yes")
+    for name in ("003", "007"):
+        assert f"b/{name}.png scores " in said
+    assert "name those that aren't good with --defects" in said
+    odd = [tmp_path / "lots" / "b" / f"{name}.png" for name in ("003", "007")]
+    said = calibrate(0, "--defects", *odd, "--yes")
+    assert "thresholds calibrated on 18 good images" in said
 
 
 def test_from_a_program_one_image_is_one_and_none_is_told(run: Path, good: Path) -> None:

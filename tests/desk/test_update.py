@@ -15,7 +15,7 @@ from kit import tiny
 
 import anomaly
 from anomaly.datasets import Sample
-from anomaly.desk.update import update as learn_update
+from anomaly.desk.update import learn
 from anomaly.errors import AnomalyError
 from anomaly.files.writing import sha256_of
 from anomaly.storage.load import load_model
@@ -137,10 +137,13 @@ def test_what_is_usual_is_learned_once_there_are_images_enough(
     assert [learned.predict(file).reason for file in few] == [""] * 6
 
 
-def test_views_of_one_part_are_held_out_together(run_folder: Path, lamp: Path) -> None:
+def test_views_of_one_part_are_held_out_together(
+    run_folder: Path, lamp: Path, tmp_path: Path
+) -> None:
     files = sorted((lamp / "good").iterdir())
     views = [Sample(file, file.name, group=f"part {i // 3}") for i, file in enumerate(files)]
-    good = learn_update(load_model(run_folder, "cpu"), views, include_suspects=True).learned.good
+    model = load_model(run_folder, "cpu")
+    good = learn(model, views, scratch=tmp_path, include_suspects=True).good
     assert (len(good.names), good.groups) == (12, 4)
 
 

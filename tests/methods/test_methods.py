@@ -45,7 +45,7 @@ def test_a_method_from_elsewhere_goes_through_all_commands(
 
     image = product / "test" / "spot" / "000.png"
     run("explain", image, "--model", model, "--output", tmp_path / "why")
-    run("calibrate", "--model", model, "--without", "train/good/000.png")
+    run("calibrate", "--model", model, "--review-rate", 0.1)
 
     config = parse_config({"model": {"kind": "mean"}}, "a test")
     with pytest.raises(ModelError, match="vectors"):

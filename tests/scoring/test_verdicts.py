@@ -16,7 +16,7 @@ from moving_parts import SIZE, draw
 import anomaly
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand
 from anomaly.datasets import Sample
-from anomaly.desk.price import price
+from anomaly.desk.change import price
 from anomaly.scoring.build import region_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Scored, verdict

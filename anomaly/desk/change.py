@@ -1,8 +1,9 @@
-"""The price of a change: verdicts of known parts by the model before and by the model after."""
+"""A changed model beside the one that it replaces: verdicts of known parts, before and after."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.calibration.rates import rate_above
-from anomaly.calibration.thresholds import Thresholds
-from anomaly.datasets import Sample
-from anomaly.desk.golden import golden_of, is_missed
+from anomaly.calibration.thresholds import ThresholdChange, Thresholds
+from anomaly.datasets import Sample, check_inputs
+from anomaly.datasets.inputs import find_inputs
+from anomaly.desk.golden import golden_samples
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
-from anomaly.imaging.read import list_images
+from anomaly.imaging.arrays import ImageLike, is_one, source_of
+from anomaly.imaging.read import Decoding, described
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
 
@@ -28,6 +31,47 @@ log = logging.getLogger(__name__)
 DEFECTS, GOOD, GOLDEN = "known defects", "known good parts", "golden parts"
 PRODUCTION = "production images"
 _LISTED = 10  # changed verdicts of a kind
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Another version of a model, not saved yet, and what it changes.
+
+    Attributes:
+        before: the model so far.
+        after: the model that is to take its place.
+        price: verdicts of known parts by both.
+        notes: what was done, a line each, for people.
+        doubts: reasons for a person to agree first.
+        refused: reasons for which given images can't be used.
+    """
+
+    before: Model
+    after: Model
+    price: Price
+    notes: Sequence[str] = ()
+    doubts: Sequence[str] = ()
+    refused: Sequence[str] = ()
+
+    def lines(self) -> list[str]:
+        """Lines for people: what was done, the thresholds, and which verdicts change."""
+        old, new = self.before.thresholds, self.after.thresholds
+        lines = [*self.notes, *(new.lines() if new else ())]
+        lines += ThresholdChange(old, new).lines() if old and new else ()
+        return [*lines, *self.price.lines()]
+
+    def agreed(self, *, force: bool) -> Model:
+        """The changed model, for a program; the log says what changes.
+
+        Raises:
+            DataError: there are doubts, and `force` is false.
+        """
+        for line in self.lines():
+            log.info(line)
+        if self.doubts and not force:
+            doubts = "; ".join(self.doubts)
+            raise DataError(f"{doubts}; leave out images that aren't good, or give force=True")
+        return self.after
 
 
 @dataclass(frozen=True)
@@ -193,7 +237,22 @@ def compare(
     ]
 
 
-def unlike_training(before: Model, after: Model) -> str:
+def replacing(
+    before: Model, after: Model, progress: StageProgress = lambda stage, done, total: None
+) -> Change:
+    """A model of somebody else's making in the place of another one.
+
+    Args:
+        before: the present model.
+        after: the model that is to take its place.
+        progress: called with (stage, done, total).
+    """
+    cost = price(before, after, known_parts([before, after]), progress=progress)
+    doubts = [cost.refusal, cost.unlike or _unlike_training(before, after)]
+    return Change(before, after, cost, doubts=[doubt for doubt in doubts if doubt])
+
+
+def _unlike_training(before: Model, after: Model) -> str:
     """Sign of another product: two models have learned different parts; empty if alike.
 
     Models of different networks can't be compared like that.
@@ -205,24 +264,17 @@ def unlike_training(before: Model, after: Model) -> str:
     return "the new model has learned other parts than the present model: another product?"
 
 
-def known_parts(
-    models: Sequence[Model], test: Iterable[Sample], defects: Iterable[Sample] = ()
-) -> dict[str, list[Sample]]:
+def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict[str, list[Sample]]:
     """The parts that somebody has judged, by kind, each once by content.
 
     Args:
-        models: whose golden parts count.
-        test: images of their test splits.
+        models: whose golden parts and test splits count.
         defects: further defects.
     """
     golden = [sample for model in models for sample in golden_samples(model.folder)]
-    test = list(test)
+    test = [sample for model in models for sample in _evaluated_on(model)]
     kinds = {
-        DEFECTS: [
-            *defects,
-            *(part for part in golden if part.is_defect),
-            *(sample for sample in test if sample.is_defect),
-        ],
+        DEFECTS: [*defects, *(part for part in [*golden, *test] if part.is_defect)],
         GOOD: [sample for sample in test if not sample.is_defect],
         GOLDEN: [part for part in golden if not part.is_defect],
     }
@@ -238,17 +290,7 @@ def known_parts(
     return parts
 
 
-def golden_samples(folder: Path | None) -> list[Sample]:
-    """The golden parts beside a model folder; the missed ones are defects."""
-    golden = None if folder is None else golden_of(folder)
-    if golden is None:
-        return []
-    names = {path: path.relative_to(golden).as_posix() for path in list_images(golden)}
-    kinds = {True: "missed", False: "good"}
-    return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
-
-
-def evaluated_on(model: Model) -> Sequence[Sample]:
+def _evaluated_on(model: Model) -> Sequence[Sample]:
     """The images that a model is evaluated on, where its run remembers them and they are there.
 
     A warning says where they aren't.
@@ -314,3 +356,36 @@ def fresh(
     if left_out:
         log.warning("%s left out: %s", what, left_out)
     return kept
+
+
+def samples_of(
+    images: str | Path | Iterable[ImageLike], decoding: Decoding, what: str = "good images"
+) -> list[Sample]:
+    """Images as a program names them: a folder, or a collection; pixels are named by their place.
+
+    Args:
+        images: what it names; a single image is one of them.
+        decoding: most pixels, and significant bits of integers.
+        what: the images are, for messages; by that it is seen whether folders are called defects.
+
+    Raises:
+        DataError: there are none.
+        ImageError: one can't be used; says which and why.
+    """
+    if isinstance(images, str | Path):
+        given: list[ImageLike] = [*find_inputs([Path(images)], option=what).paths]
+        named = [Path(images)]
+    else:
+        given = [images] if is_one(images) else list(images)
+        named = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
+    files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
+    check_inputs(named, files, defects=what == "defects")
+    if not given:
+        raise DataError(f"no {what} were given")
+    sources = [source_of(image, decoding, index) for index, image in enumerate(given)]
+    return [
+        Sample(source, source.name)
+        if isinstance(source, Path)
+        else Sample(Path(described(i)), described(i), image=source)
+        for i, source in enumerate(sources)
+    ]

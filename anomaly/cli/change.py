@@ -1,0 +1,212 @@
+"""`anomaly calibrate`, `update` and `tune`: other thresholds, more good parts, other settings."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anomaly.cli import annex
+from anomaly.cli.commands import share_of
+from anomaly.cli.common import agreed, ask, chosen_device, images_given
+from anomaly.cli.terminal import ProgressLine
+from anomaly.config.load import FOLDERS, find_config, load_config
+from anomaly.datasets import Sample, open_dataset, open_test_images
+from anomaly.desk.calibrate import Asked, recalibrate
+from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.files.writing import RUN, claim, locked
+from anomaly.scoring.model import Model
+from anomaly.storage.folder import HISTORY, check_run_folder, find_model
+from anomaly.storage.load import load_model
+from anomaly.storage.thresholds import replace_thresholds
+
+if TYPE_CHECKING:
+    from anomaly.line.record import Confirmed
+
+log = logging.getLogger(__name__)
+
+_SHARE = (
+    "Look at the images first, those that are flagged now above all. What share of them may be "
+    "defective, at most (5% say, 0% if all are good)?"
+)
+_JUDGED = "judged"  # the record's judged pictures, as a data set; never written over
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Choose thresholds and write them into the model folder.
+
+    Returns:
+        0 done, 3 done without some images that can't be used, 1 refused, because known defects that
+        are caught now would pass or the reject threshold would rise by more than chance explains;
+        nothing was written.
+    """
+    if options.production and options.at_most_defective is None and (answer := ask(_SHARE)):
+        try:
+            options.at_most_defective = share_of(answer)
+        except argparse.ArgumentTypeError as error:
+            raise AnomalyError(str(error)) from None
+    asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
+    asked.check(good=bool(options.good), production=bool(options.production))
+    images = {name: images_given(options, name) for name in ("good", "defects")}
+    unsorted = bool(asked.at_most_defective)
+    images["production"] = images_given(options, "production", unsorted=unsorted)
+    model = find_model(options.model, exported=False).resolve()
+    with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
+        return _recalibrate(options, asked, images)
+
+
+def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, list[Sample]]) -> int:
+    device = chosen_device(options)
+    model = load_model(options.model, device)
+    with ProgressLine() as progress:
+        made = recalibrate(model, asked, **images, progress=progress)
+    print("\n".join(made.lines()))
+    thresholds = made.after.thresholds
+    if thresholds is None or thresholds == model.thresholds:
+        print("the model already has these thresholds; nothing was changed")
+    elif agreed(made.doubts, options):
+        after = replace_thresholds(options.model, thresholds, dict(made.after.changes[-1]))
+        history = find_model(options.model) / HISTORY
+        print(
+            f"new thresholds saved: model {model.model_id} is now {after}; all changes are listed "
+            f"in {history}"
+        )
+        if model.thresholds is not None:
+            folder = shlex.quote(str(options.model))
+            log.info("To undo: anomaly calibrate --model %s --undo", folder)
+    else:
+        return 1
+    return 3 if made.refused else 0
+
+
+def _update(options: argparse.Namespace) -> int:
+    """Learn, compare verdicts, and write the new run.
+
+    Returns:
+        0 done, 3 done without some images that can't be used, 1 refused, because a known defect
+        that is caught now would be called good; nothing was written.
+    """
+    if not options.good and options.feedback is None:
+        raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
+    # Good images keep their files' names in the model; defects of several folders may share names.
+    good = [replace(image, name=image.path.name) for image in images_given(options, "good")]
+    defects = images_given(options, "defects")
+    folder = find_model(options.model, exported=False)
+    output: Path = options.output
+    check_run_folder(output, folder)
+    with locked(output):
+        kept = () if options.feedback is None else (_JUDGED,)
+        claim(output, (*RUN, *kept), overwrite=options.overwrite)
+        with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
+            return _learn(options, folder, Path(scratch), good, defects)
+
+
+def _learn(
+    options: argparse.Namespace,
+    folder: Path,
+    scratch: Path,
+    good: list[Sample],
+    defects: list[Sample],
+) -> int:
+    from anomaly.desk.update import keep, update
+
+    device = chosen_device(options)
+    model = load_model(folder, device)
+    past: list[Sample] = []
+    if options.feedback is not None:
+        confirmed = _confirmed(options.feedback, model, scratch)
+        good, defects = [*confirmed.good, *good], [*confirmed.defects, *defects]
+        past = confirmed.past
+    if not good:
+        raise DataError(f"{options.feedback} has no part with a picture that was called good")
+    with ProgressLine() as progress:
+        made = update(
+            model,
+            good,
+            defects=defects,
+            past=past,
+            include_suspects=options.include_suspects,
+            scratch=scratch,
+            progress=progress,
+        )
+    print("\n".join(made.lines()))
+    if not agreed(made.doubts, options):
+        return 1
+    output: Path = options.output
+    model_id = keep(made.after, options.model, output, overwrite=options.overwrite)
+    if (scratch / _JUDGED).is_dir():
+        (scratch / _JUDGED).rename(output / _JUDGED)
+    print(f"{output / 'model'} holds model {model_id}, updated from {folder}")
+    return 3 if made.refused else 0
+
+
+def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
+    """The parts of a record that people have judged."""
+    from anomaly.desk.update import lineage
+
+    confirmed: Confirmed = annex("line.record").confirmed_parts(record, lineage(model), scratch)
+    if confirmed.lost:
+        log.warning(
+            "%d judged parts were left out, because the record has no picture of them (see "
+            "--keep-good and --keep-pictures of serve)",
+            confirmed.lost,
+        )
+    return confirmed
+
+
+def _tune(options: argparse.Namespace) -> int:
+    """Try settings, print the results, and write the chosen ones."""
+    config = load_config(options.config, options.overrides)
+    output = _tuned(options)
+    dataset = open_dataset(config.data.format, config.data.root, config.data.category)
+    defects = open_test_images((), options.defects) if options.defects else None
+    device = chosen_device(options)
+    from anomaly.desk.tune import tune
+
+    with ProgressLine() as progress:
+        tuning = tune(
+            config,
+            dataset,
+            defects=defects,
+            budget=options.budget,
+            device=device,
+            say=log.info,
+            progress=progress,
+        )
+    print("\n".join(tuning.lines()))
+    tuning.write(output)
+    better = tuning.judgement.better
+    which = "The settings are" if better else "Your settings, unchanged, are"
+    print(f"\n{which} in {output}, all figures in {output.with_suffix('.json')}")
+    if better:
+        print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
+        model = shlex.quote(f"runs/{tuning.config.name}")
+        print(f"See the result:  anomaly evaluate --model {model} --output {model}/evaluation")
+    return 0
+
+
+def _tuned(options: argparse.Namespace) -> Path:
+    """The config to write.
+
+    Raises:
+        OutputError: it exists already, or isn't a YAML file.
+        AnomalyError: there is no such config.
+    """
+    file: Path | None = options.output
+    if file is None:
+        original = find_config(options.config, FOLDERS)
+        built_in = any(original.is_relative_to(folder) for folder in FOLDERS[1:])
+        file = (Path() if built_in else original.parent) / f"{original.stem}_tuned.yaml"
+    if file.suffix not in (".yaml", ".yml"):
+        raise AnomalyError(f"--output {file} must end in .yaml")
+    for each in (file, file.with_suffix(".json")):
+        if each.exists() and not options.overwrite:
+            raise OutputError(f"{each} exists already; give another --output or add --overwrite")
+    return file
+
+
+COMMANDS = {"calibrate": _calibrate, "update": _update, "tune": _tune}
