@@ -198,7 +198,7 @@ def _tuned(options: argparse.Namespace) -> Path:
     """
     file: Path | None = options.output
     if file is None:
-        original = find_config(options.config, FOLDERS)
+        original = find_config(options.config)
         built_in = any(original.is_relative_to(folder) for folder in FOLDERS[1:])
         file = (Path() if built_in else original.parent) / f"{original.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):

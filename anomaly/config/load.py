@@ -45,7 +45,7 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     except ValidationError as error:
         lines = []
         for mistake in error.errors():
-            message = explain(dict(mistake))
+            message = _explained(dict(mistake))
             source = _source(mistake["loc"], message, sources) or where
             lines.append(f"{source}: {message}")
         raise ConfigError("\n  ".join(lines)) from None
@@ -78,8 +78,7 @@ _WANTED = {
     "float": "must be a number",
     "finite_number": "must be a finite number",
     "string_type": "must be text (put it in quotes)",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
+    "bool": "must be true or false",
     "string_pattern_mismatch": "must be a name, without / and \\ and with no dot in front",
     "string_too_long": "must have at most {max_length} characters",
     "too_short": "needs at least {min_length} entries",
@@ -91,23 +90,13 @@ _WANTED = {
 }
 
 
-# Settings, and values of settings, that earlier versions had: what to do instead.
+# Settings, and values of settings, that went: what to do instead.
 GONE = {
-    "calibration.folds": "remove it: training images are always scored in ten parts",
     "data.category as a list": "train a model for each category",
     "data.format=coco": "write a CSV list of the images and use data.format=csv",
-    "data.mask_above": "write masks whose background is 0",
-    "image.ignore.unit": "give corners as shares of width and height, 0 to 1",
-    "image.overlap": "remove it: tiles overlap by an eighth",
-    "image.region.unit": "give corners as shares of width and height, 0 to 1",
-    "memory_limit": "remove it: the coreset is always selected within 256 MiB",
     "model.arrangement": "leave it out; an image is scored by its patches alone",
     "model.border_damping": "remove it: the border counts like the rest of the image",
-    "model.components": "remove it: no method reads it",
-    "model.coreset_size": "use model.coreset_ratio",
     "model.kind=subspace": "use model.kind=patchcore",
-    "model.neighbours": "remove it: `reweighted` takes 3 neighbours, as in the paper",
-    "model.variance": "remove it: no method reads it",
     "rules": "use model.smallest_defect for small defects",
     "zones": "use image.region and image.ignore for what counts",
 }
@@ -117,7 +106,7 @@ _SHORT = reprlib.Repr()  # of a value, however long or deep
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-def explain(error: dict[str, Any]) -> str:
+def _explained(error: dict[str, Any]) -> str:
     """What is wrong with a value and what it has to be, from a mistake that pydantic reports."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
@@ -135,62 +124,55 @@ def explain(error: dict[str, Any]) -> str:
     wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], "can't be used")
     keys = ", ".join(_known_keys(location)) if kind == "model_type" else ""
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}
-    return f"{key[:200]} is {_SHORT.repr(error['input'])}: {wanted.format(keys=keys, **limits)}"
+    return f"{key[:200]} is {_SHORT.repr(value)}: {wanted.format(keys=keys, **limits)}"
 
 
 def _known_keys(location: tuple[Any, ...]) -> list[str]:
     section: Any = Config
     for part in location:
-        section = _section_in(section.model_fields[part].annotation)
+        annotation = section.model_fields[part].annotation
+        # Itself, or beside None.
+        section = next(c for c in (annotation, *get_args(annotation)) if hasattr(c, "model_fields"))
     return list(section.model_fields)
 
 
-def _section_in(annotation: Any) -> Any:
-    if hasattr(annotation, "model_fields"):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
-
-
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), folders: Sequence[Path] = FOLDERS
-) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config, its bases and the command line's overrides.
 
     Args:
-        path: a file, or a bare name that is looked up in `folders`. A file may name another one
-            that it builds on (`base: other.yaml`, relative to itself or to one of `folders`).
+        path: a file, or a bare name that is looked up in `FOLDERS`. A file may name another one
+            that it builds on (`base: other.yaml`, relative to itself or to one of `FOLDERS`).
         overrides: `key=value` with dotted keys; the value is read as YAML.
-        folders: where a bare name is looked for after the working directory.
 
     Raises:
         ConfigError: no such file, no YAML, an unknown key, a wrong type or range.
     """
-    file = find_config(path, folders)
-    values = _read_with_base(file, folders, seen=())
+    file = find_config(path)
+    values = _read_with_base(file, seen=())
     values.setdefault("name", file.stem)
-    changed = f", changed by {', '.join(overrides)}" if overrides else ""
-    log.debug("settings from %s%s", file.absolute(), changed)
+    log.debug("settings from %s, changed by %s", file.absolute(), ", ".join(overrides) or "nothing")
     config = parse_config(values, str(file), overrides)
-    _refuse_unread({o.partition("=")[0].strip(): f"--set {o}" for o in overrides}, config)
+    for override in overrides:
+        _refuse_unread(override.partition("=")[0].strip(), override, config)
     return config
 
 
-def _refuse_unread(sources: Mapping[str, str], config: Config) -> None:
-    """Refuse overrides that the method doesn't read; a base may have settings of any method."""
-    kind = config.model.kind
-    for key, source in sources.items():
-        if (owners := readers(key)) and kind not in owners:
-            raise ConfigError(
-                f"{source} has no effect with model.kind={kind}: it is for {owners[0]}; remove it"
-            )
-        if key == "model.image_score" and config.model.smallest_defect is not None:
-            raise ConfigError(
-                f"{source} has no effect beside model.smallest_defect; remove one of them"
-            )
+def _refuse_unread(key: str, override: str, config: Config) -> None:
+    """Refuse an override that the method doesn't read; a base may have settings of any method."""
+    owners, kind = readers(key), config.model.kind
+    if owners and kind not in owners:
+        raise ConfigError(
+            f"--set {override} has no effect with model.kind={kind}: it is for {owners[0]}; "
+            "remove it"
+        )
+    if key == "model.image_score" and config.model.smallest_defect is not None:
+        raise ConfigError(
+            f"--set {override} has no effect beside model.smallest_defect; remove one of them"
+        )
 
 
-def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
-    """The config file meant by `path`: itself, or a bare name inside one of `folders`.
+def find_config(path: str | Path) -> Path:
+    """The config file meant by `path`: itself, or a bare name inside one of `FOLDERS`.
 
     Raises:
         ConfigError: there is none; the message names those that are alike.
@@ -198,7 +180,7 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
     """
     given = at_home(Path(path))
     names = [given] if given.suffix or not given.name else [given, given.with_suffix(".yaml")]
-    folders = [folder for folder in folders if folder.is_dir()]
+    folders = [folder for folder in FOLDERS if folder.is_dir()]
     places = [Path(), *([] if len(given.parts) > 1 else folders)]
     for place in places:
         for name in names:
@@ -215,16 +197,27 @@ def find_config(path: str | Path, folders: Sequence[Path]) -> Path:
     raise ConfigError(f"no config {given} (also looked in: {looked}){hint}")
 
 
-def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The settings in a YAML file and its bases.
+
+    Raises:
+        ConfigError: it can't be read, or isn't a YAML mapping; or there is no such base.
+    """
     if file.resolve() in seen:
         raise ConfigError(
             f"{file}: its `base` leads back to itself; remove one of the `base` lines"
         )
-    values = read_yaml(file)
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(_LONGEST + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can't be read: {why(error)}") from None
+    values = parse_yaml(text, str(file))
+    values = dict(_mapping({} if values is None else values, str(file)))
     base = values.pop("base", None)
     if base is None:
         return values
-    places = [file.parent, *folders]
+    places = [file.parent, *FOLDERS]
     # Of `os.path`, which takes any name, of any length.
     found = (at for place in places if os.path.isfile(at := place / str(base)))  # noqa: PTH113
     base_file = next(found, None)
@@ -234,22 +227,7 @@ def _read_with_base(file: Path, folders: Sequence[Path], seen: tuple[Path, ...])
             f"{file}: there is no base {str(base)[:200]} (looked in: {looked}); correct the "
             "`base` line"
         )
-    return _merge(_read_with_base(base_file, folders, (*seen, file.resolve())), values)
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """The settings in a YAML file.
-
-    Raises:
-        ConfigError: it can't be read, or isn't a YAML mapping.
-    """
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(_LONGEST + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} can't be read: {why(error)}") from None
-    values = parse_yaml(text, str(file))
-    return {} if values is None else _mapping(values, str(file))
+    return _merge(_read_with_base(base_file, (*seen, file.resolve())), values)
 
 
 def _mapping(values: Any, where: str) -> Any:
@@ -304,26 +282,18 @@ class _Loader(yaml.SafeLoader):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
             raise _RefusedError(f"this has the alias *{event.anchor}; write its value", line)
-        if getattr(event, "tag", None) not in (None, "!"):
-            raise _RefusedError(f"this has the tag {event.tag}; remove it", line)
         node = super().compose_node(parent, index)
-        if isinstance(node, yaml.MappingNode):
-            self._refuse_twins(node)
-        return node
-
-    @staticmethod
-    def _refuse_twins(mapping: yaml.MappingNode) -> None:
-        """Refuse a key that stands twice: the first one would be lost."""
         seen: dict[str, int] = {}
-        for key, _ in mapping.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if str(key.value) in seen:  # the first one would be lost
                 raise _RefusedError(
                     f"{key.value} is also in line {seen[key.value]}; write all of its settings in "
                     "one place",
                     line,
                 )
             seen[str(key.value)] = line
+        return node
 
     def number(self, node: yaml.ScalarNode) -> float:
         """A number that is written as one; in YAML 010 is 8, and 1:30 is 90."""
@@ -338,12 +308,10 @@ class _Loader(yaml.SafeLoader):
         return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
 
 
-for _kind, _construct in {
-    "int": _Loader.number,
-    "float": _Loader.number,
-    "timestamp": _Loader.construct_scalar,  # no setting is a date
-}.items():
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _construct)
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
+# No setting is a date.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,6 @@ class Method:
             the coarsest first.
         one_grid: whether it learns each place of the image by itself, so that all images need one
             aspect and none can be cut into tiles.
-        embedded_by: keys of a config, dotted, that decide what patch embeddings are, besides those
-            of the backbone and of images.
         settings: keys of the section `model` that it alone reads.
         image_scores: names of `model.image_score` that it alone has, see `Scorer.image_scores`.
     """
@@ -33,7 +31,6 @@ class Method:
     arrays: str = ""
     stages: int = 2
     one_grid: bool = False
-    embedded_by: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     image_scores: tuple[str, ...] = ()
 
@@ -43,13 +40,7 @@ METHODS = {
         "PatchCore",
         "anomaly.methods.patchcore.fitter",
         "anomaly.methods.patchcore.bank",
-        embedded_by=("model.embedding",),
-        settings=(
-            "coreset_ratio",
-            "embedding",
-            "search",
-            "spacing_neighbours",
-        ),
+        settings=("coreset_ratio", "embedding", "search", "spacing_neighbours"),
         image_scores=("reweighted",),
     ),
     "padim": Method(
@@ -58,7 +49,6 @@ METHODS = {
         "anomaly.methods.padim.gaussian",
         stages=3,
         one_grid=True,
-        embedded_by=("model.dimensions", "seed"),
         settings=("dimensions", "regularisation"),
     ),
 }
@@ -346,12 +336,11 @@ class Config(_Section):
     def _method_takes_what_is_asked(self) -> Config:
         kind, score = self.model.kind, f"model.image_score={self.model.image_score}"
         turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
-        for key, is_set in {"model.turned_copies": turned, "image.tile": tiled}.items():
-            if is_set and METHODS[kind].one_grid:
-                raise ValueError(
-                    f"{key} needs model.kind=patchcore, because {kind} learns each position "
-                    "separately; change one of these"
-                )
+        if METHODS[kind].one_grid and (turned or tiled):
+            raise ValueError(
+                f"{'image.tile' if tiled else 'model.turned_copies'} needs model.kind=patchcore, "
+                f"because {kind} learns each position separately; change one of these"
+            )
         for other, method in METHODS.items():
             if self.model.image_score in method.image_scores and kind != other:
                 raise ValueError(f"{score} needs model.kind={other}; change one of these")

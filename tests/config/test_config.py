@@ -25,7 +25,7 @@ def test_every_shipped_config_is_valid_and_mvtecs_carry_the_papers_setting() -> 
     mvtec = []
     for file in sorted(CONFIGS.glob("*.yaml")):
         for kind in METHODS:
-            config = load_config(file.name, [f"model.kind={kind}"], folders=[CONFIGS])
+            config = load_config(file.name, [f"model.kind={kind}"])
             assert (config.name, config.model.kind) == (file.stem, kind)
         if file.stem.startswith("mvtec_"):
             mvtec.append(config)
@@ -92,10 +92,7 @@ def test_what_the_method_and_the_size_decide() -> None:
         ("seed: &a 1\nname: *a", " line 2: this has the alias *a; write its value"),
         ("model: {kind: padim, image_score: reweighted}", "reweighted needs model.kind=patchcore"),
         pytest.param("#" * 1_000_001, "this is longer than 1,000,000 bytes", id="long"),
-        (
-            "\nname: !!python/name:os.system",
-            "line 2: this has the tag tag:yaml.org,2002:",
-        ),
+        ("\nname: !!python/name:os.system", "line 2, column 7: this isn't valid YAML"),
         ("seed: 010", "line 1: 010 isn't a plain number; write it in at most 40 digits"),
         ("model: {smoothing: 1:30.5}", "isn't a plain number"),
         pytest.param(f"seed: {'9' * 6000}", "isn't a plain number", id="6000 digits"),
@@ -126,7 +123,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> N
         ("=3", "must look like key=value"),
         ("model.kind=[", "isn't valid YAML"),
         ("seed=010", "isn't a plain number"),
-        ("name=!!set {a}", "has the tag"),
+        ("name=!!set {a}", "must be text"),
         ("model.knd=padim", "did you mean 'kind'?"),
         ("modle.kind=padim", "did you mean 'model'?"),
     ],
@@ -138,15 +135,7 @@ def test_mistakes_in_an_override_are_named(tmp_path: Path, override: str, says: 
     assert str(caught.value).startswith(f"--set {override}")
 
 
-WENT = [
-    *("calibration.folds", "data.format=coco", "data.category as a list", "data.mask_above"),
-    *("image.ignore.unit", "image.overlap", "image.region.unit", "memory_limit"),
-    *("model.arrangement", "model.border_damping", "model.components", "model.coreset_size"),
-    *("model.kind=subspace", "model.neighbours", "model.variance", "rules", "zones"),
-]
-
-
-@pytest.mark.parametrize("entry", WENT)
+@pytest.mark.parametrize("entry", GONE)
 def test_what_went_is_refused_with_what_to_do_instead(tmp_path: Path, entry: str) -> None:
     key, _, value = entry.partition("=")
     says = f"{entry} is no longer supported; {GONE[entry]}"
@@ -198,7 +187,7 @@ def test_a_mistake_is_told_where_it_is(tmp_path: Path) -> None:
 
 def test_a_missing_config_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'mvtec_bottle\.yaml'"):
-        load_config("mvtec_botle.yaml", folders=[CONFIGS])
+        load_config("mvtec_botle.yaml")
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path)
     for nothing in ("", ".", "/"):
