@@ -295,7 +295,6 @@ COMMANDS = {
             "update and deploy refuse to lose it",
         ),
         _WEIGHTS,
-        _several("--class", "of --backbone: which", "INDEX", dest="classes", type=int),
     ),
     "export": _command(
         "write a trained model for ONNX Runtime or OpenVINO",

@@ -25,9 +25,8 @@ def run(options: argparse.Namespace) -> int:
     """Draw everything that can be shown about one image."""
     if options.model is None and options.backbone is None:
         raise AnomalyError("give --model, --backbone, or both")
-    if options.backbone is None and (options.classes or options.weights):
-        unused = "--class" if options.classes else "--weights"
-        raise AnomalyError(f"{unused} needs a classifier; give --backbone too, or leave it out")
+    if options.backbone is None and options.weights:
+        raise AnomalyError("--weights needs a classifier; give --backbone too, or leave it out")
     if options.model is None and (options.good or options.keep):
         raise AnomalyError(
             f"{'--good' if options.good else '--keep'} needs a model; give --model too"
@@ -69,7 +68,6 @@ def _explain(options: argparse.Namespace) -> int:
             options.image,
             weights=options.weights,
             device=device,
-            classes=options.classes or None,
             # Beside a model's pictures, whose layers may have the same names.
             before="" if options.model is None else "classifier_",
         )

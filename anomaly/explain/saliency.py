@@ -336,17 +336,15 @@ def explain_class(
     *,
     weights: str,
     device: torch.device,
-    classes: Sequence[int] | None = None,
     before: str = "",
 ) -> tuple[dict[str, Any], dict[str, RgbImage], list[str]]:
-    """Show what a classifier sees in an image.
+    """Show what a classifier sees in an image: its likeliest classes, at most three.
 
     Args:
         name: of the network.
         path: the image.
         weights: `imagenet`, `random`, or a file.
         device: where to compute.
-        classes: the indices of those to look for; by default the likeliest, at most three.
         before: what the names of the feature maps' pictures begin with.
 
     Returns:
@@ -356,7 +354,7 @@ def explain_class(
 
     Raises:
         ImageError: the image can't be used.
-        AnomalyError: there is no such network, class or weights file.
+        AnomalyError: there is no such network or weights file.
     """
     size = _CLASSIFIER_SIZE
     table = layer_table(build(name), size)
@@ -377,10 +375,7 @@ def explain_class(
     with torch.inference_mode():
         chances = network(image[None])[0].softmax(dim=0)
     likeliest = chances.argsort(descending=True)[:3].tolist()
-    classes = classes or [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
-    for target in classes:
-        if not 0 <= target < len(chances):
-            raise AnomalyError(f"--class {target}: {name} has classes 0 to {len(chances) - 1}")
+    classes = [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
     known = backbone_of(name).classes()
     found = [
         {

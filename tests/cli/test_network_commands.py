@@ -89,7 +89,6 @@ def test_what_a_network_cannot_do_is_told(
     broken.write_bytes(b"not a picture")
     random = ["--weights", "random", "--input", part, "--output"]
     features = [*random, tmp_path / "f.npz"]
-    explain = [part, "--weights", "random", "--output", tmp_path]
     model = ["--model", run_folder, "--output", tmp_path / "o"]
     for name, arguments, says in (
         ("layers", ["--backbone", "resnet19"], "did you mean"),
@@ -101,8 +100,6 @@ def test_what_a_network_cannot_do_is_told(
         ("features", ["--backbone", "resnet18", "--layers", "", *features], "has an empty name"),
         ("features", ["--model", run_folder, "--input", broken, *features[4:]],
          "no image can be used"),
-        ("explain", [*explain, "--backbone", "resnet18", "--class", 1000],
-         "resnet18 has classes 0 to 999"),
         ("explain", [*model, tmp_path], "isn't a file"),
         ("explain", [*model, broken], "broken.png"),
     ):  # fmt: skip

@@ -55,7 +55,7 @@ features --model model --input good --output features -> must end in .npz
 features --model model --input good --output o.npz --layers l -> --layers needs --backbone; a model
 explain --backbone resnet18 --weights n.pth good/part.png --output o -> n.pth does
 explain --model export good/part.png --output o -> and no layers
-explain --model model good/part.png --output o --class 3 -> --class needs a
+explain --model model good/part.png --output o --weights random -> --weights needs a
 explain --backbone resnet18 good/part.png --output o --good . -> give --model too
 explain good/part.png --output o -> give --model, --backbone, or both
 train --config folder --set data.root=good --set backbone.weights=n.pth -> n.pth doesn't exist
