@@ -84,6 +84,8 @@ for words in json.load(sys.stdin):
 class DecodingThread:
     """A decoding process that is a thread of this one, asked through pipes like any; no limits."""
 
+    stderr = None
+
     def __init__(self) -> None:
         (asked, to_ask), (answered, to_answer) = os.pipe(), os.pipe()
         self.stdin, self.stdout = os.fdopen(to_ask, "wb"), os.fdopen(answered, "rb")

@@ -144,6 +144,7 @@ def over_black(colours: Pixels, alpha: Pixels) -> Pixels:
 # TIFF field type -> numpy code: BYTE, SHORT, LONG, IFD
 _INTEGERS = {1: "u1", 3: "u2", 4: "u4", 13: "u4"}
 _ORIENTATION = 274
+_NOTHING = np.empty(0, np.uint8)
 
 
 def _directories(data: bytes) -> Iterator[Tags]:
@@ -179,7 +180,7 @@ def _directories(data: bytes) -> Iterator[Tags]:
 
 def _first(tags: Tags, tag: int, default: int = 0) -> int:
     """First value of a tag; the default where there is none."""
-    values = tags.get(tag, ())
+    values = tags.get(tag, _NOTHING)
     return int(values[0]) if len(values) else default
 
 
@@ -389,7 +390,6 @@ _ROW_BYTES = 1024
 _SUBFILE, _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 254, 256, 257, 258, 259, 262
 _FILL_ORDER, _OFFSETS, _SAMPLES, _ROWS_PER_STRIP, _LENGTHS = 266, 273, 277, 278, 279
 _PLANAR, _PREDICTOR, _TILE_WIDTH, _SAMPLE_FORMAT = 284, 317, 322, 339
-_NOTHING = np.empty(0, np.uint8)
 
 
 def tiff(data: bytes) -> ImageHeader:

@@ -6,7 +6,7 @@ and with it its process: then the file is tried once more in a new one, and afte
 torch (45 MB each, not 700), and are asked in pickled messages through their standard input.
 
 There are as many as the program has threads. Each starts when it is first needed and ends with the
-program. One more answers single questions, which so never wait behind a list of images.
+program.
 
 Nobody knows what a parser does with a damaged file. So a process limits itself: the kernel refuses
 it memory beyond the limit, and ends it when a request's computing time is over. Only computing
@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import itertools
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Protocol, TypeVar
@@ -52,14 +55,9 @@ from anomaly.imaging.loading import (
 from anomaly.imaging.read import Image, described
 from anomaly.runtime import StoppedError, prefetch, program_threads
 
-if sys.platform == "linux":
-    import fcntl
-if sys.platform != "win32":
-    import resource
-
 AHEAD = 4  # images that each process may be ahead of the network
-# On the clock, for a file that doesn't come, and on Windows, where computing time isn't limited:
-# the largest image that is usually accepted takes 40 s of a quiet machine.
+# On the clock, for a file that doesn't come; the largest image that is usually accepted takes 40 s
+# of a quiet machine.
 CLOCK_SECONDS = 300.0
 _ATTEMPTS = 2
 _MEGABYTES = 1000
@@ -152,7 +150,7 @@ class Decoders:
         if task.pictures is not None:
             self._of[index] = process
         if isinstance(source, Path | bytes):
-            return process.submit(_load, process, task, index, source)
+            return process.submit(_of_image, process, task, "load", index, source)
         done: Future[NetworkInput | UnusableImage] = Future()
         if isinstance(source, Image):
             done.set_result(load(index, source, task.loading, looks=task.looks))
@@ -173,8 +171,8 @@ class Decoders:
             read any more, can't be drawn, or takes its process down. The future raises OutputError
             when they can't be written.
         """
-        process, failed = self._of.pop(index), partial(_failed, index, path, "drawing")
-        return process.submit(process.ask, failed, self._task, "finish", index, path, *what)
+        process = self._of.pop(index)
+        return process.submit(_of_image, process, self._task, "finish", index, path, *what)
 
     def forget(self, index: int) -> None:
         """An image that was loaded needs no pictures."""
@@ -196,7 +194,7 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
         Exception: what the function raises.
     """
     ahead = AHEAD * len(_processes())
-    return prefetch(lambda item: _called(_idlest(), function, item), items, ahead)
+    return prefetch(lambda item: _called(function, item), items, ahead)
 
 
 def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
@@ -210,7 +208,7 @@ def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
     Raises:
         ImageError: `failed`: it took too long, or took its process down.
     """
-    result = _called(_pool()[-1], function, *arguments).result()
+    result = _called(function, *arguments).result()
     if isinstance(result, ImageError):
         raise ImageError(f"{about}: {result}", result.status)
     return result
@@ -224,85 +222,51 @@ def warm_up(images: int) -> None:
 
 def rest() -> None:
     """End the processes when they are done, for their memory; whoever asks more starts them."""
-    for process in _started:
+    for process in _pools.get(os.getpid(), ()):
         process.submit(process.stop)
 
 
 @atexit.register
 def close() -> None:
     """End the processes, whatever they are at; whoever asks more starts others."""
-    while _started:
-        _started.pop().close()
+    for process in _pools.pop(os.getpid(), ()):
+        process.close()
 
 
-_started: list[_DecoderProcess] = []
-_starting = threading.Lock()
-_parents: list[_DecoderProcess] = []  # of a forked process: neither to be asked nor to be ended
-
-
-def _after_fork() -> None:
-    """Forget the processes: a fork has none of its parent's threads that ask them."""
-    global _starting
-    _starting = threading.Lock()
-    _parents.extend(_started)
-    _started.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _pool() -> list[_DecoderProcess]:
-    """All processes; the last one answers single questions.
-
-    Raises:
-        AnomalyError: the memory limit that the environment sets is none.
-    """
-    with _starting:
-        if not _started:
-            _memory_limit()
-            _started.extend(_DecoderProcess() for _ in range(program_threads() + 1))
-        return list(_started)
+# Those of each program: a fork has none of its parent's threads that ask them, and neither asks nor
+# ends them.
+_pools: dict[int, list[_DecoderProcess]] = {}
 
 
 def _processes() -> list[_DecoderProcess]:
-    """Those that share lists of images."""
-    return _pool()[:-1]
+    program = os.getpid()
+    if program not in _pools:
+        _pools.setdefault(program, [_DecoderProcess() for _ in range(program_threads())])
+    return _pools[program]
 
 
 def _idlest() -> _DecoderProcess:
     return min(_processes(), key=lambda process: process.waiting)
 
 
-def _load(
-    process: _DecoderProcess, task: Task, index: int, source: Path | bytes
-) -> NetworkInput | UnusableImage:
-    failed = partial(_failed, index, source, "decoding")
-    answer = process.ask(failed, task, "load", index, source)
+def _called(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    process = _idlest()
+    return process.submit(process.ask, "reading", None, "call", function, *arguments)
+
+
+def _of_image(
+    process: _DecoderProcess, task: Task, name: str, index: int, source: Path | bytes, *what: Any
+) -> Any:
+    """What a process makes of an image: to `load` or to `finish` it."""
+    doing = "decoding" if name == "load" else "drawing"
+    answer = process.ask(doing, task, name, index, source, *what)
+    if isinstance(answer, ImageError):
+        return UnusableImage(index, answer.status, f"{_name_of(index, source)}: {answer}")
     if isinstance(answer, NetworkInput) and answer.image is not None:
         # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
         render = partial(paint, answer.name, answer.image)
         return replace(answer, render=render, image=answer.image if task.keep_image else None)
-    assert isinstance(answer, NetworkInput | UnusableImage)
     return answer
-
-
-def _called(process: _DecoderProcess, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    def failed(over: str) -> ImageError:
-        return ImageError(f"reading it {over}", "failed")
-
-    return process.submit(process.ask, failed, None, "call", function, arguments)
-
-
-def _failed(index: int, source: Path | bytes, doing: str, over: str) -> UnusableImage:
-    return UnusableImage(index, "failed", f"{_name_of(index, source)}: {doing} it {over}")
-
-
-@dataclass
-class _Reading:
-    """A file that a process reads: it may only take so long; `over` says why it was ended."""
-
-    over: str = ""
 
 
 class _DecoderProcess:
@@ -310,22 +274,24 @@ class _DecoderProcess:
 
     def __init__(self) -> None:
         self.waiting = 0  # how much it has still to do
-        self._sent: Task | None = None  # what it was set to last
         self._lock = threading.Lock()
-        self._reading: _Reading | None = None
-        self._has_answered = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._sent: Task | None = None  # what the child was set to last
+        self._reading = False  # a file, for which it may only take so long
+        self._over = ""  # why that was ended
         self._closed = False
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        # On Linux a child goes when the thread that has started it does: not the caller's.
-        self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Do something in the process's thread once everything before it is done."""
         future: Future[Any] = Future()
         with self._lock:
             self.waiting += 1
+            if self._thread is None:
+                # On Linux a child goes when the thread that has started it does: not the caller's.
+                self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
+                self._thread.start()
         self._jobs.put((future, partial(job, *arguments)))
         return future
 
@@ -342,49 +308,69 @@ class _DecoderProcess:
             del item, future, job  # nothing here holds the result any longer
         self.stop()
 
-    def ask(
-        self, failed: Callable[[str], Any], task: Task | None, name: str, *arguments: Any
-    ) -> Any:
+    def ask(self, doing: str, task: Task | None, name: str, *arguments: Any) -> Any:
         """Its answer; called in its thread.
 
         Args:
-            failed: makes the answer where it took too long, or the process has died of it, twice;
-                called with that, in words.
+            doing: what it does with a file, for messages.
             task: what it has to know; None where that doesn't matter.
             name: a method of `Worker`.
             arguments: for it.
+
+        Returns:
+            What the method returns; an ImageError (`failed`) where it took too long, or the process
+            has died of it, twice.
 
         Raises:
             AnomalyError: no such process can be started on this machine.
             Exception: what went wrong there, if that is nothing of the image's own.
         """
+        over = f"has crashed {_ATTEMPTS} decoding processes, one after the other"
         for _ in range(_ATTEMPTS):
-            if not self.start():
-                return failed("wasn't waited for")
-            reading = None if name == "finish" else _Reading()
+            child = self.start()
+            if child is None:
+                over = "wasn't waited for"
+                break
             try:
-                done, answer = self._exchange(reading, task, name, arguments)
+                done, answer = self._exchange(child, task, name, arguments)
             except (OSError, EOFError, pickle.UnpicklingError):
                 code = self.stop(patience=1)
-                if reading is not None and reading.over:
-                    return failed(reading.over)
-                if sys.platform != "win32" and code == -signal.SIGPROF:
-                    return failed(
+                if code == -signal.SIGPROF:
+                    self._over = (
                         f"took more than {read.COMPUTING_SECONDS:.0f} s of computing, the limit "
                         f"for {read.MODEST_PIXELS / 1e6:.0f} million pixels"
                     )
+                if self._over:
+                    over = self._over
+                    break
                 continue
-            self._has_answered = True
             if not done:
                 raise answer
             return answer
-        if not self._has_answered:
-            _check_start()
-        return failed(f"has crashed {_ATTEMPTS} decoding processes, one after the other")
+        return ImageError(f"{doing} it {over}", "failed")
 
-    def drop(self) -> None:
+    def _exchange(
+        self, child: subprocess.Popen[bytes], task: Task | None, name: str, arguments: Any
+    ) -> tuple[bool, Any]:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self._reading, self._over = name != "finish", ""
+        try:
+            send(child.stdin, (_folder(), None if task is self._sent else task, name, arguments))
+            self._sent = task or self._sent
+            if self._reading and not wait([child.stdout.fileno()], CLOCK_SECONDS):
+                self.drop(f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file")
+            done, answer = receive(child.stdout)
+        finally:
+            self._reading = False
+        return done, answer
+
+    def drop(self, over: str = "wasn't waited for") -> None:
         """End it if what it is at may remain unfinished."""
-        self._end(self._reading, "wasn't waited for")
+        with self._lock:
+            if self._reading and self._child is not None:
+                self._over = over
+                self._child.kill()
 
     def close(self) -> None:
         """End it, whatever it is at."""
@@ -393,60 +379,43 @@ class _DecoderProcess:
             if self._child is not None:
                 self._child.kill()
         self._jobs.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _exchange(
-        self, reading: _Reading | None, task: Task | None, name: str, arguments: tuple[Any, ...]
-    ) -> tuple[bool, Any]:
-        assert self._child is not None
-        over = f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file"
-        watchdog = threading.Timer(CLOCK_SECONDS, self._end, (reading, over))
-        watchdog.daemon = True
-        self._reading = reading
-        watchdog.start()
-        try:
-            new = None if task is self._sent else task
-            send(self._child.stdin, (_folder(), new, name, arguments))
-            self._sent = task or self._sent
-            done, answer = receive(self._child.stdout)
-            return done, answer
-        finally:
-            watchdog.cancel()
-            with self._lock:
-                self._reading = None
-
-    def _end(self, reading: _Reading | None, over: str) -> None:
-        with self._lock:
-            if reading is not None and self._reading is reading and self._child is not None:
-                reading.over = over
-                self._child.kill()
-
-    def start(self) -> bool:
-        """Start it, unless it is there; False once it was closed."""
+    def start(self) -> subprocess.Popen[bytes] | None:
+        """Start it, unless it is there; None once it was closed."""
         with self._lock:
             if self._child is None and not self._closed:
                 self._child, self._sent = start(), None
-            return not self._closed
+            return None if self._closed else self._child
 
     def stop(self, patience: float = 0) -> int:
         """End it, if it is there, and give its exit code.
 
         Args:
             patience: seconds in which it may end by itself, and so say why.
+
+        Raises:
+            AnomalyError: it has ended before it could be asked anything.
         """
         with self._lock:
             child, self._child = self._child, None
         if child is None:
             return 0
-        if patience:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(patience)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
         child.kill()
         code = child.wait()
-        for stream in (child.stdin, child.stdout):
+        said = child.stderr.read().decode(errors="replace").split("\n") if child.stderr else []
+        for stream in (child.stdin, child.stdout, child.stderr):
             if stream is not None:
                 with suppress(OSError):  # what it couldn't be sent any more
                     stream.close()
+        if code == 1 and any(said):
+            raise AnomalyError(
+                "the processes that decode images end as soon as they are started: "
+                f"{[line for line in said if line][-1]}"
+            )
         return code
 
 
@@ -470,7 +439,7 @@ def start() -> subprocess.Popen[bytes]:
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,  # until it serves
             env=os.environ | threads,
         )
     except OSError as error:
@@ -490,18 +459,6 @@ def _imports() -> str:
     return f"import sys; sys.path[:] = {places!r}; from {serve.__module__} import serve"
 
 
-def _check_start() -> None:
-    """See that an interpreter gets as far as serving, where none has answered yet."""
-    tried = subprocess.run(
-        [sys.executable, "-c", _imports()], capture_output=True, text=True, check=False
-    )
-    if tried.returncode:
-        reason = (tried.stderr.strip() or "it says nothing").splitlines()[-1]
-        raise AnomalyError(
-            f"the processes that decode images end as soon as they are started: {reason}"
-        )
-
-
 def _memory_limit() -> int:
     """Bytes that a decoding process may take: 1 GB, or as many megabytes as the environment says.
 
@@ -517,16 +474,14 @@ def _memory_limit() -> int:
     return int(text) * 1_000_000
 
 
-def send(stream: IO[bytes] | None, message: object) -> None:
+def send(stream: IO[bytes], message: object) -> None:
     """Hand a message to the other end of a pipe."""
-    assert stream is not None
     pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
     stream.flush()
 
 
-def receive(stream: IO[bytes] | None) -> Any:
+def receive(stream: IO[bytes]) -> Any:
     """Wait for the next message from the other end of a pipe; EOFError when it has gone."""
-    assert stream is not None
     return pickle.load(stream)  # from our own child
 
 
@@ -541,11 +496,11 @@ def serve(parent: int, memory: int) -> None:
     cv2.setNumThreads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
-    if sys.platform != "win32":
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
     # Whatever a library may print mustn't get between the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    answers, nowhere = os.fdopen(os.dup(1), "wb"), os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
     worker = Worker()
     _limit_memory(memory)
     with suppress(BrokenPipeError, EOFError):
@@ -553,7 +508,8 @@ def serve(parent: int, memory: int) -> None:
             folder, *request = receive(sys.stdin.buffer)
             if folder is not None:
                 os.chdir(folder)
-            _limit_time(read.COMPUTING_SECONDS)
+            # Within this time of computing; a large image gets more, see `read.read_image`.
+            signal.setitimer(signal.ITIMER_PROF, read.COMPUTING_SECONDS)
             # Nothing here holds the answer, or an error and all that its frames hold, any longer.
             send(answers, worker.answer(*request))
             del request
@@ -564,26 +520,16 @@ def _end_with(parent: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.name == "posix" and os.getppid() != parent:
-        os._exit(1)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def _limit_memory(memory: int) -> None:
     """Let this process take so many bytes."""
-    if sys.platform != "win32":
-        # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        if hard == resource.RLIM_INFINITY or memory < hard:
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
-
-
-def _limit_time(seconds: float) -> None:
-    """Let this process compute for so many seconds from now on; 0 for any.
-
-    A large image gets more, see `read.read_image`.
-    """
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or memory < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
 
 
 class Worker:
@@ -608,59 +554,44 @@ class Worker:
         if task is not None:
             self._task = task
         try:
-            return True, getattr(self, name)(*arguments)
+            result = getattr(self, name)(*arguments)
+            if isinstance(result, UnusableImage) and result.status == "unsupported" and self._kept:
+                self._kept.clear()  # they may take the memory that this one needs
+                result = getattr(self, name)(*arguments)
+            return True, result
         except Exception as error:  # of no image alone: a full disk, a mistake of ours
             return False, error
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Result of a function that needs none of the images that are kept."""
         return function(*arguments)
 
     def load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
         """Load an image; it is kept to be drawn, and handed over to be cut into tiles."""
-        loaded = self._load(index, source)
+        loaded = load(index, source, self._task.loading, looks=self._task.looks)
         if isinstance(loaded, UnusableImage):
             return loaded
         if self._task.pictures is not None:
-            self._keep(index, loaded.decoded)
+            self._kept[self._task.number, index] = loaded.decoded
+            held = sum(kept.pixels.nbytes for kept in self._kept.values())
+            while held > _KEPT_BYTES and len(self._kept) > 1:
+                held -= self._kept.popitem(last=False)[1].pixels.nbytes
         handed = self._task.keep_image or isinstance(loaded.view, Tiling)
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         """Draw an image, which is forgotten then."""
         assert self._task.pictures is not None
-        image = self._kept.pop((self._task.number, index), None)
-        if image is None:
-            loaded = self._load(index, source)
-            if isinstance(loaded, UnusableImage):
-                return loaded
-            image = loaded.decoded
-        _limit_time(0)  # drawing follows no file's orders
         try:
-            try:
-                return self._task.pictures.write(image, *what)
-            except (MemoryError, cv2.error):
-                if not self._kept:
-                    raise
-                self._kept.clear()  # they may take the memory that this one needs
-                return self._task.pictures.write(image, *what)
+            image = self._kept.pop((self._task.number, index), None)
+            if image is None:
+                image = read.read_image(source, self._task.loading.decoding)
+            signal.setitimer(signal.ITIMER_PROF, 0)  # drawing follows no file's orders
+            return self._task.pictures.write(image, *what)
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
             return to_unusable(index, _name_of(index, source), error)
-
-    def _load(self, index: int, source: Path | bytes) -> NetworkInput | UnusableImage:
-        loaded = load(index, source, self._task.loading, looks=self._task.looks)
-        if isinstance(loaded, UnusableImage) and loaded.status == "unsupported" and self._kept:
-            self._kept.clear()  # they may take the memory that this one needs
-            loaded = load(index, source, self._task.loading, looks=self._task.looks)
-        return loaded
-
-    def _keep(self, index: int, image: Image) -> None:
-        self._kept[self._task.number, index] = image
-        held = sum(kept.pixels.nbytes for kept in self._kept.values())
-        while held > _KEPT_BYTES and len(self._kept) > 1:
-            held -= self._kept.popitem(last=False)[1].pixels.nbytes
 
 
 def _name_of(index: int, source: Path | bytes) -> str:
