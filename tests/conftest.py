@@ -336,11 +336,9 @@ def served(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A service with the PatchCore run, in a thread: see tests/line/running.py."""
     from running import serving
 
-    from anomaly.line.service import Limits
-
     models = tmp_path_factory.mktemp("line") / "models"
     shutil.copytree(run_folder, models / "disc")
-    with serving(models, limits=Limits(2_000_000)) as running:
+    with serving(models, body_bytes=2_000_000) as running:
         yield running
 
 

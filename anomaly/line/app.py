@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import datetime, timedelta
-from functools import partial
-from importlib.resources import files
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict, Field
 
 from anomaly.errors import AnomalyError, DataError, nearest, visible
@@ -27,17 +24,10 @@ from anomaly.runtime import __version__
 
 _T = TypeVar("_T")
 
-_PAGE = ("line.html", "line.css", "line.js", "zoom.js", "words.js", "words.json")  # its files
-_KINDS = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "json": "application/json",
-}
-
 # Beginnings of a form, of JSON, of an address that holds the data, of a PNG or JPEG as base64.
 _TEXT = (b"--", b"{", b"[", b'"', b"data:", b"iVBOR", b"/9j/")
 _START = 64
+_ANSWER_SECONDS = 60.0
 _LONGEST_NAME = 255
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -64,14 +54,6 @@ class Feedback(BaseModel):
     who: str = Field("", max_length=80)
 
 
-class _TextResponse(JSONResponse):
-    """JSON in which bytes of file names that aren't text are escaped."""
-
-    def render(self, content: Any) -> bytes:
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return re.sub("[\ud800-\udfff]", lambda match: "\\" + visible(match[0]), text).encode()
-
-
 def make_app(service: InspectionService) -> FastAPI:
     """The FastAPI application of an inspection service."""
     app = FastAPI(
@@ -80,16 +62,15 @@ def make_app(service: InspectionService) -> FastAPI:
         description="Scores parts, records each result, and takes people's judgements.",
         docs_url=None,  # FastAPI's own pages load scripts from another site
         redoc_url=None,
-        default_response_class=_TextResponse,
     )
-    app.openapi = partial(described, app)  # type: ignore[method-assign]
     app.add_exception_handler(RequestValidationError, _misunderstood)
     app.add_exception_handler(AnomalyError, _in_trouble)
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
     _report_route(app, service)
-    _page_routes(app)
+    rooms = ("anomaly.line", "anomaly.report")
+    app.mount("/", StaticFiles(packages=[(room, "assets") for room in rooms], html=True))
     return app
 
 
@@ -99,18 +80,18 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type"):
         message = "the body isn't a JSON object; send one with Content-Type: application/json"
-        return _TextResponse({"detail": message}, 400)
+        return JSONResponse({"detail": message}, 400)
     where = ".".join(map(str, first["loc"][1:])) or "the body"
     legal = first.get("ctx", {}).get("expected")
     fault = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(
         first["type"], f"can't be {str(first.get('input'))[:40]!r}"
     )
-    return _TextResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
+    return JSONResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
     """503: the record can't be read or written, or too many parts or clients are waiting."""
-    return _TextResponse({"detail": str(error)}, 503, {"Retry-After": "5"})
+    return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "5"})
 
 
 def _score_routes(app: FastAPI, service: InspectionService) -> None:
@@ -140,22 +121,21 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
                 "it is: curl --data-binary @part.png",
             )
         filename = _shown_name(request.query_params.get("name", ""))
-        seconds = service.limits.answer_seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(_ANSWER_SECONDS):
                 part = asyncio.wrap_future(slot.submit(data, filename, include))
                 answer = await asyncio.shield(part)
         except TimeoutError:
-            reason = f"no answer within {seconds:g} s; the part will still be scored and recorded"
+            reason = f"no answer within {_ANSWER_SECONDS:g} s; the part will still be recorded"
             raise HTTPException(504, reason) from None
-        return _TextResponse(answer, 200 if answer["status"] == "ok" else 422)
+        return JSONResponse(answer, 200 if answer["status"] == "ok" else 422)
 
 
 def _slot(service: InspectionService, name: str) -> ModelSlot:
-    if name not in service.registry.models:
-        known = nearest(name, service.registry.models)
+    if name not in service.models:
+        known = nearest(name, service.models)
         raise HTTPException(404, f"there is no model {_shown_name(name)!r}; {known}")
-    return service.registry.models[name]
+    return service.models[name]
 
 
 def _shown_name(name: str) -> str:
@@ -168,7 +148,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/v1/models", summary="The models")
     def models() -> dict[str, Any]:
-        return {"models": [slot.short() for slot in service.registry.models.values()]}
+        return {"models": [slot.short() for slot in service.models.values()]}
 
     @app.get("/v1/models/{name}", summary="One model: settings, thresholds and promised rates")
     def model(name: str) -> dict[str, Any]:
@@ -184,7 +164,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
     )
     async def ready() -> JSONResponse:
         health = await check(service.health)
-        return _TextResponse(health, 200 if health["ready"] else 503)
+        return JSONResponse(health, 200 if health["ready"] else 503)
 
     @app.get("/v1/alarms", summary="Current alarms, errors first")
     async def alarms() -> dict[str, Any]:
@@ -227,7 +207,7 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         model: _Model = "",
     ) -> JSONResponse:
         return await read(
-            lambda: _TextResponse({"parts": service.parts(before, verdict, limit, model)})
+            lambda: JSONResponse({"parts": service.parts(before, verdict, limit, model)})
         )
 
     @app.get("/v1/parts/{number}", summary="One part")
@@ -253,27 +233,10 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         number: Number, judgement: Annotated[Feedback, Body()], request: Request
     ) -> dict[str, Any]:
         try:
-            service.record.add_feedback(
-                judgement.verdict,
-                who=author(request.headers.get("authorization", ""), judgement.who),
-                part=number,
-                defect_type=judgement.defect_type,
-                note=judgement.note,
-            )
+            who = author(request.headers.get("authorization", ""), judgement.who)
+            return service.judge(number, **judgement.model_dump() | {"who": who})
         except DataError as error:
             raise HTTPException(409, str(error)) from None
-        service.changed(number)
-        return service.part(number) or {}
-
-    @app.post("/v1/parts/{number}/missed", summary="Keep a part as a missed defect")
-    def missed(
-        number: Number, request: Request, who: Annotated[str, Query(max_length=80)] = ""
-    ) -> dict[str, Any]:
-        try:
-            service.keep_missed(number, author(request.headers.get("authorization", ""), who))
-        except DataError as error:
-            raise HTTPException(409, str(error)) from None
-        return service.part(number) or {}
 
     @app.get("/v1/counts", summary="Counts of parts since a time, by verdict")
     async def counts(
@@ -281,17 +244,14 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         model: _Model = "",
     ) -> dict[str, int]:
         try:
-            return await read(service.record.counts, in_utc(since), model)
-        except ValueError:
+            begin = in_utc(datetime.fromisoformat(since))
+            return await read(service.record.counts, begin, model)
+        except (ValueError, OverflowError):
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
-    @app.get("/v1/events", summary="New parts and judgements, as server-sent events")
-    async def events() -> StreamingResponse:
-        followed = service.follow()
-        await anext(followed)  # raises BusyError if too many clients follow
-        # nginx otherwise holds events back until it has 4 kB of them.
-        at_once = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(followed), media_type="text/event-stream", headers=at_once)
+    @app.get("/v1/news", summary="A number that changes with each new part and judgement")
+    async def news() -> dict[str, int]:
+        return {"news": service.news}
 
 
 def _picture(number: int, picture: bytes | None) -> Response:
@@ -299,12 +259,6 @@ def _picture(number: int, picture: bytes | None) -> Response:
         raise HTTPException(404, f"no picture of part {number} is kept")
     kept = {"Cache-Control": "private, max-age=86400, immutable"}
     return Response(picture, media_type="image/jpeg", headers=kept)
-
-
-async def _events(followed: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
-    yield "retry: 1000\n\n"
-    async for event in followed:
-        yield ": nothing new\n\n" if event is None else f"data: {json.dumps(event)}\n\n"
 
 
 def _report_route(app: FastAPI, service: InspectionService) -> None:
@@ -320,35 +274,3 @@ def _report_route(app: FastAPI, service: InspectionService) -> None:
             raise HTTPException(404, str(error)) from None
         policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style
         return Response(text, media_type="text/html", headers=policy)
-
-
-def _page_routes(app: FastAPI) -> None:
-    for name in _PAGE:
-        route = "/" if name == "line.html" else f"/{name}"
-        app.get(route, include_in_schema=False)(partial(_page_file, name))
-
-
-def _page_file(name: str) -> Response:
-    text = _asset(name)
-    if name == "line.css":
-        text = _asset("base.css", "report") + text
-    return Response(text, media_type=_KINDS[name.rpartition(".")[2]])
-
-
-def _asset(name: str, room: str = "line") -> str:
-    return files(f"anomaly.{room}").joinpath("assets", name).read_text("utf-8")
-
-
-def described(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with examples of bodies and answers.
-
-    They are added here, since FastAPI drops null values from a route's examples.
-    """
-    if app.openapi_schema is None:
-        paths = FastAPI.openapi(app)["paths"]
-        for path, methods in json.loads(_asset("openapi.json")).items():
-            for method, described in methods.items():
-                operation = paths[path][method]
-                responses = operation["responses"] | described["responses"]
-                operation |= described | {"responses": responses}
-    return app.openapi_schema or {}

@@ -53,18 +53,14 @@ def _serve(options: argparse.Namespace) -> int:
         # FastAPI and uvicorn are optional: `_check_serve` has checked that they are installed.
         from anomaly.line.app import make_app
         from anomaly.line.server import listening, serve
-        from anomaly.line.service import InspectionService, Limits
+        from anomaly.line.service import InspectionService
 
         device = chosen_device(options, list(folders.values()))
         listener = listening(options.host, options.port)
-        body_bytes = round(options.max_body * 1e6)
-        held_bytes = max(Limits.held_bytes, 2 * body_bytes)  # one is scored, another one waits
-        limits = Limits(body_bytes, held_bytes=held_bytes)
         service = InspectionService(
             folders,
             Record(record, Keeping(options.keep_good, options.keep_pictures)),
             device=device,
-            limits=limits,
             sinks=sinks,
         )
         with service:
@@ -74,7 +70,14 @@ def _serve(options: argparse.Namespace) -> int:
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
             stop.at_work = True
-            serve(make_app(service), service, listener, token, lambda: stop.signal is not None)
+            serve(
+                make_app(service),
+                service,
+                listener,
+                token,
+                lambda: stop.signal is not None,
+                round(options.max_body * 1e6),
+            )
             stop.at_work = False
         log.info("stopped; all accepted parts are answered and recorded")
     return 0

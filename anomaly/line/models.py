@@ -14,9 +14,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,9 @@ from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
 from anomaly.inference.pipeline import Pipeline
-from anomaly.inference.rows import Row, region_rows, row_of
+from anomaly.inference.rows import region_rows, row_of
 from anomaly.line.drift import Promise, RecordedDrift
-from anomaly.line.record import Answer, Recorder
+from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads
 from anomaly.scoring.build import to_dict
 from anomaly.scoring.model import Model
@@ -49,10 +49,13 @@ log = logging.getLogger(__name__)
 
 _SMALL_PIXELS = 480_000  # of the heatmaps on the page
 _LOOK_SECONDS = 1.0  # between checks of the models' folders
+_LAST_SECONDS = 3.0  # for parts without an answer, once the service has ended
+
+_loading = threading.Lock()  # models are loaded one after the other
 
 
 class BusyError(AnomalyError):
-    """Too many parts or clients are waiting; the same request can succeed later."""
+    """Too many parts are waiting; the same request can succeed later."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,44 +113,57 @@ class _Part:
 class ModelSlot:
     """One model of the service. Use it in a `with` statement, which finishes accepted parts.
 
+    A thread loads the folder's model, and loads it anew once its files have changed. Until the
+    first version has passed its checks, parts are refused.
+
     Args:
         name: in the service.
         folder: the model folder.
-        recorder: records the results.
+        record: of the results.
+        device: that the network runs on.
+        publish: called with each part that was recorded, in order.
         most_waiting: most parts in progress at once.
 
     Attributes:
         now: the version in use; None until one has passed its checks.
         trouble: why the folder's version can't be used; empty if it can.
-        seen: state of the folder's files at the last check.
-        tried: their state when they were last loaded, with or without success.
     """
 
     def __init__(
-        self, name: str, folder: Path, recorder: Recorder, *, most_waiting: int = 64
+        self,
+        name: str,
+        folder: Path,
+        record: Record,
+        *,
+        device: torch.device,
+        publish: Callable[[int, Answer], object] = lambda number, answer: None,
+        most_waiting: int = 64,
     ) -> None:
         self.name, self.folder = name, folder
         self.now: Version | None = None
         self.trouble = ""
-        self.seen: object = None
-        self.tried: object = None
-        self._recorder = recorder
+        self._record, self._device, self._publish = record, device, publish
         self._most = most_waiting
         self._numbers = itertools.count()
         self._parts: dict[int, _Part] = {}  # without an answer, in order
         self._decoded: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name=f"score {name}", daemon=True)
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"{work.__name__} {name}", daemon=True)
+            for work in (self._score_parts, self._keep_up)
+        ]
 
     def __enter__(self) -> ModelSlot:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for part in list(self._parts.values()):
-            part.done.exception()  # waits for an answer or an error
+        self._closing.set()
+        wait([part.done for part in list(self._parts.values())], _LAST_SECONDS)
         self._decoded.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(_LAST_SECONDS)
 
     @property
     def state(self) -> str:
@@ -155,12 +171,6 @@ class ModelSlot:
         if self.now is not None:
             return "ready"
         return "failed" if self.trouble else "loading"
-
-    @property
-    def unusable(self) -> str:
-        """Why parts aren't accepted; empty if they are."""
-        reason = {"failed": self.trouble, "loading": "it is still being loaded"}.get(self.state)
-        return f"{self.name} can't be used: {reason}" if reason else ""
 
     @property
     def waiting(self) -> int:
@@ -172,8 +182,39 @@ class ModelSlot:
         """Whether an older version is in use because the folder's version has failed."""
         return bool(self.now and self.trouble)
 
+    def _keep_up(self) -> None:
+        seen = tried = None
+        while not self._closing.is_set():
+            stamp = stamp_of(self.folder)
+            if stamp != tried and (tried is None or stamp == seen):  # not while files are written
+                tried = stamp
+                with _loading:
+                    self._load()
+            seen = stamp
+            self._closing.wait(_LOOK_SECONDS)
+
+    def _load(self) -> None:
+        """Load and check the folder's version; a failed one leaves the version in use."""
+        try:
+            model = load_model(self.folder, self._device)
+            version = Version.of(model, self.folder, check(model, self.folder))
+        except AnomalyError as error:
+            self.trouble = visible(str(error))
+        except Exception as error:  # one model's error mustn't stop the others
+            log.exception("%s can't be loaded", self.name)
+            self.trouble = f"loading failed: {type(error).__name__}"
+        else:
+            if self.now and self.now.model.model_id != model.model_id:
+                log.info("%s now serves model %s", self.name, model.model_id)
+            self.use(version)
+            return
+        what = "the new version is refused" if self.now else "it can't be served"
+        log.error("%s: %s: %s", self.name, what, self.trouble)
+
     def use(self, version: Version) -> None:
         """Score further parts with a version; the last version finishes its own."""
+        if version.promise:
+            self._record.promises[version.model.model_id] = version.promise
         self.now, self.trouble = version, ""
 
     def submit(
@@ -194,7 +235,8 @@ class ModelSlot:
         """
         with self._lock:
             if self.now is None:
-                raise BusyError(self.unusable)
+                reason = self.trouble or "it is still being loaded"
+                raise BusyError(f"{self.name} can't be used: {reason}")
             if len(self._parts) >= self._most:
                 raise BusyError(
                     f"{self._most} parts are waiting for {self.name}, which is the limit; try again"
@@ -230,7 +272,7 @@ class ModelSlot:
             part.done.set_exception(BusyError(reason))
         return len(refused)
 
-    def _work(self) -> None:
+    def _score_parts(self) -> None:
         while (first := self._decoded.get()) is not None:
             gathered = [first]
             with suppress(queue.Empty):  # what was decoded during the last batch
@@ -258,7 +300,7 @@ class ModelSlot:
             log.exception("scoring parts with %s failed", self.name)
             reason = f"scoring failed: {type(error).__name__}"
             for part in unscored.values():
-                self._record(part, UnusableImage(part.index, "failed", reason), Pictures())
+                self._put(part, UnusableImage(part.index, "failed", reason), Pictures())
 
     def _on_drawn(
         self,
@@ -269,38 +311,48 @@ class ModelSlot:
         if (error := drawn.exception()) is not None:
             result = UnusableImage(part.index, "failed", f"drawing failed: {why(error)}")
         elif isinstance(pictures := drawn.result(), Pictures):
-            self._record(part, result, pictures)
+            self._put(part, result, pictures)
             return
         else:
             reason = pictures.reason.removeprefix(f"image {part.index}: ")
             result = replace(pictures, reason=reason)
-        self._record(part, result, Pictures())
+        self._put(part, result, Pictures())
 
-    def _record(self, part: _Part, result: Prediction | UnusableImage, pictures: Pictures) -> None:
+    def _put(self, part: _Part, result: Prediction | UnusableImage, pictures: Pictures) -> None:
         row = row_of(result, part.version.model, part.name, part.begun)
         small = pictures.small.photo if pictures.small else b""
         answer = Answer(self.name, row, part.data, small)
-        self._recorder.put(answer, partial(self._recorded, part, row, pictures))
+        self._record.put(answer).add_done_callback(partial(self._on_put, part, answer, pictures))
 
-    def _recorded(
-        self, part: _Part, row: Row, pictures: Pictures, number: int | OutputError
-    ) -> None:
+    def _on_put(self, part: _Part, answer: Answer, pictures: Pictures, number: Future[int]) -> None:
+        """Answer a part that was recorded, or couldn't be; called in the record's thread."""
         with self._lock:
             del self._parts[part.index]
         self._begin()
-        if isinstance(number, OutputError):
-            part.done.set_exception(number)
+        if (error := number.exception()) is not None:
+            part.done.set_exception(
+                OutputError(
+                    f"the part couldn't be recorded, so it has no verdict ({why(error)}); send it "
+                    "again"
+                )
+            )
             return
-        answer: dict[str, Any] = {**asdict(row), "id": number}
+        row = answer.row
+        answered: dict[str, Any] = {**asdict(row), "id": number.result()}
         if row.status == "ok":
             if "heatmap" in part.wanted:
-                answer["heatmap_png"] = base64.b64encode(pictures.heatmap).decode()
+                answered["heatmap_png"] = base64.b64encode(pictures.heatmap).decode()
             if "mask" in part.wanted:
-                answer["mask_png"] = base64.b64encode(pictures.mask).decode()
+                answered["mask_png"] = base64.b64encode(pictures.mask).decode()
             if "regions" in part.wanted:
                 mm = part.version.model.config.image.mm_per_pixel
-                answer["regions"] = list(map(asdict, region_rows(row.path, pictures.regions, mm)))
-        part.done.set_result(answer)
+                answered["regions"] = [
+                    asdict(r) for r in region_rows(row.path, pictures.regions, mm)
+                ]
+        try:
+            self._publish(number.result(), answer)
+        finally:
+            part.done.set_result(answered)
 
     def short(self) -> dict[str, Any]:
         """Its entry in the list of models."""
@@ -336,94 +388,11 @@ class ModelSlot:
         now = self.now
         if now is None or now.drift is None or now.model.thresholds is None:
             return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
-        drift = now.drift.look(self._recorder.record.file)
+        drift = now.drift.look(self._record.file)
         review = now.model.thresholds.calibration.review
         compared, flagged = drift.flagged(review, str(self.folder))
         levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}
         return levels | {"compared": compared, "flagged": flagged}
-
-
-class ModelRegistry:
-    """All models of the service. Use it in a `with` statement, which finishes accepted parts.
-
-    A thread loads the models; until then the service is alive, but not ready. Afterwards the
-    thread checks for folders whose files have changed, and loads these.
-
-    Args:
-        folders: the models' folders by name.
-        recorder: records the results.
-        device: that the networks run on.
-        waiting_parts: most parts of each model that may wait.
-    """
-
-    def __init__(
-        self,
-        folders: dict[str, Path],
-        recorder: Recorder,
-        *,
-        device: torch.device,
-        waiting_parts: int = 64,
-    ) -> None:
-        self.models = {
-            name: ModelSlot(name, folder, recorder, most_waiting=waiting_parts)
-            for name, folder in folders.items()
-        }
-        self._promises = recorder.record.promises
-        self._device = device
-        self._open = ExitStack()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep_up, name="load models", daemon=True)
-
-    def __enter__(self) -> ModelRegistry:
-        for slot in self.models.values():
-            self._open.enter_context(slot)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join()
-        self._open.close()
-
-    def _keep_up(self) -> None:
-        for slot in self.models.values():
-            if not self._closing.is_set():
-                slot.seen = slot.tried = stamp_of(slot.folder)
-                self._load(slot)
-        while not self._closing.wait(_LOOK_SECONDS):
-            for slot in self.models.values():
-                self._look(slot)
-
-    def _look(self, slot: ModelSlot) -> None:
-        stamp = stamp_of(slot.folder)
-        still, slot.seen = stamp == slot.seen, stamp  # not while files are being written
-        if still and stamp != slot.tried and not self._closing.is_set():
-            slot.tried = stamp
-            self._load(slot)
-
-    def _load(self, slot: ModelSlot) -> None:
-        try:
-            version = self._version(slot)
-        except AnomalyError as error:
-            slot.trouble = visible(str(error))
-        except Exception as error:  # one model's error mustn't stop the others
-            log.exception("%s can't be loaded", slot.name)
-            slot.trouble = f"loading failed: {type(error).__name__}"
-        else:
-            model_id = version.model.model_id
-            if slot.now and slot.now.model.model_id != model_id:
-                log.info("%s now serves model %s", slot.name, model_id)
-            if version.promise:
-                self._promises[model_id] = version.promise
-            slot.use(version)
-            return
-        what = "the new version is refused" if slot.now else "it can't be served"
-        log.error("%s: %s: %s", slot.name, what, slot.trouble)
-
-    def _version(self, slot: ModelSlot) -> Version:
-        """Load and check a model's folder."""
-        model = load_model(slot.folder, self._device)
-        return Version.of(model, slot.folder, check(model, slot.folder))
 
 
 def check(model: Model, folder: Path) -> str:

@@ -16,21 +16,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import random
 import re
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -42,25 +42,14 @@ from anomaly.inference.rows import Row
 
 log = logging.getLogger(__name__)
 
-_SQLITE = b"SQLite format 3\x00"  # the first bytes of each of its files
 _LOGS = ("-wal", "-shm")  # endings of their names
-_FORMAT = 1
-_MOST_AT_ONCE = 64  # results in one transaction
-# Called with a part's number or the error.
-_Then = Callable[[int | OutputError], object]
+_FORMAT = 2
 _STATE = "SELECT user_version, EXISTS (SELECT 1 FROM sqlite_schema) FROM pragma_user_version"
 _TABLES = """
 SELECT type, name, sql FROM sqlite_schema WHERE type <> 'index'
 AND lower (tbl_name) IN ('parts', 'pictures', 'promises', 'feedback', 'outboxes')
 """
-# Types of columns by name; other ones hold texts and numbers, never bytes.
-_KINDS: dict[str, type] = {"file": bytes, "heatmap": bytes, "score": float, "part": int}
 _ROW = TypeAdapter(Row)
-# Types of a row's values, and what stands for another one.
-_FIELDS: dict[str, tuple[Any, str | None]] = {
-    name: (str, "") if kind is str else ((int, float), None)
-    for name, kind in get_type_hints(Row).items()
-}
 _ADD = """
 INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -68,6 +57,9 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
 INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts
+"""
+_KEEP = """
+INSERT OR IGNORE INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
 # Each person's last judgement of an image counts, unless that person has withdrawn it.
@@ -95,9 +87,11 @@ GROUP BY parts.sha256 ORDER BY MAX (parts.id) DESC LIMIT {_PAST}
 """
 # Each part with its image's last judgement, the newest part first.
 _PARTS = f"""
-SELECT parts.id, parts.model, parts.line, pictures.part IS NOT NULL, CASE WHEN feedback.id THEN
-    json_object ('verdict', feedback.verdict, 'defect_type', feedback.defect_type,
-                 'note', feedback.note, 'who', feedback.who) END AS feedback
+SELECT json_set (line, '$.id', parts.id, '$.model', parts.model,
+    '$.picture', json (iif (pictures.part, 'true', 'false')),
+    '$.feedback', json (CASE WHEN feedback.id THEN json_object (
+        'verdict', feedback.verdict, 'defect_type', feedback.defect_type,
+        'note', feedback.note, 'who', feedback.who) END))
 FROM parts LEFT JOIN pictures ON pictures.part = parts.id
 LEFT JOIN feedback ON feedback.id = (
     SELECT MAX (id) FROM feedback WHERE sha256 = parts.sha256 AND {_COUNTS})
@@ -155,22 +149,20 @@ class Record:
         self.promises: dict[str, str] = {}
         self._keeping = keeping or Keeping()
         self._lock = threading.RLock()
+        self._writer = ThreadPoolExecutor(1, "record")
         self._needed = 0  # bytes that the last write needed
         self._trouble = ""
         self._places: tuple[object, ...] = ()
         with self._explained():
             self._db = _opened(file)
             self._held = self._db.execute(_HELD).fetchone()[0]  # bytes of pictures
-            self._head = os.open(file, os.O_RDONLY)
-            self._places = _places(file, self._head)
+            self._places = _places(file)
 
     def close(self) -> None:
         """Close the file after the last write; the log is folded into it."""
+        self._writer.shutdown()
         with self._lock:
             self._db.close()
-            if self._head >= 0:
-                os.close(self._head)
-                self._head = -1
 
     def trouble(self) -> str:
         """Why the record can't be written; empty if it can. After an error it tries again."""
@@ -195,39 +187,44 @@ class Record:
         with self._lock:
             self._needed = sum(len(answer.file) + len(answer.heatmap) for answer in answers)
             with self.changing() as db:
-                added = [self._add(db, answer) for answer in answers]
                 models = {answer.row.model_id for answer in answers} & self.promises.keys()
                 db.executemany(_PROMISE, [(model, self.promises[model]) for model in models])
-                held = self._make_room(db, self._held + sum(size for _, size in added))
-            self._held = held
-        return [number for number, _ in added]
+                return [self._add(db, answer) for answer in answers]
 
-    def _add(self, db: sqlite3.Connection, answer: Answer) -> tuple[int, int]:
-        """Returns the part's number, and the bytes of its picture."""
+    def put(self, answer: Answer) -> Future[int]:
+        """Record a result after those put before; the part's number once it is on disk."""
+        return self._writer.submit(lambda: self.add([answer])[0])
+
+    def _add(self, db: sqlite3.Connection, answer: Answer) -> int:
         row = answer.row
         number = int(db.execute(_ADD, _columns(answer.model, row)).lastrowid or 0)
         asked = row.verdict != "good"
         drawn = random.Random(number).random()
-        if row.status != "ok" or not (asked or drawn < self._keeping.goods):
-            return number, 0
-        size = len(answer.file) + len(answer.heatmap)
-        db.execute(
-            "INSERT INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)",
-            (number, asked, size, answer.file, answer.heatmap),
-        )
-        return number, size
+        if row.status == "ok" and (asked or drawn < self._keeping.goods):
+            self._keep(db, number, asked, answer.file, answer.heatmap)
+        return number
 
-    def _make_room(self, db: sqlite3.Connection, held: int) -> int:
-        """Delete the oldest pictures until the others fit; returns the bytes of these."""
-        while held > self._keeping.megabytes * 1_000_000:
+    def _keep(
+        self, db: sqlite3.Connection, part: int, asked: bool, file: bytes, heatmap: bytes
+    ) -> None:
+        """Keep a part's picture; the oldest others are deleted until all fit."""
+        added = db.execute(_KEEP, (part, asked, len(file) + len(heatmap), file, heatmap)).rowcount
+        self._held += added * (len(file) + len(heatmap))
+        while self._held > self._keeping.megabytes * 1_000_000:
             oldest = "SELECT part, bytes FROM pictures ORDER BY asked, part LIMIT 1"
             part, size = db.execute(oldest).fetchone()
             db.execute("DELETE FROM pictures WHERE part = ?", (part,))
-            held -= size
-        return held
+            self._held -= size
 
     def add_feedback(
-        self, verdict: str, *, who: str, part: int, defect_type: str = "", note: str = ""
+        self,
+        verdict: str,
+        *,
+        who: str,
+        part: int,
+        defect_type: str = "",
+        note: str = "",
+        picture: tuple[bytes, bytes] | None = None,
     ) -> None:
         """Record a person's judgement of a part.
 
@@ -237,6 +234,7 @@ class Record:
             part: its number.
             defect_type: kind of defect.
             note: free text.
+            picture: its image file and small heatmap, kept from now on if they weren't.
 
         Raises:
             DataError: there is no such part, its image couldn't be read, or this person has no
@@ -255,8 +253,10 @@ class Record:
             db.execute(
                 "INSERT INTO feedback (part, sha256, who, verdict, defect_type, note, time)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (part, found[0], who, verdict, defect_type, note, time_now()),
+                (part, found[0], who, verdict, defect_type, note, in_utc(datetime.now(UTC))),
             )
+            if picture is not None:
+                self._keep(db, part, True, *picture)
 
     def parts(
         self, before: int | None = None, verdict: str = "", limit: int = 60, model: str = ""
@@ -279,12 +279,12 @@ class Record:
         rows = self.read(
             f"{_PARTS} {where}ORDER BY parts.id DESC LIMIT ?", (*conditions.values(), limit)
         )
-        return [_part(*row) for row in rows]
+        return [from_json(line) for (line,) in rows]
 
     def part(self, number: int) -> dict[str, Any] | None:
         """One part, as in `parts`; None if there is none of this number."""
         rows = self.read(f"{_PARTS} WHERE parts.id = ?", (number,))
-        return _part(*rows[0]) if rows else None
+        return from_json(rows[0][0]) if rows else None
 
     def picture(self, number: int, kind: Literal["file", "heatmap"]) -> bytes | None:
         """A part's image file or small heatmap; None if it isn't kept."""
@@ -317,11 +317,13 @@ class Record:
             self._check_place()
             if self._trouble and shutil.disk_usage(self.file.parent).free < self._needed:
                 raise OutputError(self._trouble)
+            held = self._held
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
+                self._held = held
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
@@ -332,7 +334,7 @@ class Record:
 
     def _check_place(self) -> None:
         """Refuse to write to a file that nobody would find; SQLite alone wouldn't notice."""
-        if _places(self.file, self._head) != self._places:
+        if _places(self.file) != self._places:
             raise OutputError(
                 f"{self.file} was removed or changed by another program; put it back, or end serve "
                 "and start it with a new record"
@@ -351,75 +353,6 @@ class Record:
                 log.error("%s", reason)
             self._trouble = reason
             raise OutputError(reason) from None
-
-
-class Recorder:
-    """Records results in a thread, all waiting ones in one transaction.
-
-    Use it in a `with` statement, which writes the waiting ones at its end.
-
-    Args:
-        record: the record.
-        written: called with each part that was written, in order; an exception that it raises is
-            logged.
-    """
-
-    def __init__(self, record: Record, written: Callable[[int, Answer], object]) -> None:
-        self.record = record
-        self._written = written
-        self._waiting: queue.SimpleQueue[tuple[Answer, _Then] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="record", daemon=True)
-
-    def __enter__(self) -> Recorder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-
-    def put(self, answer: Answer, then: _Then) -> None:
-        """Queue a result for the record.
-
-        Args:
-            answer: the result.
-            then: called with the part's number or the error; an exception that it raises is logged.
-        """
-        self._waiting.put((answer, then))
-
-    def _work(self) -> None:
-        while True:
-            items = [self._waiting.get()]
-            while items[-1] and len(items) < _MOST_AT_ONCE and not self._waiting.empty():
-                items.append(self._waiting.get())
-            if parts := [item for item in items if item is not None]:
-                self._write(parts)
-            if items[-1] is None:
-                return
-
-    def _write(self, items: Sequence[tuple[Answer, _Then]]) -> None:
-        numbers: Sequence[int | OutputError]
-        try:
-            numbers = self.record.add([answer for answer, _ in items])
-        except Exception as error:  # an error in this program mustn't end this thread
-            if not isinstance(error, OutputError):
-                log.exception("recording results failed")
-            failed = OutputError(
-                f"the part couldn't be recorded, so it has no verdict ({why(error)}); send it again"
-            )
-            numbers = [failed] * len(items)
-        for (answer, then), number in zip(items, numbers, strict=True):
-            if isinstance(number, int):
-                _call(self._written, number, answer)
-            _call(then, number)
-
-
-def _call(callback: Callable[..., object], *arguments: object) -> None:
-    """Call a callback; its errors are logged, so that the next parts are still recorded."""
-    try:
-        callback(*arguments)
-    except Exception:
-        log.exception("passing a result on failed")
 
 
 def _opened(file: Path) -> sqlite3.Connection:
@@ -465,7 +398,6 @@ def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
                     f"{file} holds no parts: while serve runs they may be in {file.name}-wal. Copy "
                     'a record with sqlite3 ORIGINAL ".backup COPY", or stop serve first'
                 )
-            db.row_factory = partial(_checked, file)
             yield db
     except sqlite3.Error as error:
         fault = f"{file} can't be read as a record of serve: {_why(error)}"
@@ -490,7 +422,6 @@ def open_rows(file: Path) -> Iterator[sqlite3.Connection]:
         db.executescript(_schema())
         for row in sorted(rows, key=attrgetter("time")):
             db.execute(_ADD, _columns(row.model_name, row))
-        db.row_factory = partial(_checked, file)
         yield db
 
 
@@ -522,18 +453,6 @@ def _schema() -> str:
     return files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
 
 
-def _checked(file: Path, cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A row of a query; SQLite keeps values of any type in any column."""
-    values = list(row)
-    for i, (name, *_) in enumerate(cursor.description):
-        kind = _KINDS.get(name, (str, int, float))
-        if not isinstance(values[i], kind) and values[i] is not None:
-            raise strange(file, name)
-        if name == "line":
-            values[i] = _tolerated(file, values[i])
-    return tuple(values)
-
-
 def _read(file: Path, line: str) -> Row:
     """A row as JSON."""
     try:
@@ -542,29 +461,13 @@ def _read(file: Path, line: str) -> Row:
         raise strange(file, "line") from None
 
 
-def _tolerated(file: Path, line: str) -> dict[str, Any]:
-    """A recorded row as JSON: one odd value among thousands stops no report, it counts as blank."""
-    try:
-        values = dict(from_json(line))
-    except (TypeError, ValueError):
-        raise strange(file, "line") from None
-    return {
-        name: values[name] if isinstance(values.get(name), kind) else blank
-        for name, (kind, blank) in _FIELDS.items()
-    }
-
-
 def strange(file: Path, what: str) -> DataError:
     """The error to raise for a value that no row has."""
     return DataError(f"{file} holds a {what} that serve and infer don't write; give another file")
 
 
-def _places(file: Path, head: int) -> tuple[object, ...]:
-    """Places of the record's three files on the disk; None for a missing one.
-
-    The file's first bytes are read through a descriptor that stays open: to close one would drop
-    SQLite's own locks of this process, and another that reads would take the logs away.
-    """
+def _places(file: Path) -> tuple[object, ...]:
+    """Places of the record's three files on the disk; None for a missing one."""
     places: list[object] = []
     for end in ("", *_LOGS):
         try:
@@ -572,40 +475,21 @@ def _places(file: Path, head: int) -> tuple[object, ...]:
             places.append((found.st_dev, found.st_ino))
         except OSError:
             places.append(None)
-    return (*places, head < 0 or os.pread(head, len(_SQLITE), 0) == _SQLITE)
+    return tuple(places)
 
 
 def _why(error: Exception) -> str:
     return why(error) if isinstance(error, OSError) else str(error)
 
 
-def _part(
-    number: int, model: str, row: dict[str, Any], picture: int, feedback: str | None
-) -> dict[str, Any]:
-    said = feedback and json.loads(feedback)
-    return {**row, "id": number, "model": model, "picture": bool(picture), "feedback": said}
-
-
-def time_now() -> str:
-    """The current time, in the record's format."""
-    return _in_milliseconds(datetime.now(UTC))
-
-
-def in_utc(given: str) -> str:
-    """Convert a time in ISO 8601 to UTC; without a zone it is UTC already.
+def in_utc(moment: datetime) -> str:
+    """A time in the record's format; without a zone it is UTC already.
 
     Raises:
-        ValueError: it isn't a time.
+        OverflowError: it lies outside the years 1 to 9999.
     """
-    moment = datetime.fromisoformat(given)
-    try:
-        return _in_milliseconds(moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC))
-    except OverflowError:
-        raise ValueError(given) from None
-
-
-def _in_milliseconds(moment: datetime) -> str:
-    return moment.isoformat(timespec="milliseconds")
+    aware = moment.replace(tzinfo=moment.tzinfo or UTC)
+    return aware.astimezone(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
     if not record.is_file():
         raise DataError(f"there is no record {record}{like(record)}")
     limits = (("earliest", period.before.begin), ("begin", period.begin), ("end", period.end))
-    values = {name: in_utc(at.isoformat()) for name, at in limits}
+    values = {name: in_utc(at) for name, at in limits}
     values["hourly"] = str(hourly := int(period.end - period.begin <= _HOURLY))
     values["bucket"] = "%Y-%m-%d %H:00" if hourly else "%Y-%m-%d"
     values["judged"] = JUDGED
@@ -361,14 +361,14 @@ def _shown(cell: _Cell) -> str:
 
 
 def _picture(
-    why: int, number: int, judged: str, model: str, time: str, row: Any, heatmap: bytes
+    why: int, part: int, judged: str, model: str, time: str, path: str, verdict: str, *more: Any
 ) -> str:
+    *levels, heatmap = more
     judgement = f"; judged {judged}" if judged else ""
-    scores = (row[name] or 0.0 for name in ("image_score", "review_threshold", "threshold"))
-    score, review, reject = (f"{value:.4g}" for value in scores)
+    score, review, reject = (f"{value or 0.0:.4g}" for value in levels)
     caption = (
-        f"<b>{_WHY[why]}</b><br>{escape(model)}, part {number}, {escape(visible(row['path']))}"
-        f"<br>{time}: {escape(row['verdict'])}{judgement}<br>score {score}, "
+        f"<b>{_WHY[why]}</b><br>{escape(model)}, part {part}, {escape(visible(path))}"
+        f"<br>{time}: {escape(verdict)}{judgement}<br>score {score}, "
         f"review threshold {review}, reject threshold {reject}"
     )
     data = base64.b64encode(heatmap or b"").decode()

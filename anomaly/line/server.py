@@ -11,7 +11,6 @@ import base64
 import hmac
 import os
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -30,12 +29,14 @@ from anomaly.line.service import InspectionService
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 MOST_AT_ONCE = 256  # requests; for health and figures there is always room
-_MOST_CONNECTIONS = 10_000  # fewer where the system allows fewer open files
-_OTHER_FILES = 200  # that stay open or are opened beside connections
 _IDLE_SECONDS = 15  # that a connection stays open for the next request
 _HEAD_BYTES = 32768
+_SHORT_BYTES = 64_000  # of a body that is no image
+_HELD_BYTES = 512_000_000  # of all bodies being received or waiting for their answers
+_RECEIVE_SECONDS = 30.0  # until a body is complete
 _DRAIN_SECONDS = 1.0
 _LAST_SECONDS = 3  # after a stop, until waiting parts are refused; then for the last answers
+_MOST_LAST_SECONDS = 60  # after a stop, for parts that were begun
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # for supervisors, which have no token
 _ALWAYS = (*_OPEN, "/metrics")
 _PAGE_HEADER = b"x-requested-with"  # sent by our page's scripts, see line.js
@@ -74,6 +75,7 @@ def serve(
     listener: socket.socket,
     token: str,
     stopped: Callable[[], bool],
+    body_bytes: int = 64_000_000,
 ) -> None:
     """Answer requests until stopped; all accepted parts are answered, see `_Server`.
 
@@ -83,9 +85,10 @@ def serve(
         listener: as `listening` gives it.
         token: that each request has to send; empty for none. See `Guard`.
         stopped: whether to stop; called ten times a second.
+        body_bytes: most bytes of one image file.
     """
     config = uvicorn.Config(
-        Guard(app, token, service),
+        Guard(app, token, service, body_bytes),
         http="h11",
         log_config=None,
         log_level="error",  # a warning for each bad request would let anybody fill the log
@@ -93,34 +96,17 @@ def serve(
         lifespan="off",
         ws="none",
         server_header=False,
-        limit_concurrency=_connections_allowed(),
         timeout_keep_alive=_IDLE_SECONDS,
         h11_max_incomplete_event_size=_HEAD_BYTES,
     )
     asyncio.run(_Server(config, service, stopped).serve([listener]))
 
 
-def _connections_allowed() -> int:
-    """As many connections as the system allows this process files, less those it needs itself.
-
-    Silent ones cost a file each, so that hundreds of them keep nobody out.
-    """
-    if sys.platform == "win32":
-        return _MOST_CONNECTIONS
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_CONNECTIONS + _OTHER_FILES
-    allowed = most if hard == resource.RLIM_INFINITY else min(hard, most)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(allowed - _OTHER_FILES, MOST_AT_ONCE)
-
-
 class _Server(uvicorn.Server):
     """A uvicorn server that leaves signals to the command and ends when all parts are answered.
 
     Once stopped, it refuses new parts, and after some seconds those that wait; parts that were
-    begun are finished, whatever time they take.
+    begun are finished, unless one takes a minute.
     """
 
     def __init__(
@@ -141,12 +127,12 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer all accepted parts, then close all connections."""
-        self._service.stop()
-        end = time.monotonic() + _LAST_SECONDS
-        while self._service.waiting:
+        service, begun = self._service, time.monotonic()
+        service.stopping = True
+        while service.waiting and (past := time.monotonic() - begun) < _MOST_LAST_SECONDS:
+            if past > _LAST_SECONDS:
+                service.refuse_waiting()
             await asyncio.sleep(0.05)
-            if time.monotonic() > end:
-                self._service.refuse_waiting()
         asyncio.get_running_loop().call_later(_LAST_SECONDS, self._leave_slow_clients)
         await super().shutdown(sockets)
 
@@ -166,13 +152,16 @@ class Guard:
         app: the ASGI application behind it.
         token: shown as `Authorization: Bearer TOKEN`, or as the password that a browser asks for
             beside a name; empty for none, and only this machine may ask.
-        service: whose limits hold, and whose figures are kept.
+        service: whose figures are kept.
+        body_bytes: most bytes of one image file.
     """
 
-    def __init__(self, app: App, token: str, service: InspectionService) -> None:
+    def __init__(self, app: App, token: str, service: InspectionService, body_bytes: int) -> None:
         self._app = app
         self._token = token
         self._service = service
+        self._body_bytes = body_bytes
+        self._most_held = max(_HELD_BYTES, 2 * body_bytes)  # one is scored, another one waits
         self._at_work = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -236,16 +225,16 @@ class Guard:
         Raises:
             HTTPException: 408, 413 or 503: it is too slow, too long, or too many bytes are held.
         """
-        limits, service = self._service.limits, self._service
+        service = self._service
         image = scope["method"] == "POST" and scope["path"].endswith("/score")
-        most = limits.body_bytes if image else limits.short_bytes
+        most = self._body_bytes if image else _SHORT_BYTES
         shown = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
         too_long = HTTPException(413, f"the body is longer than {shown}, which is the limit")
         if int(headers.get(b"content-length", 0)) > most:  # h11 has seen that it is a number
             raise too_long
         pieces, held, more = list[bytes](), 0, True
         try:
-            async with asyncio.timeout(limits.receive_seconds):
+            async with asyncio.timeout(_RECEIVE_SECONDS):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -255,13 +244,13 @@ class Guard:
                     service.held += len(pieces[-1])
                     if held > most:
                         raise too_long
-                    if service.held > limits.held_bytes:
+                    if service.held > self._most_held:
                         raise _busy("too many images are waiting")
                     more = message["more_body"]
             pieces = [b"".join(pieces)]
             yield pieces[0]
         except TimeoutError:
-            reason = f"the body must be complete within {limits.receive_seconds:g} s"
+            reason = f"the body must be complete within {_RECEIVE_SECONDS:g} s"
             raise HTTPException(408, reason) from None
         finally:
             service.held -= held

@@ -1,27 +1,26 @@
-"""Everything behind the HTTP routes: models, record, and clients that follow events."""
+"""Everything behind the HTTP routes: models, record, receivers, alarms and figures."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from anomaly.desk.golden import keep_missed
-from anomaly.errors import DataError, visible
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import DEFAULT
-from anomaly.line.models import BusyError, ModelRegistry
-from anomaly.line.record import Answer, Record, Recorder
+from anomaly.line.models import ModelSlot
+from anomaly.line.record import Answer, Record
 from anomaly.line.sinks import Outbox, Sink
 from anomaly.maps.heatmap import photograph
 
@@ -32,38 +31,14 @@ log = logging.getLogger(__name__)
 
 _RECENT = 120  # recent parts whose small heatmap is in memory
 _RECENT_BYTES = 64_000_000  # limit for files of the newest good parts in memory
-_BEHIND = 200  # events that a follower may be behind before it has to reload
-_SIGN_OF_LIFE_SECONDS = 10.0
-MOST_FOLLOWERS = 64
 STOPPING = "the service is stopping"
-# By kind of alarm.
+# By kind of alarm; clients without a token read it, so it names no paths.
 _NOT_READY = {
     "stopping": STOPPING,
-    "unwritable": "parts can't be recorded: {reason}",
+    "unwritable": "parts can't be recorded",
     "failed": "{model} has failed",
     "loading": "{model} is still being loaded",
 }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of requests.
-
-    Attributes:
-        body_bytes: of one image file.
-        short_bytes: of any other body.
-        held_bytes: of all bodies being received or waiting for their answers.
-        receive_seconds: until a body is complete.
-        answer_seconds: until a part is answered.
-        waiting_parts: parts in progress of each model.
-    """
-
-    body_bytes: int = 64_000_000
-    short_bytes: int = 64_000
-    held_bytes: int = 512_000_000
-    receive_seconds: float = 30.0
-    answer_seconds: float = 60.0
-    waiting_parts: int = 64
 
 
 class InspectionService:
@@ -73,8 +48,11 @@ class InspectionService:
         folders: the models' folders by name.
         record: of all results; closed at the end.
         device: that the networks run on.
-        limits: of requests.
         sinks: receivers of all results.
+
+    Attributes:
+        held: bytes of bodies being received or waiting for their answers.
+        news: a number that changes with each new part and judgement.
     """
 
     def __init__(
@@ -83,33 +61,28 @@ class InspectionService:
         record: Record,
         *,
         device: torch.device,
-        limits: Limits | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self.limits = limits or Limits()
-        self.held = 0  # bytes of bodies being received or waiting for their answers
+        self.held = 0
+        self.news = round(1000 * time.time())  # another one after a restart
         self.record = record
         self.outboxes = [Outbox(self.record, sink) for sink in sinks]
-        self._recorder = Recorder(self.record, self._publish)
-        self.registry = ModelRegistry(
-            folders,
-            self._recorder,
-            device=device,
-            waiting_parts=self.limits.waiting_parts,
-        )
+        self.models = {
+            name: ModelSlot(name, folder, record, device=device, publish=self._publish)
+            for name, folder in folders.items()
+        }
         self.metrics = Metrics(self)
         self.stopping = False
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
-        self._followers: set[_Follower] = set()
         self._open = ExitStack()
 
     def __enter__(self) -> InspectionService:
         self._open.callback(self.record.close)
         for outbox in self.outboxes:
             self._open.enter_context(outbox)
-        self._open.enter_context(self._recorder)
-        self._open.enter_context(self.registry)
+        for slot in self.models.values():
+            self._open.enter_context(slot)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,10 +92,6 @@ class InspectionService:
         """A part's small heatmap; None if it is neither recent nor kept."""
         return self._recent.get(number) or self.record.picture(number, "heatmap")
 
-    def picture_file(self, number: int) -> bytes | None:
-        """A part's image file; None if it is neither recent nor kept."""
-        return self._files.get(number) or self.record.picture(number, "file")
-
     def photograph(self, number: int) -> bytes | None:
         """A part's image as a JPEG for a browser; None if it is neither recent nor kept.
 
@@ -130,14 +99,12 @@ class InspectionService:
             ImageError: decoding it took too long or too much.
         """
         part = self.record.part(number)
-        file = self.picture_file(number)
+        file = self._files.get(number) or self.record.picture(number, "file")
         if part is None or file is None:
             return None
-        slot = self.registry.models.get(part["model"])
-        now = None if slot is None else slot.now
-        decoding = DEFAULT if now is None else now.model.loading.decoding
-        decoded = read_one(photograph, file, decoding, about=Path(part["path"]))
-        return bytes(decoded)
+        slot = self.models.get(part["model"])
+        decoding = slot.now.model.loading.decoding if slot and slot.now else DEFAULT
+        return bytes(read_one(photograph, file, decoding, about=Path(part["path"])))
 
     def parts(
         self, before: int | None, verdict: str, limit: int, model: str
@@ -151,70 +118,19 @@ class InspectionService:
         return None if part is None else self._seen(part)
 
     def _seen(self, part: dict[str, Any]) -> dict[str, Any]:
-        return part | {"picture": part["picture"] or part["id"] in self._recent}
+        return part | {"picture": bool(part["picture"] or part["id"] in self._recent)}
 
-    def changed(self, number: int) -> None:
-        """Tell followers that a part was judged."""
-        part = self.part(number)
-        if part is not None:
-            self._send_event({"kind": "feedback", "part": part})
+    def judge(self, number: int, **judgement: str) -> dict[str, Any]:
+        """Record a judgement, as `Record.add_feedback` does; a recent part's picture is kept.
 
-    def keep_missed(self, number: int, who: str) -> None:
-        """Keep a missed defect as a golden part of its model.
-
-        Raises:
-            DataError: it can't be kept; the message says why.
-            OutputError: the disk is full, or another process is changing the run.
+        Returns:
+            The part.
         """
-        part = self.record.part(number) or {}
-        judgement = part.get("feedback")
-        if part.get("verdict") != "good" or not judgement or judgement["verdict"] != "defect":
-            raise DataError(f"part {number} isn't a defect that was called good; nothing was kept")
-        file, slot = self.picture_file(number), self.registry.models.get(part["model"])
-        if file is None or slot is None:
-            gone = "its picture isn't kept" if file is None else f"model {part['model']} is gone"
-            raise DataError(
-                f"part {number} can't be kept: {gone}. Give the file to anomaly explain --keep. "
-                "serve --keep-good 1 keeps the pictures of all good parts"
-            )
-        kept = keep_missed(slot.folder, f"part-{number}", file)
-        note = "; ".join(filter(None, [judgement["note"], f"known missed defect: {kept.name}"]))
-        self.record.add_feedback(
-            judgement["verdict"],
-            who=who,
-            part=number,
-            defect_type=judgement["defect_type"],
-            note=note,
-        )
-        self.changed(number)
-
-    async def follow(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Events from now on; None at once and while nothing happens.
-
-        Yields:
-            `{"kind": "part" or "feedback", "part": …}`, and `{"kind": "behind"}` for a follower
-            that was too slow and has missed some.
-
-        Raises:
-            BusyError: too many clients follow already.
-        """
-        if len(self._followers) >= MOST_FOLLOWERS:
-            raise BusyError(f"{MOST_FOLLOWERS} pages are open, the limit; close one of them")
-        follower = _Follower(asyncio.get_running_loop())
-        self._followers.add(follower)
-        try:
-            yield None
-            while not self.stopping:
-                try:
-                    async with asyncio.timeout(_SIGN_OF_LIFE_SECONDS):
-                        event = await follower.events.get()
-                except TimeoutError:
-                    yield None
-                    continue
-                if event is not None:
-                    yield event
-        finally:
-            self._followers.discard(follower)
+        file = self._files.get(number)
+        picture = None if file is None else (file, self._recent.get(number, b""))
+        self.record.add_feedback(part=number, picture=picture, **judgement)
+        self.news += 1
+        return self.part(number) or {}
 
     def health(self) -> dict[str, Any]:
         """Whether parts are accepted and recorded; also for clients without a token.
@@ -222,13 +138,8 @@ class InspectionService:
         Returns:
             `ready`; `reason`, why not; `models`, the state of each.
         """
-        # Clients without a token mustn't learn the record's path.
-        place, name = visible(str(self.record.file)), visible(self.record.file.name)
-        reasons = [
-            _NOT_READY[kind].format(model=model, reason=reason.replace(place, name))
-            for kind, model, reason in self._errors()
-        ]
-        states = {slot.name: slot.state for slot in self.registry.models.values()}
+        reasons = [_NOT_READY[kind].format(model=model) for kind, model, _ in self._errors()]
+        states = {slot.name: slot.state for slot in self.models.values()}
         return {"ready": not reasons, "reason": "; ".join(reasons), "models": states}
 
     def alarms(self) -> list[dict[str, str]]:
@@ -258,13 +169,13 @@ class InspectionService:
             yield "stopping", "", ""
         if trouble := self.record.trouble():
             yield "unwritable", "", trouble
-        for slot in self.registry.models.values():
+        for slot in self.models.values():
             if slot.state != "ready":
                 yield slot.state, slot.name, slot.trouble
 
     def _warnings(self) -> Iterator[tuple[str, str, str]]:
         """Kind, model and reason of each other alarm."""
-        for slot in self.registry.models.values():
+        for slot in self.models.values():
             if slot.refused:
                 yield "refused", slot.name, slot.trouble
             drift = slot.drifted()
@@ -273,20 +184,14 @@ class InspectionService:
             if drift["flagged"]:
                 yield "more" if drift["compared"] == "more" else "fewer", slot.name, ""
 
-    def stop(self) -> None:
-        """Disconnect followers and accept no more parts."""
-        self.stopping = True
-        for follower in list(self._followers):
-            follower.put(None)
-
     @property
     def waiting(self) -> int:
         """Number of accepted parts without an answer."""
-        return sum(slot.waiting for slot in self.registry.models.values())
+        return sum(slot.waiting for slot in self.models.values())
 
     def refuse_waiting(self) -> None:
         """Refuse the parts that nothing has begun with."""
-        count = sum(slot.refuse_waiting(STOPPING) for slot in self.registry.models.values())
+        count = sum(slot.refuse_waiting(STOPPING) for slot in self.models.values())
         if count:
             log.warning("%d waiting parts were refused; clients have to send them again", count)
 
@@ -303,12 +208,7 @@ class InspectionService:
             self._files[number] = answer.file
             while sum(map(len, self._files.values())) > _RECENT_BYTES:
                 self._files.popitem(last=False)
-        row = {**asdict(answer.row), "id": number, "model": answer.model, "feedback": None}
-        self._send_event({"kind": "part", "part": {**row, "picture": bool(answer.heatmap)}})
-
-    def _send_event(self, event: dict[str, Any]) -> None:
-        for follower in list(self._followers):
-            follower.put(event)
+        self.news += 1
 
 
 @cache
@@ -317,43 +217,19 @@ def _words() -> dict[str, dict[str, str]]:
     return dict(json.loads(words))
 
 
-class _Follower:
-    """A client that follows events, on an event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_BEHIND)
-        self._loop = loop
-
-    def put(self, event: dict[str, Any] | None) -> None:
-        """Hand over an event, from any thread."""
-        self._loop.call_soon_threadsafe(self._put, event)
-
-    def _put(self, event: dict[str, Any] | None) -> None:
-        if self.events.full():
-            while not self.events.empty():
-                self.events.get_nowait()
-            event = event and {"kind": "behind"}
-        self.events.put_nowait(event)
-
-
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-# Of each model, the record and each receiver: figures that are read at each request.
-_FIGURES: tuple[tuple[str, str, str, Callable[[Any], float]], ...] = (
-    ("model", "waiting_parts", "Accepted parts without an answer", lambda slot: slot.waiting),
-    ("model", "drift_alarm", "1 once parts have drifted", lambda slot: slot.drifted()["alarm"]),
-    ("model", "version_refused", "1 while a new version is refused", lambda slot: slot.refused),
-    (
-        "",
-        "record_trouble",
-        "1 while nothing can be recorded",
-        lambda record: bool(record.trouble()),
-    ),
-    ("receiver", "unsent_parts", "Parts that wait for it", lambda outbox: outbox.state()[0]),
-    ("receiver", "refused_parts", "Parts that it has refused", lambda outbox: outbox.state()[1]),
-)
+_BY_MODEL = {
+    "waiting_parts": "Accepted parts without an answer",
+    "drift_alarm": "1 once parts have drifted",
+    "version_refused": "1 while a new version is refused",
+}
+_BY_RECEIVER = {
+    "unsent_parts": "Parts that wait for it",
+    "refused_parts": "Parts that it has refused",
+}
 
 
-class Metrics:
+class Metrics(Collector):
     """The service's figures, in a registry of their own.
 
     Args:
@@ -361,38 +237,41 @@ class Metrics:
     """
 
     def __init__(self, service: InspectionService) -> None:
-        registry = self._registry = CollectorRegistry()
+        self._service, self._registry = service, CollectorRegistry()
         self.parts = Counter(
             "anomaly_parts_total",
             "Parts answered and recorded",
             ("model", "status", "verdict"),
-            registry=registry,
+            registry=self._registry,
         )
         self.seconds = Histogram(
             "anomaly_part_seconds",
             "Seconds from accepting a part to its row",
             ("model",),
             buckets=_SECONDS,
-            registry=registry,
+            registry=self._registry,
         )
         self.answers = Counter(
             "anomaly_http_answers_total",
             "Answers of the service by status code",
             ("code",),
-            registry=registry,
+            registry=self._registry,
         )
-        held = Gauge("anomaly_held_bytes", "Bytes of images that wait", registry=registry)
-        held.set_function(lambda: service.held)
-        sources: dict[str, Mapping[str, Any]] = {
-            "model": service.registry.models,
-            "receiver": {outbox.name: outbox for outbox in service.outboxes},
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The figures that are read at each request."""
+        service = self._service
+        trouble = float(bool(service.record.trouble()))
+        yield GaugeMetricFamily("anomaly_held_bytes", "Bytes of images that wait", service.held)
+        yield GaugeMetricFamily("anomaly_record_trouble", "1 while nothing is recorded", trouble)
+        models = {
+            slot.name: (slot.waiting, slot.drifted()["alarm"], slot.refused)
+            for slot in service.models.values()
         }
-        for label, name, text, figure in _FIGURES:
-            gauge = Gauge(f"anomaly_{name}", text, [label] * bool(label), registry=registry)
-            if not label:
-                gauge.set_function(partial(figure, service.record))
-            for one, source in sources.get(label, {}).items():
-                gauge.labels(one).set_function(partial(figure, source))
+        yield from _gauges("model", _BY_MODEL, models)
+        receivers = {outbox.name: outbox.state() for outbox in service.outboxes}
+        yield from _gauges("receiver", _BY_RECEIVER, receivers)
 
     def note(self, answer: Answer) -> None:
         """Count a part that was answered."""
@@ -403,3 +282,14 @@ class Metrics:
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _gauges(
+    label: str, texts: Mapping[str, str], figures: Mapping[str, Sequence[float]]
+) -> Iterator[GaugeMetricFamily]:
+    """Gauges with a label: names and texts, and by the label's value a figure for each."""
+    for place, (name, text) in enumerate(texts.items()):
+        gauge = GaugeMetricFamily(f"anomaly_{name}", text, labels=[label])
+        for one, values in figures.items():
+            gauge.add_metric([one], values[place])
+        yield gauge

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import http.client
 import importlib.util
-import json
 import logging
 import queue
 import socket
@@ -24,6 +23,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from anomaly.errors import AnomalyError, why
 from anomaly.line.record import Record
 from anomaly.runtime import __version__
+
+log = logging.getLogger(__name__)
 
 _SECONDS = 5.0  # for a row and its answer; MQTT: for each step
 _ABOUT_THE_ROW = (400, 413, 422)  # statuses with which a webhook refuses a row for good
@@ -232,10 +233,8 @@ def _reason(error: Exception) -> str:
     return why(error) if isinstance(error, OSError) else "the connection is lost"
 
 
-log = logging.getLogger(__name__)
-
 _UNSENT = """
-SELECT id, model, line FROM parts
+SELECT id, time, json_set (line, '$.id', id, '$.model', model) FROM parts
 WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT 1
 """
 _TRIES = 5  # for a row that the receiver refuses
@@ -313,10 +312,9 @@ class Outbox:
         unsent = self._record.read(_UNSENT, (self._sink.name,))
         if not unsent:
             return _LOOK_SECONDS
-        number, model, row = unsent[0]
-        message = json.dumps({**row, "id": number, "model": model})
+        number, time, message = unsent[0]
         try:
-            self._sink.send(message.encode(), f"{number}@{row['time']}")
+            self._sink.send(message.encode(), f"{number}@{time}")
         except NotTakenError as error:
             self._failed += 1
             self._refused += error.for_good

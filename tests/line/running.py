@@ -23,7 +23,7 @@ from anomaly.line.app import make_app
 from anomaly.line.commands import named
 from anomaly.line.record import Keeping, Record
 from anomaly.line.server import listening, serve
-from anomaly.line.service import InspectionService, Limits
+from anomaly.line.service import InspectionService
 from anomaly.line.sinks import Sink
 from anomaly.storage.folder import find_models
 
@@ -91,7 +91,7 @@ def serving(
     token: str = "",
     record: Path | None = None,
     keeping: Keeping | None = None,
-    limits: Limits | None = None,
+    body_bytes: int = 64_000_000,
     sinks: Sequence[Sink] = (),
 ) -> Iterator[Served]:
     """A service in a thread, once each of its models is ready or has failed."""
@@ -99,14 +99,13 @@ def serving(
         named(find_models(folder)),
         Record(record or folder / "line.sqlite", keeping or Keeping()),
         device=torch.device("cpu"),
-        limits=limits,
         sinks=sinks,
     )
     stop, listener = threading.Event(), listening("127.0.0.1", 0)
     with service:
-        thread = threading.Thread(
-            target=serve, args=(make_app(service), service, listener, token, stop.is_set)
-        )
+        app = make_app(service)
+        arguments = app, service, listener, token, stop.is_set, body_bytes
+        thread = threading.Thread(target=serve, args=arguments)
         thread.start()
         try:
             served = Served(listener.getsockname()[1], folder, token)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Command
 
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
@@ -19,7 +20,7 @@ from anomaly.errors import DataError
 from anomaly.inference.rows import Row, as_jsonl
 from anomaly.line.drift import HORIZON, Drift, Level, gains, levels_of, limit_of
 from anomaly.line.models import ModelSlot, Version
-from anomaly.line.record import Answer, Record, Recorder
+from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, parts_of
 from anomaly.storage.folder import model_id
 from anomaly.storage.load import load_model
@@ -177,10 +178,8 @@ def test_the_service_sees_what_the_report_says(
         assert all(f"{loaded.model_id}: {line}" in page for line in said["lines"])
 
     with closing(Record(file)) as record:
-        slot = ModelSlot("disc", run_folder / "model", Recorder(record, lambda *_: None))
-        version = Version.of(loaded, run_folder / "model", "")
-        slot.use(version)
-        record.promises[loaded.model_id] = version.promise
+        slot = ModelSlot("disc", run_folder / "model", record, device=torch.device("cpu"))
+        slot.use(Version.of(loaded, run_folder / "model", ""))
         for batch in (scored[:50], scored[50:120], scored[120:]):
             record.add([Answer("disc", row, b"") for row in batch])
             slot.drifted()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_record import PNG, answer
 
-from anomaly.errors import AnomalyError, DataError, OutputError
+from anomaly.errors import AnomalyError, OutputError
 from anomaly.line.record import Keeping, Record, confirmed_parts, safe_name
 from anomaly.line.report import PAGE, Period, report
 
@@ -55,8 +55,8 @@ def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
         with record.changing() as db:
             db.execute("UPDATE pictures SET file = ?", (PNG,))
         record.add_feedback("good", who="Ada", part=2)
-    with closing(sqlite3.connect(file)) as db:
-        db.executescript(VALUES[value])
+    with closing(sqlite3.connect(file)) as db, suppress(sqlite3.IntegrityError):
+        db.executescript(VALUES[value])  # the tables refuse most of it
     period = Period.of("2025-12-31", "2026-01-02")
     with suppress(AnomalyError):
         assert "<img src=x" not in report(file, period, {}).files[PAGE]
@@ -64,7 +64,7 @@ def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
         confirmed_parts(file, ["0" * 16], inside)
     with suppress(OutputError), closing(Record(file)) as record:
         for ask in (record.parts, lambda: record.part(1), lambda: record.counts("2025")):
-            with suppress(DataError):
+            with suppress(AnomalyError):
                 json.dumps(ask(), allow_nan=False)
     made = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != file.parent]
     assert all(path.name in ("part-1.png", "part-2.png", "1", "2") for path in made)

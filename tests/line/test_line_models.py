@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import until
-from test_record import answer
 
 from anomaly.errors import OutputError
 from anomaly.imaging.pool import Decoders
 from anomaly.line.models import BusyError, ModelSlot, Version
-from anomaly.line.record import Answer, Record, Recorder
+from anomaly.line.record import Answer, Record
 from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
@@ -48,11 +48,14 @@ def model(run_folder: Path) -> Model:
     return load_model(run_folder, "cpu")
 
 
-def serving(model: Model, recorder: Recorder, **limits: int) -> ModelSlot:
+def serving(model: Model, gate: Gate, most_waiting: int = 64, **how: Any) -> ModelSlot:
     """A slot that scores parts with a model, once it is entered."""
     folder = model.folder or Path()
-    slot = ModelSlot("disc", folder, recorder, **limits)
-    slot.use(Version.of(model, folder, ""))
+    slot = ModelSlot(
+        "disc", folder, gate, device=torch.device("cpu"), most_waiting=most_waiting, **how
+    )
+    slot._load = lambda: slot.use(Version.of(model, folder, ""))  # type: ignore[method-assign]
+    slot._load()
     return slot
 
 
@@ -72,19 +75,18 @@ def test_no_more_wait_than_may_and_all_that_wait_are_answered(
     model: Model, files: list[Path], gate: Gate
 ) -> None:
     told: list[int] = []
-    with Recorder(gate, lambda number, _: told.append(number)) as recorder:
-        with serving(model, recorder, most_waiting=4) as slot:
-            futures = [slot.submit(file.read_bytes(), file.name) for file in files[:4]]
-            with pytest.raises(BusyError, match="4 parts are waiting"):
-                slot.submit(b"one more")
-            assert not wait(futures, 0.3).done  # nothing is written yet
-            gate.may.set()
-            assert futures[0].result(20)["path"] == files[0].name
-            assert slot.submit(b"one more").result(20)["status"] == "unsupported"
-            futures.append(slot.submit(files[4].read_bytes()))
-        assert all(future.done() for future in futures)
-        assert slot.waiting == 0
-    assert sorted(told) == [1, 2, 3, 4, 5, 6]
+    with serving(model, gate, 4, publish=lambda number, _: told.append(number)) as slot:
+        futures = [slot.submit(file.read_bytes(), file.name) for file in files[:4]]
+        with pytest.raises(BusyError, match="4 parts are waiting"):
+            slot.submit(b"one more")
+        assert not wait(futures, 0.3).done  # nothing is written yet
+        gate.may.set()
+        assert futures[0].result(20)["path"] == files[0].name
+        assert slot.submit(b"one more").result(20)["status"] == "unsupported"
+        futures.append(slot.submit(files[4].read_bytes()))
+    assert all(future.done() for future in futures)
+    assert slot.waiting == 0
+    assert told == [1, 2, 3, 4, 5, 6]
 
 
 def test_images_in_tiles_are_decoded_few_at_a_time(
@@ -102,10 +104,7 @@ def test_images_in_tiles_are_decoded_few_at_a_time(
 
     monkeypatch.setattr(Decoders, "submit", counted)
     monkeypatch.setattr("anomaly.line.models.program_threads", lambda: 2)
-    with (
-        Recorder(gate, lambda *_: None) as recorder,
-        serving(tiled, recorder) as slot,
-    ):
+    with serving(tiled, gate) as slot:
         futures = [slot.submit(file.read_bytes()) for file in files[:5]]
         assert not wait(futures, 0.3).done
         assert (begun, slot.waiting) == ([0, 1], 5)
@@ -134,11 +133,10 @@ def test_batches_are_no_larger_than_the_model_takes_at_once(
     monkeypatch.setattr(Model, "predict_batches", counted)
     monkeypatch.setattr("anomaly.line.models.get_threads", lambda: 1)
     gate.may.set()
-    with Recorder(gate, lambda *_: None) as recorder:
-        slot = serving(model, recorder)
-        futures = submitted(slot, files[0].read_bytes(), 9)
-        with slot:
-            wait(futures, 30)
+    slot = serving(model, gate)
+    futures = submitted(slot, files[0].read_bytes(), 9)
+    with slot:
+        wait(futures, 30)
     assert model.batch_size == 4 < model.config.batch_size
     assert (sum(sizes), max(sizes)) == (9, 4)
 
@@ -150,9 +148,8 @@ def test_what_cannot_be_written_down_is_not_answered(
     gate.may.set()
     told: list[int] = []
     with (
-        Recorder(gate, lambda number, _: told.append(number)) as recorder,
-        serving(model, recorder) as slot,
-        pytest.raises(OutputError, match="the disk is full"),
+        serving(model, gate, publish=lambda number, _: told.append(number)) as slot,
+        pytest.raises(OutputError, match=r"no verdict \(the disk is full\); send it"),
     ):
         slot.submit(files[0].read_bytes()).result(20)
     assert told == []
@@ -179,30 +176,26 @@ def test_a_part_that_is_being_drawn_when_scoring_fails_is_answered_once(
     monkeypatch.setattr(Decoders, "finish", later)
     gate.may.set()
     data = files[0].read_bytes()
-    with Recorder(gate, lambda *_: None) as recorder:
-        slot = serving(model, recorder)
-        both = submitted(slot, data, 2)
-        with slot:
-            wait(both, 20, "FIRST_COMPLETED")
-            drawn.set()
-            rows = [future.result(20) for future in both]
-            assert sorted(row["status"] for row in rows) == ["failed", "ok"]
-            reasons = [row["reason"] for row in rows if row["reason"]]
-            assert reasons == ["scoring failed: RuntimeError"]
-            assert slot.submit(data).result(20)["status"] == "ok"
+    slot = serving(model, gate)
+    both = submitted(slot, data, 2)
+    with slot:
+        wait(both, 20, "FIRST_COMPLETED")
+        drawn.set()
+        rows = [future.result(20) for future in both]
+        assert sorted(row["status"] for row in rows) == ["failed", "ok"]
+        reasons = [row["reason"] for row in rows if row["reason"]]
+        assert reasons == ["scoring failed: RuntimeError"]
+        assert slot.submit(data).result(20)["status"] == "ok"
     assert len(gate.parts()) == 3
 
 
-def test_the_record_goes_on_when_a_callback_fails(
-    gate: Gate, caplog: pytest.LogCaptureFixture
+def test_a_part_is_answered_though_publishing_it_fails(
+    model: Model, files: list[Path], gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a mistake")
 
     gate.may.set()
-    found: list[int | OutputError] = []
-    with Recorder(gate, fail) as recorder:
-        recorder.put(answer("good", 1), fail)
-        recorder.put(answer("good", 2), found.append)
-    assert found == [2]
-    assert caplog.text.count("RuntimeError: a mistake") == 3
+    with serving(model, gate, publish=fail) as slot:
+        assert [slot.submit(files[0].read_bytes()).result(20)["id"] for _ in range(2)] == [1, 2]
+    until(lambda: caplog.text.count("RuntimeError: a mistake") == 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from browser import Browser
 from running import Served, serving
 
 import anomaly.line
-from anomaly.line.service import MOST_FOLLOWERS
 
 LINE = Path(anomaly.line.__file__).parent
 STRIP = "[...document.querySelectorAll('#strip button')].map((b) => Number(b.dataset.part))"
@@ -107,19 +105,6 @@ def test_a_part_is_shown_as_it_comes(served: Served, page: Browser, product: Pat
     page.until(f"{STRIP}.length", reviews)
     page.press("r")
     page.until(f"{STRIP}.length > {reviews}", True)
-
-
-def test_it_follows_once_there_is_a_place(served: Served, page: Browser) -> None:
-    page.open("about:blank")
-    others = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(MOST_FOLLOWERS)]
-    for other in others:
-        other.sendall(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 200 " in other.recv(20)
-    opened(page, served, "no connection")
-    for other in others:
-        other.close()
-    shows(page, "state", "live", seconds=10)
-    page.events.clear()  # the browser complains of each 503
 
 
 def test_it_speaks_the_language_of_whoever_looks(

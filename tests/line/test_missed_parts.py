@@ -1,4 +1,4 @@
-"""Defects that were called good: kept from the page, and in the way of versions that miss them."""
+"""Defects that were called good: their pictures are kept, and versions that miss them refused."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from browser import Browser
 from conftest import Command, run_command, train_arguments, write_part
-from kit import until
 from running import serving
-from test_line_page import opened
 
 from anomaly.desk.golden import keep_missed, write_record
 from anomaly.errors import OutputError
-from anomaly.line import models
 from anomaly.line.commands import deploy
+from anomaly.line.record import Keeping, confirmed_parts
 
 
 @pytest.fixture
@@ -28,38 +25,22 @@ def faint(tmp_path: Path) -> Path:
     return tmp_path / "faint.png"
 
 
-def test_the_page_keeps_a_defect_that_was_called_good(
-    run_folder: Path,
-    product: Path,
-    tmp_path: Path,
-    faint: Path,
-    window: Browser,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_picture_of_a_part_that_people_judge_is_kept(
+    run_folder: Path, tmp_path: Path, faint: Path
 ) -> None:
-    monkeypatch.setattr(models, "_LOOK_SECONDS", 0.05)
+    """Of a good part, too, so that an update learns of a defect that was called good."""
     run = Path(shutil.copytree(run_folder, tmp_path / "models" / "disc"))
-    with serving(run.parent) as served:
-        rejected = served.score((product / "test" / "spot" / "000.png").read_bytes())[1]["id"]
-        assert served.post(f"/v1/parts/{rejected}/feedback", verdict="defect")[0] == 200
-        assert served.post(f"/v1/parts/{rejected}/missed")[0] == 409
-        part = f"/v1/parts/{served.score(faint.read_bytes())[1]['id']}"
-        status, said = served.post(f"{part}/missed")
-        assert (status, "isn't a defect that was called good" in said["detail"]) == (409, True)
-        opened(window, served, "live")
-        hidden = "document.getElementById('missed').hidden"
-        assert window.evaluate(hidden)
-        window.until("performance.now() > 700", True)
-        window.press("d")
-        window.until(hidden, False)
-        window.press("m")
-        window.until(hidden, True)
-        window.open("about:blank")
-        assert "known missed defect: part-" in served.get(part)["feedback"]["note"]
-        (kept,) = (run / "golden" / "missed").iterdir()
-        assert kept.read_bytes() == faint.read_bytes()
-        # The model goes on with it: checked anew, and ready.
-        until(lambda: "known defects caught: 0 of 1" in served.get("/v1/models/disc")["checked"])
-        assert served.ask("GET", "/v2/health/ready")[0] == 200
+    with serving(run.parent, keeping=Keeping(goods=0)) as served:
+        for verdict in ("defect", "good"):  # the second one is scored, but not judged
+            row = served.score(faint.read_bytes() + b"\0" * (verdict == "good"))[1]
+            assert row["verdict"] == "good"
+            if verdict == "defect":
+                judged = f"/v1/parts/{row['id']}/feedback"
+                assert served.post(judged, verdict="defect", who="Ada")[0] == 200
+    found = confirmed_parts(run.parent / "line.sqlite", [row["model_id"]], tmp_path / "found")
+    (defect,) = found.defects
+    assert defect.path.read_bytes() == faint.read_bytes()
+    assert (found.past, found.lost) == ([], 0)
 
 
 def test_a_version_that_loses_a_known_defect_isnt_deployed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,11 +58,3 @@ def test_the_page_lives_behind_a_proxy_and_without_storage(
     assert page.complaints() == []
     assert all(url.startswith(proxied) for url in page.requests())
     assert served.get(f"/v1/parts/{number}")["feedback"]["who"] == "Ada"
-
-
-def test_no_proxy_holds_events_back(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port)) as events:
-        events.sendall(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        head = events.recv(4096).lower()
-    assert b"x-accel-buffering: no" in head
-    assert b"cache-control: no-cache" in head

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -17,7 +16,7 @@ from kit import unprivileged
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
-from anomaly.line.record import Answer, Keeping, Record, Recorder, confirmed_parts
+from anomaly.line.record import Answer, Keeping, Record, confirmed_parts
 from anomaly.line.report import Period, parts_of
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
@@ -170,19 +169,16 @@ def test_what_is_no_record_is_refused_and_stays_as_it_is(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    record, told = Record(tmp_path / "line.sqlite"), []
-    good = answer("good", 1)
-    bad = replace(good, row=replace(good.row, image_score=float("nan")))
-    with pytest.raises(ValueError, match="JSON"):
-        record.add([good, bad])
-    assert numbers(record) == []
-    # Of parts that come one by one the next ones are taken.
-    with Recorder(record, lambda number, _: None) as recorder:
-        recorder.put(bad, told.append)
-        until_told = threading.Event()
-        recorder.put(good, lambda number: (told.append(number), until_told.set()))
-        assert until_told.wait(10)
-    assert "couldn't be recorded, so it has no verdict" in str(told[0])
+    with closing(Record(tmp_path / "line.sqlite")) as record:
+        good = answer("good", 1)
+        bad = replace(good, row=replace(good.row, image_score=float("nan")))
+        with pytest.raises(ValueError, match="JSON"):
+            record.add([good, bad])
+        assert numbers(record) == []
+        # Of parts that come one by one the next ones are taken.
+        failed, written = record.put(bad), record.put(good)
+        assert isinstance(failed.exception(10), ValueError)
+        assert [written.result(10)] == numbers(record)
 
 
 def test_after_a_full_disk_pictures_within_the_budget_are_all_there(small_disk: Path) -> None:
@@ -242,15 +238,6 @@ def test_a_record_that_comes_back_is_gone_on_with(tmp_path: Path) -> None:
         (tmp_path / "away").rename(record.file)
         assert record.trouble() == ""
         assert record.add(rejects(1)) == [2]
-
-
-@pytest.mark.parametrize("content", [b"", WORDS], ids=["cut", "overwritten"])
-def test_a_file_that_is_overwritten_is_trouble(content: bytes, tmp_path: Path) -> None:
-    with closing(Record(tmp_path / "line.sqlite")) as record:
-        record.add(rejects(0))
-        record.file.write_bytes(content)
-        assert "was removed or changed by another program" in record.trouble()
-        assert record.file.read_bytes() == content
 
 
 def test_readers_do_not_wait_for_what_is_written(tmp_path: Path) -> None:

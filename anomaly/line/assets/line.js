@@ -1,4 +1,4 @@
-// The page for the line: newest part, counts, strip and chart, live by server-sent events.
+// The page for the line: newest part, counts, strip and chart; asks for news twice a second.
 // What clients and people have written is only ever put in place as text.
 
 import { language, number, offerLanguages, remembered, word } from "./words.js";
@@ -6,8 +6,7 @@ import { zoomable } from "./zoom.js";
 
 const KEPT = 60;
 const HASTE = 600; // milliseconds in which a button still means the part before
-const AGAIN = 2000; // milliseconds until the page asks again to follow, where it was refused
-const KEPT_AS = "known missed defect"; // in a note that the service adds
+const AGAIN = 500; // milliseconds until the page asks for news again
 const VERDICTS = { good: "verdict_good", review: "verdict_review", reject: "verdict_reject" };
 
 let parts = []; // the newest first
@@ -18,6 +17,7 @@ let model = ""; // that is looked at; empty for all
 let photo = false; // whether the photograph is shown instead of the heatmap
 let close = false; // whether the picture is zoomed into
 let listed = ""; // the alarms that are shown
+let seen = null; // the service's number of news that is shown
 let arrived = -HASTE; // when another part was put in place of the one that was shown
 let connected = false; // whether parts are shown as they come
 let drafted = false; // something is typed that wasn't sent
@@ -66,12 +66,20 @@ async function refresh() {
   if (wanted.get("verdict") !== only || wanted.get("model") !== model) return;
   const before = held();
   parts = newest;
+  const first = parts.length ? parts[0].id : null;
   if (before) keep(before);
-  else chosen = parts.length ? parts[0].id : null;
+  else if (chosen !== first) {
+    if (chosen !== null) arrived = performance.now();
+    chosen = first;
+  }
+  redraw();
+  await counts();
+}
+
+function redraw() {
   show();
   strip();
   chart();
-  await counts();
 }
 
 async function counts() {
@@ -157,8 +165,6 @@ function switchPicture() {
 
 function feedback(part) {
   const judgement = part && part.feedback;
-  const defect = judgement && judgement.verdict === "defect" && part.verdict === "good";
-  at("missed").hidden = !defect || judgement.note.includes(KEPT_AS);
   for (const verdict of ["good", "defect"]) {
     at(verdict).disabled = !part || part.status !== "ok";
     at(verdict).classList.toggle("chosen", Boolean(judgement) && judgement.verdict === verdict);
@@ -282,24 +288,14 @@ async function say(verdict) {
     who: person(),
   };
   try {
-    const changed = await json(`v1/parts/${part.id}/feedback`, body);
+    const judged = await json(`v1/parts/${part.id}/feedback`, body);
+    parts = parts.map((one) => (one.id === judged.id ? judged : one));
     remember(body);
-    take(changed);
+    redraw();
     at("note").value = at("type").value = "";
     drafted = false;
   } catch (error) {
     at("answer").textContent = word("not_noted", { reason: error.message });
-  }
-}
-
-async function keepMissed() {
-  const part = shown();
-  if (!part || at("missed").hidden) return;
-  try {
-    const who = encodeURIComponent(person());
-    take(await json(`v1/parts/${part.id}/missed?who=${who}`, {}));
-  } catch (error) {
-    at("answer").textContent = word("not_kept", { reason: error.message });
   }
 }
 
@@ -313,50 +309,17 @@ function remember(body) {
   }
 }
 
-function take(part) {
-  const place = parts.findIndex((one) => one.id === part.id);
-  const before = held();
-  if (place >= 0) {
-    parts[place] = part;
-  } else if ((!only || part.verdict === only) && (!model || part.model === model)) {
-    parts.unshift(part);
-    parts.sort((a, b) => b.id - a.id);
-    parts.length = Math.min(parts.length, KEPT);
-    if (before) keep(before);
-  } else {
-    return;
-  }
-  if (!before && chosen !== parts[0].id) {
-    if (chosen !== null) arrived = performance.now();
-    chosen = parts[0].id;
-  }
-  show();
-  strip();
-  chart();
-}
-
-let due = null; // counts are asked for once for many parts
-function countSoon() {
-  due ??= setTimeout(() => { due = null; counts().catch(() => {}); }, 300);
-}
-
-function listen() {
-  const source = new EventSource("v1/events");
-  source.addEventListener("open", () => {
+async function follow() {
+  try {
+    const { news } = await json("v1/news");
+    const changed = !connected || news !== seen;
     connected = true;
-    refresh().catch(alarms).catch(lost);
-  });
-  source.addEventListener("error", () => {
-    lost();
-    // A browser tries again by itself only where there was no answer at all.
-    if (source.readyState === EventSource.CLOSED) setTimeout(listen, AGAIN);
-  });
-  source.addEventListener("message", (message) => {
-    const event = JSON.parse(message.data);
-    if (event.kind === "behind") refresh().catch(alarms).catch(lost);
-    else take(event.part);
-    if (event.kind === "part") countSoon();
-  });
+    if (changed) await refresh();
+    seen = news;
+  } catch {
+    await alarms().catch(lost); // the service may be there without a record
+  }
+  setTimeout(follow, AGAIN);
 }
 
 function lost() {
@@ -371,7 +334,6 @@ const KEYS = {
   r: () => at("filter").click(),
   g: () => say("good"),
   d: () => say("defect"),
-  m: keepMissed,
   n: () => at("note").focus(),
   h: switchPicture,
   "+": () => zoom.by(1.5),
@@ -398,7 +360,6 @@ for (const name of ["note", "type"]) {
 }
 at("good").addEventListener("click", () => say("good"));
 at("defect").addEventListener("click", () => say("defect"));
-at("missed").addEventListener("click", keepMissed);
 at("live").addEventListener("click", KEYS.Home);
 at("filter").addEventListener("click", () => {
   only = only ? "" : "review";
@@ -435,4 +396,4 @@ json("v1/models").then(({ models }) => {
   at("models").append(...names.map((name) => new Option(name)));
   at("models").hidden = names.length < 2;
   at("models").value = model = names.length > 1 && names.includes(last) ? last : "";
-}).catch(lost).finally(listen);
+}).catch(lost).finally(follow);

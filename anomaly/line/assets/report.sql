@@ -5,8 +5,8 @@ CREATE INDEX temp.words_by_image ON words (sha256);
 CREATE TEMP TABLE answered AS SELECT parts.id, time < '{begin}' AS age, model, model_id, time, score, parts.sha256,
     CASE WHEN status <> 'ok' THEN status WHEN parts.verdict = '' THEN 'no verdict'
         ELSE parts.verdict END AS outcome, words.verdict AS word, words.defect_type AS kind,
-    COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, json_extract (line, '$.review_threshold') AS review,
-    json_extract (line, '$.threshold') AS reject,
+    COALESCE (json_extract (line, '$.reason'), '') = '' AS by_score, CAST (json_extract (line, '$.review_threshold') AS REAL) AS review,
+    CAST (json_extract (line, '$.threshold') AS REAL) AS reject,
     NULLIF (json_extract (line, '$.group'), '') AS views, strftime ('%s', time, 'localtime') - strftime ('%s', time) AS ahead  -- of UTC, in seconds
     FROM main.parts LEFT JOIN words ON words.sha256 = parts.sha256
     WHERE time >= '{earliest}' AND time < '{end}' AND ahead IS NOT NULL ORDER BY parts.id;
@@ -88,14 +88,14 @@ CREATE TEMP VIEW scores AS SELECT model_id, MAX (score) AS score FROM seen
     GROUP BY COALESCE (views, id), model_id ORDER BY MIN (id);
 -- The pictures that matter: escapes, rejects that people overruled, what lies at a threshold.
 CREATE TEMP VIEW notable AS
-    WITH ranked AS (SELECT id, judged,
+    WITH ranked AS (SELECT id, judged, review, reject,
         CASE WHEN escaped THEN 1 WHEN false_reject THEN 2 ELSE 3 END AS why,
         CASE WHEN false_reject THEN -score / reject WHEN escaped THEN score / reject
             ELSE MIN (ABS (score - reject), ABS (score - review)) / reject END AS rank,
             MIN (ABS (score / reject - 1), ABS (score / review - 1)) <= 0.2 AS is_near
         FROM seen WHERE age = 0 AND reject > 0 AND once AND id IN (SELECT part FROM main.pictures)),
     placed AS (SELECT *, ROW_NUMBER () OVER (PARTITION BY why ORDER BY rank, id) AS place FROM ranked)
-    SELECT why, placed.id, judged, model, strftime ('%Y-%m-%d %H:%M:%S', time, 'localtime'), line,
-        heatmap FROM placed
+    SELECT why, placed.id, judged, model, strftime ('%Y-%m-%d %H:%M:%S', time, 'localtime'),
+        CAST (json_extract (line, '$.path') AS TEXT), parts.verdict, parts.score, review, reject, heatmap FROM placed
     JOIN main.parts ON parts.id = placed.id JOIN main.pictures ON pictures.part = placed.id
     WHERE CASE why WHEN 3 THEN is_near ELSE place <= 4 END ORDER BY why, place LIMIT 10;
