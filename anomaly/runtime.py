@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import resource
 import sys
 import threading
 from collections import deque
@@ -75,13 +76,7 @@ def cores() -> int:
     """
     if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
         return max(1, int(asked))
-    if hasattr(os, "process_cpu_count"):  # Python 3.13
-        count: int = os.process_cpu_count() or 1
-    elif hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
-    return max(1, math.ceil(min(count, cpu_quota())))
+    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
@@ -113,11 +108,6 @@ def use_threads(count: int) -> None:
     """Set how many threads the program computes with, in torch as well."""
     _counts.program = count
     set_threads(count)
-
-
-def wanted_threads() -> int:
-    """How many threads `use_threads` has set; 0 where it wasn't called."""
-    return _counts.program
 
 
 def program_threads() -> int:
@@ -218,8 +208,7 @@ def _after_fork() -> None:
             cv2.setNumThreads(1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 Item = TypeVar("Item")
@@ -412,7 +401,7 @@ def device_of(device: str | torch.device) -> torch.device:
     import torch
 
     if first:
-        torch.set_num_threads(wanted_threads() or min(torch.get_num_threads(), cores()))
+        torch.set_num_threads(_counts.program or min(torch.get_num_threads(), cores()))
     has_gpu = torch.cuda.is_available()
     name = str(device)
     if name == "auto":
@@ -468,16 +457,10 @@ def release_memory() -> None:
     process that reads a few thousand images ends up holding gigabytes of them. Takes some
     milliseconds.
     """
-    # Only glibc has the call.
-    if sys.platform.startswith("linux") and hasattr(c := ctypes.CDLL(None), "malloc_trim"):
+    if hasattr(c := ctypes.CDLL(None), "malloc_trim"):  # only glibc has the call
         c.malloc_trim(0)
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes; 0 where the system can't say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """The most memory that this process has held so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

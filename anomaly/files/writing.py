@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,8 @@ JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
 GOLDEN = "golden.json"
-# Folders of a run of `infer`, and the suffixes of what it writes into them.
-_SUFFIXES = {
-    HEATMAPS: (".png",),
-    MASKS: (".png",),
-    MAPS: (".tiff",),
-}
+# Folders of a run of `infer`, and the suffix of what it writes into them.
+_SUFFIXES = {HEATMAPS: ".png", MASKS: ".png", MAPS: ".tiff"}
 FOLDERS = tuple(_SUFFIXES)
 _TABLES = ("results.csv", "results.jsonl", "regions.csv", "parts.csv")
 INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, *FOLDERS)
@@ -108,55 +104,42 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     if "scores.csv" in names and b",defect_type,is_defect," in _head(folder / "scores.csv"):
         own.update(("scores.csv", "metrics.json"))
     if _EXPLANATION in names:
-        own.update(_explained(folder / _EXPLANATION))
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            written = from_json((folder / _EXPLANATION).read_bytes())["pictures"]
+            own.update((_EXPLANATION, _EXPLANATION_PAGE, *map(str, written)))
     return frozenset(own.intersection(names))
 
 
-def foreign(folder: Path, name: str) -> Path | None:
-    """A file in one of a run's folders that the run hasn't written; None where there is none.
+def _others(folder: Path, *, is_own: bool) -> Path | None:
+    """What somebody else has put into a folder that is to be deleted; None where there is nothing.
 
-    Files are recognised by their suffixes; a folder that its run wasn't to write holds foreign
-    ones only. What file managers leave (`left_by_system`) isn't counted.
+    In a run's own folders files are recognised by their suffixes; one that its run wasn't to write
+    holds others' files only. What file managers leave (`left_by_system`) isn't counted.
 
     Args:
-        folder: a run's.
-        name: of a folder in it that is one of `own_outputs`.
-
-    Raises:
-        OSError: a folder can't be listed.
+        folder: one of a run's.
+        is_own: whether it is one of `own_outputs`.
     """
-    if name not in _SUFFIXES or not (folder / name).is_dir():
+    if not is_own:
+        return folder if any(folder.iterdir()) else None
+    if folder.name not in FOLDERS:
         return None
-    suffixes = _SUFFIXES[name] if _may_have_written(folder, name) else ()
-    return next((file for file in _files(folder / name) if file.suffix not in suffixes), None)
+    suffix = _SUFFIXES[folder.name] if folder.name in _asked_for(folder.parent) else None
+    for file in folder.rglob("*"):
+        is_folder = file.is_dir() and not file.is_symlink()
+        ours = is_folder or file.suffix == suffix
+        if not (ours or any(map(left_by_system, file.relative_to(folder).parts))):
+            return file
+    return None
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for entry in os.scandir(folder):
-        if left_by_system(entry.name):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path))
-        else:
-            yield Path(entry.path)
-
-
-def _may_have_written(folder: Path, name: str) -> bool:
-    """Whether a run may have written a folder, as far as its settings are known."""
-    try:
-        return name == HEATMAPS or name in _about(folder)["set of outputs"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
-        return True
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    """What the rows of a run depend on, as its file or its journal says."""
+def _asked_for(folder: Path) -> Collection[str]:
+    """The folders that a run was to write, as its journal says; all where none says it."""
     for name in (DONE, JOURNAL, WATCHED):
-        if (folder / name).exists():
-            with (folder / name).open("rb") as stream:
-                text = stream.read() if name == DONE else stream.readline()
-            return dict(json.loads(text)["about"])
-    raise FileNotFoundError(folder / DONE)
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            first, _ = json.JSONDecoder().raw_decode((folder / name).read_text("utf-8"))
+            return {HEATMAPS, *first["about"]["set of outputs"]}
+    return FOLDERS
 
 
 def is_model(folder: Path, names: Collection[str]) -> bool:
@@ -170,17 +153,6 @@ def _head(file: Path) -> bytes:
             return stream.read(1000)
     except OSError:  # not there, or not ours to read
         return b""
-
-
-def _explained(file: Path) -> list[str]:
-    try:
-        return [
-            _EXPLANATION,
-            _EXPLANATION_PAGE,
-            *map(str, json.loads(file.read_bytes())["pictures"]),
-        ]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return []
 
 
 @contextmanager
@@ -268,16 +240,17 @@ def _hold(what: Path, file: Path) -> tuple[Path, int]:
             handle = _open(file)
         except FileNotFoundError:  # a run that failed has just removed its new folder
             continue
-        try:
-            if not _lock(handle):
-                raise _in_use(what, handle)
+        with ExitStack() as opened:
+            opened.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(what, handle) from None
             if _is_at(handle, file):
                 _note(handle)
+                opened.pop_all()
                 return file, handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # the run that held it has just ended, and taken the file away
+            # The run that held it has just ended, and taken the file away.
     raise OutputError(f"{what} is in use by runs that come and go; try again")
 
 
@@ -288,15 +261,6 @@ def _open(file: Path) -> int:
         if not file.exists():
             raise
         return os.open(file, os.O_RDONLY)
-
-
-def _lock(handle: int) -> bool:
-    """Whether the lock is ours now; OSError where the file system has none."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(handle: int, file: Path) -> bool:
@@ -372,17 +336,11 @@ def claim(folder: Path, names: Iterable[str], *, overwrite: bool) -> None:
                 "(overwrite=True)"
             )
         own = own_outputs(folder, entries) if present else ()
-        for path in present:
-            if path.is_dir() and path.name not in own and any(path.iterdir()):
+        for path in filter(Path.is_dir, present):
+            if (kept := _others(path, is_own=path.name in own)) is not None:
                 raise OutputError(
-                    f"{path} isn't from an earlier run, so it isn't written over; move it away or "
-                    "give another --output"
-                )
-            other = foreign(folder, path.name) if path.name in own else None
-            if other is not None:
-                raise OutputError(
-                    f"{other} isn't from an earlier run, and {path} would be deleted with it; move "
-                    "it away or give another --output"
+                    f"{kept} isn't from an earlier run, so it isn't deleted; move it away or give "
+                    "another --output"
                 )
         if not os.access(folder, os.W_OK):
             raise OutputError(f"{folder} can't be written to; give another --output")
