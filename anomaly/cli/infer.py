@@ -36,7 +36,7 @@ from anomaly.files.writing import (
     write,
 )
 from anomaly.imaging.pool import Decoders
-from anomaly.imaging.read import is_folder
+from anomaly.imaging.read import is_folder, list_files
 from anomaly.inference.outputs import Outputs
 from anomaly.inference.pipeline import (
     LINES,
@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
     with locked(options.output):
         found = None if options.watch else find_inputs(options.input)
         with suppress(DataError):  # a folder that can't be listed now is tried again
-            if others := found.passed_over if found else passed_over(options.input):
+            files = (file for folder in options.input for file in list_files(folder))
+            if others := found.passed_over if found else passed_over(files):
                 log.log(NOTE, others)
         is_complete = outputs.begin(
             watch=options.watch, resume=options.resume, overwrite=options.overwrite

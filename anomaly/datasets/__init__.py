@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from anomaly.datasets.inputs import check_inputs
-from anomaly.datasets.layouts import FORMATS, open_dataset, open_test_images
+from anomaly.datasets.inputs import check_inputs, open_test_images
+from anomaly.datasets.layouts import FORMATS, open_dataset
 from anomaly.datasets.samples import GOOD, Dataset, Sample, ground_truth
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anomaly.datasets.lists import COLUMNS, exists, named
-from anomaly.datasets.names import Label, check_annotations, check_names
+from anomaly.datasets.names import Label, check_annotations, check_names, plain
+from anomaly.datasets.samples import GOOD, Sample, without_masks
 from anomaly.errors import DataError, some
 from anomaly.files.tables import SEPARATOR, header_of, read_rows, texts_of
 from anomaly.files.writing import left_by_system, looked_in, short_name
@@ -70,26 +70,24 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Found:
         DataError: an input or the list doesn't exist or may not be looked at, there is no image at
             all, or the list gives an image no part or two.
     """
-    paths: dict[Path, None] = {}
-    others: set[Path] = set()
-    groups: dict[str, str] = {}
+    paths, files, groups = set[Path](), list[Path](), dict[str, str]()
     for given in inputs:
         if len(inputs) > 1 and left_by_system(given.name) and not given.name.startswith("."):
             log.warning("skipped, as files of the system: %s", given)
         elif is_folder(given):
-            files = list_files(given)
-            paths.update(dict.fromkeys(filter(is_image, files)))
-            others.update(itertools.filterfalse(is_image, files))
+            files += list_files(given)
         elif option == "--input" and is_list(given):
-            paths.update(dict.fromkeys(_listed(str(given), groups)))
+            paths.update(_listed(str(given), groups))
         elif given.exists():
-            paths[given] = None
+            paths.add(given)
         else:
             raise DataError(f"{option} {given} doesn't exist{looked_in(given)}")
+    paths.update(filter(is_image, files))
+    others = passed_over(files)
     if not paths:
-        there = f" ({_without_suffix(others)})" if others else ""
+        there = others and f" ({others})"
         raise DataError(f"no images in {', '.join(map(str, inputs))}{there}")
-    return Found(sorted(paths), groups, _without_suffix(others))
+    return Found(sorted(paths), groups, others)
 
 
 def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
@@ -115,22 +113,41 @@ def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: boo
             check_names(inside, folder, Label.DEFECTIVE)
 
 
-def passed_over(folders: Iterable[Path]) -> str:
-    """A line on the files in folders that aren't images by their names; empty without any.
+def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
+    """Images to test with, by the folders that hold them.
+
+    Args:
+        good: folders of good images.
+        defects: folders of defects; a subfolder names their type, else the folder itself.
 
     Raises:
-        DataError: a folder, or one inside it, can't be listed.
+        DataError: a folder is missing or holds no images, names contradict what its images are
+            given as, or an image is given as both.
     """
-    files = itertools.chain.from_iterable(map(list_files, folders))
-    return _without_suffix(set(itertools.filterfalse(is_image, files)))
+    samples: dict[Path, Sample] = {}
+    root = Path(os.path.commonpath([plain(folder).parent for folder in (*good, *defects)]))
+    for option, folders in (("good", good), ("defects", defects)):
+        for folder in map(plain, folders):
+            paths = find_inputs([folder], option=f"--{option}").paths
+            check_inputs([folder], paths, defects=option == "defects")
+            for path in without_masks(paths):
+                below = path.relative_to(folder).parts[:-1]
+                kind = below[0] if below else folder.name
+                name = path.relative_to(root).as_posix()
+                sample = Sample(path, name, GOOD if option == "good" else kind)
+                if samples.setdefault(path, sample) != sample:
+                    raise DataError(f"{path} is given as good and as a defect; give it once")
+    return tuple(samples.values())
 
 
-def _without_suffix(files: set[Path]) -> str:
-    if not files:
+def passed_over(files: Iterable[Path]) -> str:
+    """A line on the files that aren't images by their names; empty without any."""
+    others = sorted({str(file) for file in files if not is_image(file)})
+    if not others:
         return ""
-    count = "1 file is" if len(files) == 1 else f"{len(files)} files are"
-    named = some([*map(str, sorted(files))])
-    return f"{count} skipped, without an image suffix (.png, .jpg, .bmp, .tif, .webp …): {named}"
+    count = "1 file is" if len(others) == 1 else f"{len(others)} files are"
+    suffixes = ".png, .jpg, .bmp, .tif, .webp …"
+    return f"{count} skipped, without an image suffix ({suffixes}): {some(others)}"
 
 
 def _listed(list_file: str, groups: dict[str, str]) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +31,7 @@ from anomaly.datasets.samples import (
     in_splits,
     listed,
     set_apart,
+    without_masks,
 )
 from anomaly.errors import DataError, nearest, some
 from anomaly.files.writing import at_home, like, looked_in
@@ -174,24 +174,27 @@ def open_by_names(
     labels |= answers or {}
     if open_ := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
         raise undecided(folder, [_say_folder(inner) for inner in open_])
-    finder, samples = Masks(), list[tuple[str, Sample]]()
-    for sample in listed(folder, folder, "defect"):
-        inner = sample.path.parent.relative_to(folder)
+    files = list_images(folder)
+    finder, samples = Masks(files), list[tuple[str, Sample]]()
+    for path in without_masks(files):
+        inner = path.parent.relative_to(folder)
+        sample = Sample(path, path.relative_to(folder).as_posix())
         split = _split_within(inner)
         if labels[inner] is Label.GOOD:
-            samples.append((split, replace(sample, defect_type=GOOD)))
+            samples.append((split, sample))
         elif labels[inner] is Label.DEFECTIVE:
             around = [folder / place for place in _mask_places(inner, masks)]
             kind = next((p for p in reversed(inner.parts) if p != _COLOUR), "defect")
-            mask = finder.of(sample.path, around)
+            mask = finder.of(path, around)
             samples.append((split and "test", replace(sample, defect_type=kind, mask_path=mask)))
     good = [sample.path for _, sample in samples if not sample.is_defect]
     check_files(good, folder, Label.GOOD)
     check_files([s.path for _, s in samples if s.is_defect], folder, Label.DEFECTIVE)
     check_annotations(good, folder)
-    left = [file for mask in masks for file in finder.left_in(folder / mask)]
+    in_masks = (f for f in files if any(f.is_relative_to(folder / mask) for mask in masks))
     # Masks of good images mark nothing.
-    unused = [f for f in left if Label.GOOD not in map(label_of, f.relative_to(folder).parts[:-1])]
+    strange = (f for f in in_masks if Label.GOOD not in map(label_of, f.relative_to(folder).parts))
+    unused = [file for file in strange if not finder.has(file)]
     hint = "Put good images in good/ or train/good, defective ones in defect/ or defect/<type>/."
     return replace(in_splits(folder, samples, hint), unused_masks=tuple(unused))
 
@@ -222,40 +225,6 @@ FORMATS: dict[str, Callable[[Path], Dataset]] = {
     "visa": open_visa,
     "csv": open_list,
 }
-
-
-def open_test_images(good: Sequence[Path], defects: Sequence[Path]) -> tuple[Sample, ...]:
-    """Images to test with from folders of good and of defective ones.
-
-    Args:
-        good: folders of good images.
-        defects: folders of defects; a subfolder names their type, else the folder itself.
-
-    Raises:
-        DataError: a folder is missing or holds no images, names say otherwise, or an image is
-            given as both.
-    """
-    labels = [Label.GOOD] * len(good) + [Label.DEFECTIVE] * len(defects)
-    folders = [*map(plain, (*good, *defects))]
-    root = Path(os.path.commonpath([folder.parent for folder in folders]))
-    samples: dict[Path, Sample] = {}
-    for folder, label in zip(folders, labels, strict=True):
-        inside = listed(folder, root, GOOD if label is Label.GOOD else folder.name)
-        if not inside:
-            missing = f"{folder} doesn't exist{like(folder)}"
-            why = f"no images in {folder}" if folder.exists() else missing
-            raise DataError(f"{why}; give a folder of images to test with")
-        paths = [sample.path for sample in inside]
-        check_names(paths, folder, label)
-        if label is Label.GOOD:
-            check_annotations(paths, folder)
-        for sample in inside:
-            kind, *below = sample.path.relative_to(folder).parts
-            if below and label is Label.DEFECTIVE:
-                sample = replace(sample, defect_type=kind)
-            if samples.setdefault(sample.path, sample) != sample:
-                raise DataError(f"{sample.path} is given as good and as a defect; give it once")
-    return tuple(samples.values())
 
 
 @dataclass(frozen=True)

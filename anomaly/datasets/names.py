@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from anomaly.errors import DataError, some
-from anomaly.files.tables import CODE_PAGES, marked_encoding
+from anomaly.files.tables import texts_of
 from anomaly.files.writing import left_by_system, own_outputs
 from anomaly.imaging.read import IMAGE_SUFFIXES, is_folder
 
@@ -360,12 +360,8 @@ def _mentions(file: Path) -> set[str]:
             data = stream.read(_MOST_READ)
     except OSError:  # a folder, or not ours to read
         return set()
-    encoding, data = marked_encoding(data) or ("utf-8", data)
-    text = data.decode(encoding, "replace")
-    if "\ufffd" in text:
-        text = "\n".join(data.decode(page, "replace") for page in CODE_PAGES)
-    text = unquote(_ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)).replace("\\", "/")
-    parts = {part.strip() for part in _BETWEEN.split(text)}
+    text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), "\n".join(texts_of(data)))
+    parts = {part.strip() for part in _BETWEEN.split(unquote(text).replace("\\", "/"))}
     return parts.union(*(part.split() for part in parts if " " in part))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from anomaly.datasets.names import files_in, folded
+from anomaly.datasets.names import folded
 from anomaly.errors import DataError, counted, some
 from anomaly.imaging.formats import JPEG
 from anomaly.imaging.loading import Look
@@ -195,7 +195,7 @@ def _mask_files(mask: Path) -> list[Path]:
 def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
     """The images of a folder but masks beside them; none where there is no such folder."""
     files = list_images(folder) if is_folder(folder) else []
-    images = _without_masks(files)
+    images = without_masks(files)
     if defect_type == GOOD and len(images) < len(files):
         mask = next(file for file in files if file not in images)
         say = "%s: skipped %d masks that lie beside their images (%s)"
@@ -242,17 +242,29 @@ def in_splits(where: Path, samples: Sequence[tuple[str, Sample]], hint: str) -> 
     return Dataset(where, tuple(train), tuple(test), tuple(validation), drawn=is_drawn)
 
 
+_MASK_WORDS = "masks?|labels?|gt|ground_?truth|truth|seg|segm|segmentation|annotations?|anno"
+_MASK_NAME = re.compile(rf"(?:{_MASK_WORDS})[-_. ](.+)|(.+?)[-_. ](?:{_MASK_WORDS})")
+
+
 class Masks:
-    """Finds the masks of images in folders: each folder is read once."""
+    """Finds the masks of images by their names; capitals and forms of Unicode don't matter.
 
-    def __init__(self) -> None:
-        self._listed: dict[Path, _Names] = {}
+    Args:
+        files: all pictures of a data set.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
         self._owners: dict[Path, Path] = {}  # each mask is one image's
+        # By folder and name, without suffix and folded: the file's, or that of the image whose mask
+        # it is by its name. A folder may be a mask, too.
+        self._named = defaultdict[tuple[str, str, bool], list[Path]](list)
+        for entry in dict.fromkeys(entry for file in files for entry in (file, file.parent)):
+            folder, stem = folded(str(entry.parent)), _stem(entry)
+            self._named[folder, stem, False].append(entry)
+            self._named[folder, _masked_by(stem), True].append(entry)
 
-    def of(self, image: Path, folders: Iterable[Path] = ()) -> Path | None:
+    def of(self, image: Path, folders: Iterable[Path]) -> Path | None:
         """`1_mask.png`, another of the usual names, `1.png` or a folder `1`, for `1.jpg`.
-
-        Suffixes are any that can be read; capitals and forms of Unicode don't matter.
 
         Args:
             image: its file.
@@ -271,39 +283,31 @@ class Masks:
         return mask
 
     def _candidates(self, image: Path, folders: Iterable[Path]) -> Iterator[Path]:
-        stem, beside = folded(image.stem), self._names_in(image.parent)
-        for folder in folders:
-            if folder != image.parent:
-                names = self._names_in(folder)
-                # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
-                yield from (
-                    mask for mask in names[stem, True] if not beside[folded(mask.stem), False]
-                )
-                yield from names[stem, False]
-        yield from filter(_lossless, beside[stem, True])
+        beside, stem = folded(str(image.parent)), _stem(image)
+        for folder in map(folded, map(str, folders)):
+            # `1_mask.png` is the mask of an image `1_mask.jpg` where there is one.
+            of_name = self._named[folder, stem, True]
+            yield from (m for m in of_name if not self._named[beside, _stem(m), False])
+            yield from self._named[folder, stem, False]
+        yield from filter(_lossless, self._named[beside, stem, True])
 
-    def left_in(self, folder: Path) -> list[Path]:
-        """The files in a folder of masks, and below it, that are no image's."""
-        files = list_images(folder) if is_folder(folder) else []
-        return [f for f in files if not {f, *f.parents} & self._owners.keys()]
-
-    def _names_in(self, folder: Path) -> _Names:
-        """Pictures and folders by their own names, and by those of the images they are masks of."""
-        if folder not in self._listed:
-            names = self._listed[folder] = defaultdict(list)
-            for entry in files_in(_found(folder)):
-                stem = folded(entry.stem if is_image(entry) else entry.name)
-                if is_image(entry) or entry.is_dir():
-                    names[stem, False].append(entry)
-                    if of := _masked_by(stem):
-                        names[of, True].append(entry)
-        return self._listed[folder]
+    def has(self, file: Path) -> bool:
+        """True if a file, or a folder that it is in, is some image's mask."""
+        return not self._owners.keys().isdisjoint((file, *file.parents))
 
 
-# By a name without suffix, folded: a picture's or folder's, or that of the image it is a mask of.
-_Names = defaultdict[tuple[str, bool], list[Path]]
-_MASK_WORDS = "masks?|labels?|gt|ground_?truth|truth|seg|segm|segmentation|annotations?|anno"
-_MASK_NAME = re.compile(rf"(?:{_MASK_WORDS})[-_. ](.+)|(.+?)[-_. ](?:{_MASK_WORDS})")
+def without_masks(images: Sequence[Path]) -> list[Path]:
+    """Those that aren't masks of one beside them by their names: not `1_mask.png` beside `1.jpg`.
+
+    A JPEG is never taken for a mask.
+    """
+    beside = {(image.parent, _stem(image)) for image in images}
+    masks = {i for i in images if _lossless(i) and (i.parent, _masked_by(_stem(i))) in beside}
+    return [image for image in images if image not in masks]
+
+
+def _stem(entry: Path) -> str:
+    return folded(entry.stem if is_image(entry) else entry.name)
 
 
 def _masked_by(stem: str) -> str:
@@ -312,29 +316,8 @@ def _masked_by(stem: str) -> str:
     return of[1] or of[2] if of else ""
 
 
-def _without_masks(images: Sequence[Path]) -> list[Path]:
-    """Those that aren't masks of one beside them by their names: not `1_mask.png` beside `1.jpg`.
-
-    A JPEG is never taken for a mask.
-    """
-    beside = {(image.parent, folded(image.stem)) for image in images}
-    return [
-        image
-        for image in images
-        if not (_lossless(image) and (image.parent, _masked_by(folded(image.stem))) in beside)
-    ]
-
-
 def _lossless(file: Path) -> bool:
     return is_image(file) and file.suffix.lower() not in JPEG.suffixes
-
-
-def _found(folder: Path) -> Path:
-    """A folder, or the one whose name differs in capitals or in the form of Unicode only."""
-    if is_folder(folder) or folder == folder.parent:
-        return folder
-    same = (f for f in files_in(_found(folder.parent)) if folded(f.name) == folded(folder.name))
-    return next(same, folder)
 
 
 def strays(masks: Sequence[Path]) -> str:
