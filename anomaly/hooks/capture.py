@@ -26,30 +26,11 @@ from anomaly.errors import LayerError
 from anomaly.hooks.paths import Detached, Selector, select
 
 
-class Policy(NamedTuple):
-    """In what form captured tensors are kept; `capture` explains each field."""
+class Capture:
+    """The outputs of layers; use it in a `with` statement, in which its hooks live.
 
-    grad: bool = False
-    clone: bool = True
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    keep: int | None = 1
-    max_bytes: int | None = None
-
-
-def capture(
-    model: nn.Module,
-    layers: Selector | Sequence[Selector],
-    *,
-    stop: bool = False,
-    grad: bool = False,
-    clone: bool = True,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    keep: int | None = 1,
-    max_bytes: int | None = None,
-) -> Capture:
-    """Capture the outputs of layers; use it in a `with` statement.
+    Only forward passes of the thread that entered `with` are heard, so that threads may share
+    a network.
 
     Example:
         with capture(model, ["layer2", "layer3"], stop=True) as captured:
@@ -74,39 +55,40 @@ def capture(
     Raises:
         LayerError: a layer doesn't exist, can't be hooked, or the options contradict each other.
     """
-    if grad and (device is not None or dtype is not None or not clone):
-        raise LayerError(
-            "grad=True keeps the very tensor that the network uses: leave clone, device and dtype "
-            "as they are and convert what `pop` returns"
-        )
-    if keep is not None and keep < 1:
-        raise LayerError(f"keep={keep}: keep at least 1 call of each layer, or None for all")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise LayerError(f"dtype={dtype!r}: give one of torch's, such as torch.float16")
-    try:
-        place = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise LayerError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from None
-    modules = select(model, layers)
-    if not modules:
-        raise LayerError("no layer to capture: name at least one")
-    return Capture(model, modules, Policy(grad, clone, place, dtype, keep, max_bytes), stop)
-
-
-class Capture:
-    """Hooks that keep the outputs of layers, made by `capture`. Its hooks live inside `with`.
-
-    Only forward passes of the thread that entered `with` are heard, so that threads may share
-    a network.
-    """
 
     def __init__(
-        self, model: nn.Module, modules: dict[str, nn.Module], policy: Policy, stop: bool
+        self,
+        model: nn.Module,
+        layers: Selector | Sequence[Selector],
+        *,
+        stop: bool = False,
+        grad: bool = False,
+        clone: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        keep: int | None = 1,
+        max_bytes: int | None = None,
     ) -> None:
+        if grad and (device is not None or dtype is not None or not clone):
+            raise LayerError(
+                "grad=True keeps the very tensor that the network uses: leave clone, device and "
+                "dtype as they are and convert what `pop` returns"
+            )
+        if keep is not None and keep < 1:
+            raise LayerError(f"keep={keep}: keep at least 1 call of each layer, or None for all")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise LayerError(f"dtype={dtype!r}: give one of torch's, such as torch.float16")
+        try:
+            self._device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            said = str(error).splitlines()[0]
+            raise LayerError(f"device={device!r} is no device: {said}") from None
         self._model = model
-        self._modules = modules
-        self._policy = policy
-        self._stop = stop
+        self._modules = select(model, layers)
+        if not self._modules:
+            raise LayerError("no layer to capture: name at least one")
+        self._stop, self._grad, self._clone, self._dtype = stop, grad, clone, dtype
+        self._keep_calls, self._max_bytes = keep, max_bytes
         self._handles: list[RemovableHandle] = []
         self._pending: set[str] = set()
         self._calls: dict[str, deque[list[_Kept]]] = {}
@@ -193,7 +175,7 @@ class Capture:
 
     def _reset(self) -> None:
         self._pending = set(self._modules)
-        self._calls = {path: deque(maxlen=self._policy.keep) for path in self._modules}
+        self._calls = {path: deque(maxlen=self._keep_calls) for path in self._modules}
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], Any]:
         def keep(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -206,8 +188,7 @@ class Capture:
                 refuse_hidden(repr(path), output)
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
-            if self._policy.max_bytes is not None:
-                self._check_memory(self._policy.max_bytes)
+            self._check_memory()
             if last and not self._running:
                 raise LayerError(
                     "the network was called itself, and stop=True ends only passes that the "
@@ -215,31 +196,32 @@ class Capture:
                 )
             if last:
                 raise _Stopped(self)
-            return map_tensors(Tensor.clone, output) if self._policy.grad else None
+            return map_tensors(Tensor.clone, output) if self._grad else None
 
         return keep
 
     def _keep(self, name: str, tensor: Tensor) -> _Kept:
-        policy = self._policy
-        if policy.grad:
+        if self._grad:
             if not torch.is_grad_enabled():
                 raise LayerError("grad=True needs autograd: leave torch.no_grad or inference_mode")
             return _Kept(name, tensor, None)
-        clone = policy.clone
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if clone or policy.device is not None or policy.dtype is not None:
+        if self._clone or self._device is not None or self._dtype is not None:
             whole = not (tensor.is_floating_point() or tensor.is_complex())  # indices stay exact
-            tensor = tensor.to(policy.device, None if whole else policy.dtype, copy=clone)
+            tensor = tensor.to(self._device, None if whole else self._dtype, copy=self._clone)
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
-    def _check_memory(self, limit: int) -> None:
+    def _check_memory(self) -> None:
         held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
-        if held > limit:
+        if self._max_bytes is not None and held > self._max_bytes:
             raise LayerError(
-                f"captured tensors take {held} bytes, more than max_bytes={limit}: name fewer "
-                "layers, lower keep, use a smaller dtype or batch, or read them more often"
+                f"captured tensors take {held} bytes, more than max_bytes={self._max_bytes}: name "
+                "fewer layers, lower keep, use a smaller dtype or batch, or read them more often"
             )
+
+
+capture = Capture  # named for what a `with` statement does
 
 
 class _Stopped(BaseException):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from reprlib import repr as short
 from types import FrameType
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
-from torch.utils.hooks import BackwardHook
+from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from anomaly.errors import LayerError, nearest
 from anomaly.hooks.capture import (
@@ -32,13 +32,14 @@ from anomaly.hooks.paths import Selector, select
 class BackwardGates(threading.local):
     """A pair of forward hooks, `enter` and `leave`, that put gates around a layer.
 
-    The backward pass goes through the gate at the layer's output, where `pre_hook` may replace
-    grad_output, and then through the one at its input, where `hook` may replace grad_input.
+    The backward pass goes through the gate at the layer's output, where a hook of `backward_pre`
+    may replace grad_output, and then through the one at its input, where one of `backward` may
+    replace grad_input.
     """
 
-    def __init__(self, hook: Hook | None = None, pre_hook: Hook | None = None) -> None:
-        self._hooks = [hook] if hook else []
-        self._pre_hooks = [pre_hook] if pre_hook else []
+    def __init__(self, event: Event, hook: Hook) -> None:
+        self._hooks = [hook] if event == "backward" else []
+        self._pre_hooks = [hook] if event == "backward_pre" else []
         self._open: list[tuple[int, BackwardHook]] = []  # with its layer's frame on the call stack
 
     def enter(
@@ -96,6 +97,7 @@ def _copies(value: Any) -> Any:
 
 
 Layers: TypeAlias = Selector | Sequence[Selector]
+_Register: TypeAlias = Callable[[Hook], RemovableHandle]  # a function of PyTorch's
 Event: TypeAlias = Literal["forward", "forward_pre", "backward", "backward_pre"]
 
 # What PyTorch shows to the hooks of each event.
@@ -107,24 +109,16 @@ _SHOWN: dict[Event, tuple[str, ...]] = {
 }
 
 
-class Handle(Protocol):
-    """What takes one hook away again."""
+@dataclass(frozen=True)
+class Handle:
+    """A hook that has been registered."""
+
+    parts: tuple[RemovableHandle, ...]  # none of them works without the others
 
     def remove(self) -> None:
         """Remove the hook; a second time does nothing."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Both:
-    """A pair of PyTorch's handles; neither hook works without the other."""
-
-    first: Handle
-    second: Handle
-
-    def remove(self) -> None:
-        self.first.remove()
-        self.second.remove()
+        for part in self.parts:
+            part.remove()
 
 
 class HookSet:
@@ -178,10 +172,7 @@ class HookSet:
             LayerError: no such layer, or one whose hooks would never be called; or a hook that
                 takes other arguments.
         """
-        shown = ("module", "inputs", "kwargs", "output") if with_kwargs else _SHOWN["forward"]
-        call = Attached(_with_extra(hook, shown, extra, named))
-        modules = self._modules(layers)
-        return self._add(m.register_forward_hook(call, with_kwargs=with_kwargs) for m in modules)
+        return self._on_layers("forward", layers, hook, extra, named, with_kwargs)
 
     def forward_pre(
         self, layers: Layers, hook: Hook, /, *extra: Any, with_kwargs: bool = False, **named: Any
@@ -192,12 +183,7 @@ class HookSet:
         `with_kwargs` it is called as `hook(module, inputs, kwargs, …)` and returns a pair
         (inputs, kwargs). Arguments, handles and errors are those of `forward`.
         """
-        shown = ("module", "inputs", "kwargs") if with_kwargs else _SHOWN["forward_pre"]
-        call = Attached(_with_extra(hook, shown, extra, named))
-        modules = self._modules(layers)
-        return self._add(
-            m.register_forward_pre_hook(call, with_kwargs=with_kwargs) for m in modules
-        )
+        return self._on_layers("forward_pre", layers, hook, extra, named, with_kwargs)
 
     def backward(self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook(module, grad_input, grad_output, *extra, **named)` in the backward pass.
@@ -208,7 +194,7 @@ class HookSet:
         layers before. Layers that work in place, here or behind, are no obstacle.
         Arguments, handles and errors are those of `forward`.
         """
-        return self._gate(layers, hook=_with_extra(hook, _SHOWN["backward"], extra, named))
+        return self._on_layers("backward", layers, hook, extra, named)
 
     def backward_pre(
         self, layers: Layers, hook: Hook, /, *extra: Any, **named: Any
@@ -218,7 +204,7 @@ class HookSet:
         What it returns replaces `grad_output`, and with it the gradients of the layer's
         parameters. Arguments, handles and errors are those of `forward`.
         """
-        return self._gate(layers, pre_hook=_with_extra(hook, _SHOWN["backward_pre"], extra, named))
+        return self._on_layers("backward_pre", layers, hook, extra, named)
 
     def tensor(self, tensor: Tensor, hook: Hook, /, *extra: Any, **named: Any) -> Handle:
         """Call `hook(grad, *extra, **named)` when the gradient of a tensor is known.
@@ -236,8 +222,7 @@ class HookSet:
                 "it with requires_grad=True, or capture it with grad=True outside no_grad"
             )
         call = _with_extra(hook, ("grad",), extra, named)
-        handle: Handle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
-        return self._add([handle])[0]
+        return self._add(tensor.register_hook(call))  # type: ignore[no-untyped-call]
 
     def accumulated(
         self, parameter: nn.Parameter, hook: Hook, /, *extra: Any, **named: Any
@@ -261,8 +246,7 @@ class HookSet:
         def call(changed: Tensor) -> None:
             hook(changed, *extra, **named)
 
-        handle: Handle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-        return self._add([handle])[0]
+        return self._add(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
 
     def everywhere(self, event: Event, hook: Hook, /, *extra: Any, **named: Any) -> list[Handle]:
         """Call `hook` at every layer of every network in the process (global module hooks).
@@ -282,33 +266,49 @@ class HookSet:
         if event not in get_args(Event):
             raise LayerError(f"there is no hook event {event!r}; {nearest(event, get_args(Event))}")
         call = _with_extra(hook, _SHOWN[event], extra, named)
-        if event == "forward":
-            return self._add([torch_hooks.register_module_forward_hook(call)])
-        if event == "forward_pre":
-            return self._add([torch_hooks.register_module_forward_pre_hook(call)])
-        gates = BackwardGates(call) if event == "backward" else BackwardGates(pre_hook=call)
-        enter = torch_hooks.register_module_forward_pre_hook(Attached(gates.enter))
-        leave = torch_hooks.register_module_forward_hook(Attached(gates.leave))
-        return self._add([_Both(enter, leave)])
+        before = torch_hooks.register_module_forward_pre_hook
+        return [self._hook(event, call, before, torch_hooks.register_module_forward_hook)]
 
-    def _gate(self, layers: Layers, **hooks: Hook) -> list[Handle]:
-        pairs: list[Handle] = []
-        for module in self._modules(layers):
-            gates = BackwardGates(**hooks)
-            enter = module.register_forward_pre_hook(Attached(gates.enter), with_kwargs=True)
-            pairs.append(_Both(enter, module.register_forward_hook(Attached(gates.leave))))
-        return self._add(pairs)
-
-    def _modules(self, layers: Layers) -> list[nn.Module]:
-        """The layers named; networks compiled around them refuse to run from now on."""
+    def _on_layers(
+        self,
+        event: Event,
+        layers: Layers,
+        hook: Hook,
+        extra: tuple[Any, ...],
+        named: dict[str, Any],
+        with_kwargs: bool = False,
+    ) -> list[Handle]:
+        """Hook layers; networks compiled around them refuse to run from now on."""
+        shown = _SHOWN[event]
+        if with_kwargs:
+            shown = (*shown[:2], "kwargs", *shown[2:])
+        call = _with_extra(hook, shown, extra, named)
         modules = list(select(self._model, layers).values())
-        self._handles += refuse_compiled(self._model, modules)
-        return modules
+        self._handles += [Handle((part,)) for part in refuse_compiled(self._model, modules)]
+        both = with_kwargs or event != "forward_pre"  # gates stand around inputs of either kind
+        return [
+            self._hook(
+                event,
+                call,
+                partial(module.register_forward_pre_hook, with_kwargs=both),
+                partial(module.register_forward_hook, with_kwargs=with_kwargs),
+            )
+            for module in modules
+        ]
 
-    def _add(self, handles: Iterable[Handle]) -> list[Handle]:
-        added = list(handles)
-        self._handles += added
-        return added
+    def _hook(self, event: Event, call: Hook, before: _Register, after: _Register) -> Handle:
+        """Register a function for an event, as hooks before and after a forward pass."""
+        if event == "forward":
+            return self._add(after(Attached(call)))
+        if event == "forward_pre":
+            return self._add(before(Attached(call)))
+        gates = BackwardGates(event, call)
+        return self._add(before(Attached(gates.enter)), after(Attached(gates.leave)))
+
+    def _add(self, *parts: RemovableHandle) -> Handle:
+        handle = Handle(parts)
+        self._handles.append(handle)
+        return handle
 
 
 def _check_tensor(value: object) -> None:

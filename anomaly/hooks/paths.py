@@ -15,19 +15,9 @@ from anomaly.errors import LayerError, nearest
 Selector: TypeAlias = str | type[nn.Module]
 
 _INDEX = re.compile(r"\[(-?\d+)\]")
-_HOOKS_OF_A_MODULE = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-_HOOKS_OF_A_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_GLOBAL_HOOKS = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
+# The names of PyTorch's tables of hooks.
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def resolve(model: nn.Module, path: str) -> tuple[str, nn.Module]:
@@ -142,9 +132,9 @@ def live_hooks(model: nn.Module) -> int:
     not what a copy of a hooked network has in place of its hooks, which does nothing.
     """
     modules = list(model.modules())
-    tables: list[object] = [getattr(m, name) for m in modules for name in _HOOKS_OF_A_MODULE]
-    tables += [getattr(p, name, None) for p in model.parameters() for name in _HOOKS_OF_A_TENSOR]
-    tables += [getattr(torch_hooks, name) for name in _GLOBAL_HOOKS]
+    tables: list[object] = [getattr(m, name) for m in modules for name in _OF_MODULES]
+    tables += [getattr(p, name, None) for p in model.parameters() for name in _OF_TENSORS]
+    tables += [getattr(torch_hooks, f"_global{name}") for name in _OF_MODULES]
     hooks = [hook for table in tables if isinstance(table, dict) for hook in table.values()]
     return sum(not isinstance(hook, Detached) for hook in hooks)
 
@@ -197,19 +187,10 @@ def _refuse_unhookable(
 
     Also where a pattern names many layers: whoever asks for all of them would miss some unawares.
     """
-    reason = _unhookable(module)
-    if reason:
+    if reason := _unhookable(module):
         what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
-        rest = ""
-        if path and not _is_path(pattern):
-            shown = repr(pattern) if isinstance(pattern, str) else pattern.__name__
-            if not isinstance(pattern, str) and pattern.__name__ in vars(nn):
-                shown = f"nn.{shown}"
-            rest = (
-                "; or leave it out, and give as layers [p for p in match(model, "
-                f"{shown}) if not (p + '.').startswith({path + '.'!r})]"
-            )
-        raise LayerError(f"{what} {reason}{rest}")
+        others = "" if not path or _is_path(pattern) else "; or name the other layers"
+        raise LayerError(f"{what} {reason}{others}")
 
 
 def _unhookable(module: nn.Module) -> str:
