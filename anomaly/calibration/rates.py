@@ -169,7 +169,7 @@ def images_needed(target: float) -> int:
     return math.ceil(math.log1p(-CONFIDENCE) / math.log1p(-target) - 1e-9)
 
 
-def sorted_scores(scores: ArrayLike, purpose: str) -> Floats:
+def sorted_scores(scores: ArrayLike) -> Floats:
     """The scores (n,) in rising order, float64.
 
     Raises:
@@ -180,7 +180,7 @@ def sorted_scores(scores: ArrayLike, purpose: str) -> Floats:
     if values.ndim != 1:
         raise ValueError(f"scores must be (n,), not {values.shape}")
     if not len(values):
-        raise DataError(f"{purpose} takes the scores of at least one image; there are none")
+        raise DataError("a threshold takes the scores of at least one image; there are none")
     if not np.isfinite(values).all():
         raise ValueError("every score must be finite")
     return np.sort(values)
@@ -211,7 +211,7 @@ class ScoreScale:
     """
 
     def __init__(self, good_scores: ArrayLike) -> None:
-        good = sorted_scores(good_scores, "a calibrated score")
+        good = sorted_scores(good_scores)
         self._knots, first = np.unique(good, return_index=True)
         above = len(good) - np.append(first[1:], len(good))
         self._rarities = -np.log10((above + 1) / (len(good) + 1))

@@ -74,7 +74,7 @@ class Threshold:
         """
         if value <= self.value:
             return self
-        good = sorted_scores(scores, "a threshold")
+        good = sorted_scores(scores)
         above = int((good > value).sum())
         expected = (above + 1) / (len(good) + 1)
         rate = replace(self.false_rejects, count=above, expected=expected, low=0.0)
@@ -97,34 +97,6 @@ class Threshold:
             return f"{statement}; a target of {percent(self.target)} needs {needed} good images"
         needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
         return f"{statement}; {percent(self.target)} on average needs {needed} good images"
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Two thresholds: good up to `review`, rejected above `reject`, for a person in between.
-
-    Raises:
-        ValueError: the review threshold lies above the reject threshold.
-    """
-
-    review: Threshold
-    reject: Threshold
-
-    def __post_init__(self) -> None:
-        if self.review.value > self.reject.value:
-            raise ValueError(
-                f"the review threshold {self.review.value:g} lies above the reject threshold "
-                f"{self.reject.value:g}"
-            )
-
-    def verdict(self, score: float) -> str:
-        """`good` up to and including `review`, `review` up to and including `reject`, or `reject`.
-
-        A score that isn't a number is rejected: what wasn't measured must not pass.
-        """
-        if score <= self.review.value:
-            return "good"
-        return "review" if score <= self.reject.value else "reject"
 
 
 def threshold_for_false_reject_rate(
@@ -181,7 +153,7 @@ def threshold_for_expected_rate(
 def _checked(scores: ArrayLike, target: float) -> Floats:
     if not 0 < target < 1:
         raise ValueError(f"target must lie between 0 and 1, not {target}")
-    return sorted_scores(scores, "a threshold")
+    return sorted_scores(scores)
 
 
 def _above(
@@ -208,38 +180,10 @@ def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> 
     """
     if math.isnan(value):
         raise ValueError("a threshold must be a number, not NaN")
-    good = sorted_scores(scores, "a threshold")
+    good = sorted_scores(scores)
     above = int((good > value).sum())
     rate = rate_anywhere(above, len(good), (above + 1) / (len(good) + 1), groups)
     return Threshold(value, rate)
-
-
-def calibrate(
-    scores: ArrayLike, *, review_rate: float, reject_rate: float, groups: int | None = None
-) -> Calibration:
-    """The review and the reject threshold from scores of good images.
-
-    Args:
-        scores: (n,) finite.
-        review_rate: the share of good parts that may be called anything but good, in the mean.
-            A look at a good part costs little: to promise more would leave small sets without any
-            review, just where doubt is greatest.
-        reject_rate: the share that may be rejected; at most `review_rate`.
-        groups: number of groups that the images come from, see `rate_of`.
-
-    Raises:
-        DataError: no scores.
-        ValueError: rates out of range or in the wrong order, or a score isn't finite.
-    """
-    if reject_rate > review_rate:
-        raise ValueError(
-            f"the reject rate ({reject_rate}) is above the review rate ({review_rate}); make it "
-            "lower or equal"
-        )
-    return Calibration(
-        review=threshold_for_expected_rate(scores, review_rate, groups),
-        reject=threshold_for_false_reject_rate(scores, reject_rate, groups),
-    )
 
 
 # Good images that are looked at one by one, and by how much leaving one out must lower the reject
@@ -365,26 +309,38 @@ class Thresholds:
     """Thresholds of an image and its pixels, with the scores behind them.
 
     Attributes:
-        calibration: the review and the reject threshold, and what each does to good parts.
+        to_review: the threshold that an image's score exceeds which isn't called good.
+        to_reject: the threshold that a rejected image's score exceeds; at least as high.
         pixel: an anomaly-map value above this is marked.
         label: how the thresholds were found: `calibrated` or `by hand`.
         good: the scores of good images behind them.
+
+    Raises:
+        ValueError: the review threshold lies above the reject threshold.
     """
 
-    calibration: Calibration
+    to_review: Threshold
+    to_reject: Threshold
     pixel: float
     label: str
     good: GoodScores
 
+    def __post_init__(self) -> None:
+        if self.review > self.image:
+            raise ValueError(
+                f"the review threshold {self.review:g} lies above the reject threshold "
+                f"{self.image:g}"
+            )
+
     @property
     def image(self) -> float:
         """An image score above this is rejected."""
-        return self.calibration.reject.value
+        return self.to_reject.value
 
     @property
     def review(self) -> float:
         """An image score above this, up to `image`, is for a person to decide."""
-        return self.calibration.review.value
+        return self.to_review.value
 
     @cached_property
     def review_pixel(self) -> float:
@@ -397,8 +353,13 @@ class Thresholds:
         return len(self.good.image)
 
     def verdict(self, score: float) -> str:
-        """`good`, `review` or `reject`."""
-        return self.calibration.verdict(score)
+        """`good` up to and including `review`, `review` up to and including `image`, or `reject`.
+
+        A score that isn't a number is rejected: what wasn't measured must not pass.
+        """
+        if score <= self.review:
+            return "good"
+        return "review" if score <= self.image else "reject"
 
     def calibrated(self, score: float) -> float:
         """How rare a score is among good parts, in powers of ten; see `ScoreScale`."""
@@ -406,15 +367,11 @@ class Thresholds:
 
     def lines(self) -> list[str]:
         """Lines for people: the thresholds and their rates."""
-        both = self.calibration
         lines = [f"thresholds {self.label} on {self.good.source}"]
-        if self.review == self.image:
-            lines.append(
-                f"reject threshold {self.image:.5g}, no review zone: {both.reject.statement}"
-            )
-        else:
-            lines.append(f"review threshold {self.review:.5g}: {both.review.statement}")
-            lines.append(f"reject threshold {self.image:.5g}: {both.reject.statement}")
+        no_review = ", no review zone" if self.review == self.image else ""
+        if not no_review:
+            lines.append(f"review threshold {self.review:.5g}: {self.to_review.statement}")
+        lines.append(f"reject threshold {self.image:.5g}{no_review}: {self.to_reject.statement}")
         return [*lines, *self.good.cautions, _ASSUMES]
 
     def raised_by(self) -> list[tuple[str, float, float]]:
@@ -425,7 +382,7 @@ class Thresholds:
             last image without which it would be lower by a tenth or more; empty where there is
             none, and for thresholds that weren't calibrated.
         """
-        target = self.calibration.reject.target
+        target = self.to_reject.target
         order = np.argsort(-np.array(self.good.image), kind="stable")[:_HIGHEST].tolist()
         if target is None or self.images <= len(order):
             return []
@@ -471,7 +428,7 @@ class Thresholds:
             "assumes": _ASSUMES,
             **{
                 name: {**asdict(threshold), "statement": threshold.statement}
-                for name, threshold in vars(self.calibration).items()
+                for name, threshold in (("review", self.to_review), ("reject", self.to_reject))
             },
             "pixel": self.pixel,
         }
@@ -487,19 +444,29 @@ def thresholds_from(
     """Review, reject and pixel thresholds for given false-reject rates.
 
     Args:
-        good: scores of good images.
-        review_rate: the share that may not be called good, in the mean.
-        reject_rate: the share that may be rejected.
-        newest: those of the scores that parts to come may be like: the reject threshold is to keep
-            its rate among these alone, too, and gives way upwards.
+        good: finite scores of good images.
+        review_rate: the share of good parts that may be called anything but good, in the mean.
+            A look at a good part costs little: to promise more would leave small sets without any
+            review, just where doubt is greatest.
+        reject_rate: the share that may be rejected; at most `review_rate`.
+        newest: scores of the latest images; the reject threshold rises until it keeps its rate on
+            them alone, too.
+
+    Raises:
+        DataError: no scores.
+        ValueError: rates out of range or in the wrong order, or a score isn't finite.
     """
-    calibration = calibrate(
-        good.image, review_rate=review_rate, reject_rate=reject_rate, groups=good.groups
-    )
+    if reject_rate > review_rate:
+        raise ValueError(
+            f"the reject rate ({reject_rate}) is above the review rate ({review_rate}); make it "
+            "lower or equal"
+        )
+    review = threshold_for_expected_rate(good.image, review_rate, good.groups)
+    reject = threshold_for_false_reject_rate(good.image, reject_rate, good.groups)
     if len(newest):
         least = threshold_for_false_reject_rate(newest, reject_rate).value
-        calibration = replace(calibration, reject=calibration.reject.raised(least, good.image))
-    return with_pixels(calibration, "calibrated", good)
+        reject = reject.raised(least, good.image)
+    return with_pixels(review, reject, "calibrated", good)
 
 
 def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresholds:
@@ -508,18 +475,18 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
     Raises:
         ValueError: the review threshold lies above the reject threshold.
     """
-    both = (threshold_at(value, good.image, good.groups) for value in (review, reject))
-    calibration = Calibration(*both)
-    return with_pixels(calibration, "by hand", good)
+    to_review = threshold_at(review, good.image, good.groups)
+    to_reject = threshold_at(reject, good.image, good.groups)
+    return with_pixels(to_review, to_reject, "by hand", good)
 
 
-def with_pixels(calibration: Calibration, label: str, good: GoodScores) -> Thresholds:
+def with_pixels(review: Threshold, reject: Threshold, label: str, good: GoodScores) -> Thresholds:
     """Thresholds of images with the pixel threshold that is as rare among good images.
 
     The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,
     and beyond both ends proportional. Where the image score is the map's peak, both are equal.
     """
-    return Thresholds(calibration, _pixels_at(calibration.reject.value, good), label, good)
+    return Thresholds(review, reject, _pixels_at(reject.value, good), label, good)
 
 
 def _pixels_at(value: float, good: GoodScores) -> float:

@@ -183,7 +183,7 @@ def _difference(tally: Tally, model: Model, folder: Path) -> str:
     """A line if more or fewer images are flagged than promised; empty otherwise."""
     if model.thresholds is None:
         return ""
-    promised = model.thresholds.calibration.review.false_rejects
+    promised = model.thresholds.to_review.false_rejects
     return flagged_line(tally.flagged[True], tally.flagged.total(), promised, str(folder))
 
 

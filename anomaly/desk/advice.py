@@ -172,7 +172,7 @@ def _few(run: Run) -> Iterator[Weakness]:
     thresholds = run.model.thresholds
     if thresholds is None or thresholds.label != "calibrated":
         return
-    reject, count = thresholds.calibration.reject, thresholds.images
+    reject, count = thresholds.to_reject, thresholds.images
     if reject.supported or reject.target is None or thresholds.review < thresholds.image:
         return
     what = (
@@ -217,7 +217,7 @@ def _suspects(run: Run) -> Iterator[Weakness]:
 def _flagged(run: Run, flagged: int, images: int) -> Iterator[Weakness]:
     """More flagged good images than the thresholds promise."""
     assert run.model.thresholds is not None  # `of_images` has seen to it
-    promised = run.model.thresholds.calibration.review.false_rejects
+    promised = run.model.thresholds.to_review.false_rejects
     if compare_flagged(flagged, images, promised) == "more":
         what = (
             f"{flagged} of {counted(images, 'good image')} are flagged "

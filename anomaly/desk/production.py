@@ -10,7 +10,6 @@ from typing import Literal
 
 from anomaly.calibration.rates import Rate, binomial, percent, rate_anywhere
 from anomaly.calibration.thresholds import (
-    Calibration,
     GoodScores,
     Threshold,
     Thresholds,
@@ -136,15 +135,15 @@ def thresholds_from_production(
     calibrated, former = (
         thresholds_from(scores, review_rate, reject_rate) for scores in (good, known)
     )
-    review, reject = calibrated.calibration.review, calibrated.calibration.reject
+    review, reject = calibrated.to_review, calibrated.to_reject
     if 0 < former.review < former.image:
         reject = threshold_at(review.value * former.image / former.review, good.image)
-    both = (
+    review, reject = (
         replace(threshold, false_rejects=_rate(threshold, production.image, defects))
         for threshold in (review, reject)
     )
     taken = {name: sha256 for name, _, _, sha256 in reversed(rows[cut:])}
-    return with_pixels(Calibration(*both), "calibrated", good), taken
+    return with_pixels(review, reject, "calibrated", good), taken
 
 
 def _rate(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:

@@ -198,7 +198,7 @@ class Promise:
         cls, limits: Thresholds, same_scores: Collection[str], caught: float | None = None
     ) -> Promise:
         """The promise of a model's thresholds; the arguments as the attributes."""
-        review, reject = limits.calibration.review, limits.calibration.reject
+        review, reject = limits.to_review, limits.to_reject
         rates = review.false_rejects, reject.false_rejects
         levels = levels_of(limits)
         return cls({"review": rates[0], "reject": rates[1]}, levels, sorted(same_scores), caught)

@@ -389,7 +389,7 @@ class ModelSlot:
         if now is None or now.drift is None or now.model.thresholds is None:
             return {"alarm": False, "lines": [], "compared": "as promised", "flagged": ""}
         drift = now.drift.look(self._record.file)
-        review = now.model.thresholds.calibration.review
+        review = now.model.thresholds.to_review
         compared, flagged = drift.flagged(review, str(self.folder))
         levels = {"alarm": drift.alarm is not None, "lines": drift.lines()}
         return levels | {"compared": compared, "flagged": flagged}

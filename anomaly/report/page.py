@@ -317,7 +317,7 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
     values, thresholds = np.asarray(scores), model.thresholds
     if thresholds is None or not len(values):
         return {"head": [], "rows": [], "line": ""}
-    both = {"flagged": thresholds.calibration.review, "rejected": thresholds.calibration.reject}
+    both = {"flagged": thresholds.to_review, "rejected": thresholds.to_reject}
     counts = {name: int((values > limit.value).sum()) for name, limit in both.items()}
     rows = [
         [

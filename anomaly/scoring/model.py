@@ -153,8 +153,8 @@ class Model(ImageStages):
             Both; a rejected part isn't called good either, so the second is at most the first.
         """
         config, now = self.config.calibration, self.thresholds
-        review = review_rate or (now and now.calibration.review.target) or config.review_rate
-        reject = reject_rate or (now and now.calibration.reject.target) or config.reject_rate
+        review = review_rate or (now and now.to_review.target) or config.review_rate
+        reject = reject_rate or (now and now.to_reject.target) or config.reject_rate
         if reject <= review:
             return review, reject
         # One of them gives way: the one that wasn't given, or the rate of rejection.

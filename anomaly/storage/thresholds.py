@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from anomaly.calibration.thresholds import Calibration, GoodScores, Threshold, Thresholds
+from anomaly.calibration.thresholds import GoodScores, Threshold, Thresholds
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import as_json, from_json
 from anomaly.runtime import __version__
@@ -77,9 +77,8 @@ def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
 def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
     """Thresholds of the plain values in their two files."""
     written = checked(values, _ThresholdsFile, files[0])
-    calibration = Calibration(written.review, written.reject)
     good = checked(scores, GoodScores, files[1])
-    return Thresholds(calibration, written.pixel, written.label, good)
+    return Thresholds(written.review, written.reject, written.pixel, written.label, good)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Calibration against scipy's closed forms, seeded simulations and its own promises."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,16 +19,22 @@ from anomaly.calibration.rates import (
     supported_rate,
 )
 from anomaly.calibration.thresholds import (
-    Calibration,
-    calibrate,
+    GoodScores,
+    Thresholds,
     threshold_at,
     threshold_for_expected_rate,
     threshold_for_false_reject_rate,
+    thresholds_from,
 )
 from anomaly.errors import DataError
 
 SCORES = st.lists(st.floats(0, 100, width=32), min_size=1, max_size=60)
 TIED = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.25, 7.0]), min_size=1, max_size=30)
+
+
+def _thresholds(scores) -> Thresholds:
+    values = tuple(scores.tolist())
+    return thresholds_from(GoodScores(tuple(map(str, values)), values, values, ""), 0.05, 0.01)
 
 
 def test_forty_images_support_seven_percent():
@@ -87,9 +94,9 @@ def test_bounds_hold_for_views_that_are_alike(parts, views, alike):
         count = rng.choice(views, parts)
         own = rng.normal(size=count.sum())
         scores = alike**0.5 * rng.normal(size=parts).repeat(count) + (1 - alike) ** 0.5 * own
-        both = calibrate(scores, review_rate=0.05, reject_rate=0.01, groups=parts)
-        by_hand = threshold_at(both.review.value, scores, parts)
-        for threshold in (both.review, both.reject, by_hand):
+        review = threshold_for_expected_rate(scores, 0.05, parts)
+        reject = threshold_for_false_reject_rate(scores, 0.01, parts)
+        for threshold in (review, reject, threshold_at(review.value, scores, parts)):
             rate, true = threshold.false_rejects, stats.norm.sf(threshold.value)
             held.append((true <= rate.at_most, rate.low <= true <= rate.high))
     assert np.mean(held, axis=0).min() >= 0.94
@@ -145,17 +152,16 @@ def test_review_is_the_lowest_that_keeps_the_mean(scores, target):
 
 
 def test_two_thresholds_and_their_verdicts():
-    got = calibrate(np.arange(1000.0), review_rate=0.05, reject_rate=0.01)
-    assert got.review.value < got.reject.value
-    assert (got.review.target, got.reject.target) == (0.05, 0.01)
-    between = (got.review.value + got.reject.value) / 2
-    scores = (0.0, got.review.value, between, got.reject.value, 1e9, math.nan)
+    got = _thresholds(np.arange(1000.0))
+    assert got.review < got.image
+    assert (got.to_review.target, got.to_reject.target) == (0.05, 0.01)
+    scores = (0.0, got.review, (got.review + got.image) / 2, got.image, 1e9, math.nan)
     verdicts = ["good", "good", "review", "review", "reject", "reject"]
     assert [got.verdict(s) for s in scores] == verdicts
     with pytest.raises(ValueError, match="is above the review rate"):
-        calibrate(np.arange(10.0), review_rate=0.01, reject_rate=0.05)
+        thresholds_from(got.good, 0.01, 0.05)
     with pytest.raises(ValueError, match="lies above"):
-        Calibration(review=got.reject, reject=got.review)
+        replace(got, to_review=got.to_reject, to_reject=got.to_review)
 
 
 def test_unusable_scores_are_refused():
@@ -205,7 +211,7 @@ def test_no_image_changes_sides_at_usual_sizes():
         rng = np.random.default_rng(images)
         for _ in range(20):
             good = rng.normal(20, 2, images).astype(np.float32)
-            got = calibrate(good, review_rate=0.05, reject_rate=0.01)
+            got = _thresholds(good)
             noisy = good * (1 + rng.uniform(-NOISE, NOISE, images))
             assert [got.verdict(s) for s in noisy] == [got.verdict(s) for s in good]
 

@@ -44,7 +44,7 @@ def test_no_printed_command_loses_a_known_defect(
     assert most == 2
     model = anomaly.load(run, device="cpu")
     assert model.thresholds is not None
-    promised = model.thresholds.calibration.review.false_rejects
+    promised = model.thresholds.to_review.false_rejects
     (advice,) = re.findall("anomaly calibrate .*", flagged_line(30, 30, promised, str(run)))
     waiting = [
         advice,

@@ -90,8 +90,8 @@ def test_bounds_hold_wherever_defects_score(law: rv_continuous, defects: int, pl
     rng = np.random.default_rng([defects, len(place)])
     inside = {"review": 0, "reject": 0}
     for _ in range(60):
-        both = _choice(law, 100, defects, place, rng).calibration
-        for name, threshold in (("review", both.review), ("reject", both.reject)):
+        found = _choice(law, 100, defects, place, rng)
+        for name, threshold in (("review", found.to_review), ("reject", found.to_reject)):
             rate, share = threshold.false_rejects, law.sf(threshold.value - 10)
             inside[name] += rate.low <= share <= min(rate.high, rate.at_most + 1e-12)
     assert min(inside.values()) >= 57

@@ -234,7 +234,7 @@ def test_each_version_is_held_to_its_own_promise(
         for at in (_BEGIN, _BEGIN + timedelta(hours=1)):
             model = load_model(run, torch.device("cpu"))
             assert model.thresholds is not None
-            promised.append(model.thresholds.calibration.review.false_rejects.expected)
+            promised.append(model.thresholds.to_review.false_rejects.expected)
             record.promises[model.model_id] = Version.of(model, run / "model", "").promise
             record.add([answer(2.5, at, 3 * i, model.model_id) for i in range(60)])
             lower = ["--model", run, "--threshold", 0.99 * model.thresholds.image]
