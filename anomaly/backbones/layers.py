@@ -295,26 +295,6 @@ def _parts(table: Sequence[Layer]) -> list[Layer]:
     return sorted(parts, key=_FINISHED)
 
 
-def last_map(table: Sequence[Layer]) -> str | None:
-    """The last feature map of a network, where Grad-CAM looks.
-
-    Returns:
-        The outermost layer that puts it out; None where there is none in the second half of the
-        work, as in a transformer whose only map is that of its patches.
-    """
-    late = [x for x in table if x.path and x.runs == 1 and x.stride is not None and x.share > 0.5]
-    return max(late, key=_FINISHED).path if late else None
-
-
-def token_layer(table: Sequence[Layer]) -> str | None:
-    """The last but one of a transformer's blocks, where gradients still reach each patch's token.
-
-    A class is read from the class token, so the last block's other tokens count for nothing.
-    """
-    blocks = _blocks(table)
-    return blocks[-2] if blocks else None
-
-
 def _blocks(table: Sequence[Layer]) -> list[str]:
     """The outermost layers of one kind that put out tokens (1, N, C), four at least."""
     blocks: dict[tuple[int, str, str], list[str]] = {}

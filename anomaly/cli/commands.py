@@ -282,19 +282,17 @@ COMMANDS = {
     ),
     "explain": _command(
         "show why an image was flagged, or what would have caught a missed defect",
+        "explain --model runs/part part.png --output why",
         "explain --model runs/part complaint.png --keep",
-        "explain --backbone resnet50 part.png --output maps",
-        _ANY_MODEL,
-        _value("--backbone", "a torchvision classifier: explains the class it sees", "NAME"),
+        _MODEL,
         _path("image", "one image file", "IMAGE"),
         _output("for the page and the pictures (default: explained/IMAGE)", required=False),
-        _several("--good", "of --model: folders of its training images, if these moved", "FOLDER"),
+        _several("--good", "folders of the training images, if these moved", "FOLDER"),
         _flag(
             "--keep",
-            "of --model: this missed defect becomes a golden part; once it is caught, calibrate, "
+            "this missed defect becomes a golden part; once it is caught, calibrate, "
             "update and deploy refuse to lose it",
         ),
-        _WEIGHTS,
     ),
     "export": _command(
         "write a trained model for ONNX Runtime or OpenVINO",

@@ -20,7 +20,7 @@ from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images, training_names
-from anomaly.explain.page import explanation_html, save_explanation
+from anomaly.explain.page import FACTS, PAGE, claim_folder, explanation_html
 from anomaly.explain.saliency import (
     BACKGROUND,
     beside,
@@ -34,6 +34,7 @@ from anomaly.explain.saliency import (
     stacked,
     text_line,
 )
+from anomaly.files.writing import as_json, clear, write
 from anomaly.hooks import capture
 from anomaly.imaging.alignment import Pose
 from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
@@ -41,7 +42,7 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, uprigh
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.inference.rows import RegionRow, region_rows
-from anomaly.maps.heatmap import RgbImage, display
+from anomaly.maps.heatmap import RgbImage, display, encode_png
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.model import Model
@@ -90,20 +91,22 @@ class Explanation:
         Raises:
             OutputError: they exist already, or can't be written.
         """
-        facts = {"image": self.prediction.name} | self.facts()
-        pictures = {f"{name}.png": picture for name, picture in self.pictures.items()}
-        save_explanation(
-            Path(folder), facts, pictures, self.notes, self.html(), overwrite=overwrite
-        )
+        folder = Path(folder)
+        clear(folder, claim_folder(folder, overwrite=overwrite))
+        for name, picture in self.pictures.items():
+            write(folder / f"{name}.png", encode_png(picture))
+        write(folder / PAGE, self.html())
+        write(folder / FACTS, as_json(self.facts()))
 
     def html(self) -> str:
         """The page for people, which loads nothing from elsewhere and fits on a sheet of A4."""
         return explanation_html(self)
 
     def facts(self) -> dict[str, Any]:
-        """The model's id, score, verdict, regions and patches as plain values."""
+        """Everything but the pictures themselves as plain values."""
         prediction, limits = self.prediction, self.prediction.thresholds
         facts: dict[str, Any] = {
+            "image": prediction.name,
             "model_id": self.model["model id"],
             "image_score": prediction.score,
             "verdict": prediction.verdict,
@@ -111,7 +114,12 @@ class Explanation:
         }
         if limits is not None:
             facts |= {"threshold": limits.image, "threshold_label": limits.label}
-        return facts | {"regions": list(map(asdict, self.regions)), "patches": self.patches}
+        return facts | {
+            "regions": list(map(asdict, self.regions)),
+            "patches": self.patches,
+            "pictures": [f"{name}.png" for name in self.pictures],
+            "not_shown": self.notes,
+        }
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
@@ -137,22 +145,18 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
     places = [peak_of(flaw, item.view.pose) for flaw in flaws]
     item = item.in_part()  # so that equal places of parts are compared
     scores = prediction.patch_scores
-    height, width = scores.shape
-    centres = patch_centres(item.view, (height, width))
-    patches = worst_patches(scores, places, centres)
-    of_region: dict[tuple[int, int], int] = {}
-    for number, place in enumerate(places, 1):
-        of_region.setdefault(worst_patches(scores, [place], centres)[0], number)
-    pictures = _pictures(detector, prediction, tile_of(item, (height, width), patches[0]))
+    patches = worst_patches(scores, places, item.view)
+    pictures = _pictures(detector, prediction, tile_of(item, scores.shape, next(iter(patches))))
     photograph = display(item.decoded)
     crops: list[list[RgbImage]] = []
     facts: list[dict[str, Any]] = []
-    for patch, near in zip(patches, training.nearest(item, patches), strict=True):
-        crop = patch_crop(photograph, patch_box(item.view, (height, width), *patch))
+    found = training.nearest(item, [*patches])
+    for (patch, region), near in zip(patches.items(), found, strict=True):
+        crop = patch_crop(photograph, patch_box(item.view, scores.shape, *patch))
         crops.append([crop, *map(training.crop, near)])
         facts.append(
             {
-                "region": of_region.get(patch),
+                "region": region,
                 "row": patch[0],
                 "column": patch[1],
                 "score": float(scores[patch]),
@@ -164,7 +168,13 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         folder = folder.parent  # the run, as people name it
     model = {"name": detector.name, "model id": detector.model_id, "folder": str(folder or "")}
     regions = region_rows(prediction.name, flaws, detector.config.image.mm_per_pixel)
-    notes = _notes(detector.method, prediction, training)
+    notes = []
+    if missing := training.missing():
+        name, reason = next(iter(missing.items()))
+        notes.append(
+            f"{len(missing)} training images ({name}: {reason}); name their folder with --good "
+            "(good=)"
+        )
     return Explanation(prediction, model, pictures, regions, facts, crops, notes)
 
 
@@ -216,22 +226,6 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
 
 
-def _notes(method: str, prediction: Prediction, good: GoodImages) -> list[str]:
-    notes = []
-    if prediction.nearest is None:
-        notes.append(
-            f"nearest good patches: {method} keeps none; the page shows the same place on some "
-            "good images instead"
-        )
-    if missing := good.missing():
-        name, reason = next(iter(missing.items()))
-        notes.append(
-            f"{len(missing)} training images ({name}: {reason}); name their folder with --good "
-            "(good=)"
-        )
-    return notes
-
-
 @dataclass(frozen=True)
 class Box:
     """A rectangle in an image's own pixels; bottom and right lie outside."""
@@ -243,7 +237,7 @@ class Box:
 
 
 def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
-    """The box of a patch in the original image; around it where the part is turned.
+    """The box of a patch in the original image, or in the part where the view is one of it.
 
     Args:
         view: how the network saw the image.
@@ -251,14 +245,10 @@ def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Bo
         row: of the patch.
         column: of the patch.
     """
-    pieces_down, pieces_across = view.axes
-    top, bottom = _edges(pieces_down, grid[0], row)
-    left, right = _edges(pieces_across, grid[1], column)
-    if view.pose is None:
-        return Box(top, left, bottom, right)
-    corners = np.array([(x, y) for x in (left, right) for y in (top, bottom)])
-    moved = view.pose.in_image(corners)
-    (left, top), (right, bottom) = moved.min(axis=0).tolist(), moved.max(axis=0).tolist()
+    (top, bottom), (left, right) = (
+        _edges(pieces, count, index)
+        for pieces, count, index in zip(view.axes, grid, (row, column), strict=True)
+    )
     return Box(top, left, bottom, right)
 
 
@@ -278,17 +268,10 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
     left = round((box.left + box.right - side) / 2)
     padded = np.pad(picture, ((side, side), (side, side), (0, 0)), constant_values=BACKGROUND)
     crop = padded[top + side : top + 2 * side, left + side : left + 2 * side]
-    inside = Box(box.top - top, box.left - left, box.bottom - top, box.right - left)
-    return _outlined(resized(crop, size, size, cv2.INTER_CUBIC), inside, size / side)
-
-
-def _outlined(picture: RgbImage, box: Box, scale: float) -> RgbImage:
-    """A copy with a frame just outside the box, in pixels of the picture / `scale`."""
-    result = picture.copy()
-    first = round(box.left * scale) - 1, round(box.top * scale) - 1
-    last = round(box.right * scale), round(box.bottom * scale)
-    cv2.rectangle(result, first, last, MARK, 1)
-    return result
+    result, scale = resized(crop, size, size, cv2.INTER_CUBIC), size / side
+    first = round((box.left - left) * scale) - 1, round((box.top - top) * scale) - 1
+    last = round((box.right - left) * scale), round((box.bottom - top) * scale)
+    return np.asarray(cv2.rectangle(result, first, last, MARK, 1), np.uint8)
 
 
 def absent(text: str) -> RgbImage:
@@ -298,22 +281,6 @@ def absent(text: str) -> RgbImage:
     top = (_CROP - len(words)) // 2
     tile[top : top + len(words)] = np.minimum(words, tile[0])
     return tile
-
-
-def patch_centres(
-    view: AnyView, grid: tuple[int, int]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Middles of the patches' rows (h,) and columns (w,) in the original image.
-
-    Args:
-        view: how the network saw the image.
-        grid: (h, w) of its patch grid; with tiles, of their mosaic.
-    """
-    rows, columns = (
-        np.array([sum(_edges(pieces, count, index)) / 2 for index in range(count)])
-        for pieces, count in zip(view.axes, grid, strict=True)
-    )
-    return rows, columns
 
 
 def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
@@ -326,27 +293,28 @@ def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, f
 
 
 def worst_patches(
-    scores: NDArray[np.float32],
-    places: Sequence[tuple[float, float]],
-    centres: tuple[NDArray[np.float64], NDArray[np.float64]],
-) -> list[tuple[int, int]]:
+    scores: NDArray[np.float32], places: Sequence[tuple[float, float]], view: AnyView
+) -> dict[tuple[int, int], int | None]:
     """The patches at the peaks of the four worst flaws.
 
     Args:
-        scores: patch scores (h, w); NaN doesn't count.
+        scores: patch scores (h, w), with tiles of their mosaic; NaN doesn't count.
         places: (x, y) of the flaws' peaks, the worst first. Where there are none, the highest of
             all patches is returned alone.
-        centres: of the patches' rows (h,) and columns (w,), in the image's own pixels.
+        view: how the network saw the image that the peaks are places of.
 
     Returns:
-        (row, column) of each, each once.
+        (row, column) of each once, and which flaw it is of, from 1.
     """
-    rows, columns = centres
-    worst: dict[tuple[int, int], None] = {}
-    for x, y in places[:_FLAWS]:
+    rows, columns = (
+        np.array([sum(_edges(pieces, count, index)) / 2 for index in range(count)])
+        for pieces, count in zip(view.axes, scores.shape, strict=True)
+    )
+    worst: dict[tuple[int, int], int | None] = {}
+    for number, (x, y) in enumerate(places[:_FLAWS], 1):
         away = (rows[:, None] - y) ** 2 + (columns - x) ** 2
-        worst[_where(np.where(np.isnan(scores), -np.inf, -away))] = None
-    return list(worst) or [_where(np.nan_to_num(scores, nan=-np.inf))]
+        worst.setdefault(_where(np.where(np.isnan(scores), -np.inf, -away)), number)
+    return worst or {_where(np.nan_to_num(scores, nan=-np.inf)): None}
 
 
 def _where(values: NDArray[Any]) -> tuple[int, int]:
@@ -509,16 +477,15 @@ class GoodImages:
         return {name: item for name, item in self._looked_up.items() if isinstance(item, str)}
 
     def _image(self, name: str) -> NetworkInput | str:
+        """A training image, or why it isn't there."""
         if name not in self._looked_up:
-            self._looked_up[name] = self._look_up(name)
+            found: Sample | NetworkInput | UnusableImage | str = self._files.find(name)
+            if isinstance(found, Sample):
+                found = Decoders(self._detector.loading, keep_image=True).load(found.path)
+            if isinstance(found, UnusableImage):
+                found = "can't be read"
+            self._looked_up[name] = found if isinstance(found, str) else found.in_part()
         return self._looked_up[name]
-
-    def _look_up(self, name: str) -> NetworkInput | str:
-        sample = self._files.find(name)
-        if isinstance(sample, str):
-            return sample
-        item = Decoders(self._detector.loading, keep_image=True).load(sample.path)
-        return item.in_part() if isinstance(item, NetworkInput) else "can't be read"
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:
         tile = tile_of(item, self._grid(item), patch)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from anomaly.calibration.rates import percent, rate_above
-from anomaly.files.writing import as_json, claim, clear, write
+from anomaly.files.writing import claim
 from anomaly.inference.rows import RegionRow
-from anomaly.maps.heatmap import RgbImage, display, encode_png, jpeg, thumbnail
+from anomaly.maps.heatmap import RgbImage, display, jpeg, thumbnail
 from anomaly.report.page import (
     command_line,
     figure_html,
@@ -103,14 +103,9 @@ def _photograph(explanation: Explanation) -> str:
         layers.append(f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>')
         layers.append(f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>')
     shown = picture_svg("the photograph", photo.size, layers)
-    return figure_html(shown, f"The photograph. {_marked(explanation)}")
-
-
-def _marked(explanation: Explanation) -> str:
-    count = len(explanation.regions)
-    if not count:
-        return "Nothing is marked."
-    return "Framed: the marked place." if count == 1 else "Framed: marked places, the worst first."
+    count = min(len(explanation.regions), 2)
+    places = ("Nothing is marked", "Framed: the marked place", "Framed: marked places, worst first")
+    return figure_html(shown, f"The photograph. {places[count]}.")
 
 
 def _map(prediction: Prediction) -> str:
@@ -170,14 +165,12 @@ def _compared(explanation: Explanation) -> Iterator[str]:
     for facts, crops in zip(explanation.patches, explanation.crops, strict=True):
         number = f"{facts['region']}: this image" if facts["region"] else "This image"
         captions = [f"<b>{number}</b><br>score {facts['score']:.4g}"]
-        captions += map(_good_caption, facts["compared_with"])
+        for patch in facts["compared_with"]:
+            distance = patch["distance"]
+            text = "" if distance is None else f"distance {distance:.4g}<br>"
+            captions.append(f"{text}<bdi>{escape(PurePath(patch['image']).name)}</bdi>")
         figures = map(_crop, crops, captions)
         yield f'<div class="crops">{"".join(figures)}</div>'
-
-
-def _good_caption(patch: dict[str, Any]) -> str:
-    distance = "" if patch["distance"] is None else f"distance {patch['distance']:.4g}<br>"
-    return f"{distance}<bdi>{escape(PurePath(patch['image']).name)}</bdi>"
 
 
 def _crop(picture: RgbImage, caption: str) -> str:
@@ -252,19 +245,13 @@ def _step(step: tuple[str, str]) -> str:
 
 def _model(explanation: Explanation) -> str:
     model, limits = explanation.model, explanation.prediction.thresholds
-    parts = [
-        f"Model {model['name']}",
-        model["model id"],
-        model["folder"],
-        "" if limits is None else limits.lines()[0],
-        f"anomaly {__version__}",
-    ]
-    return " · ".join(f"<bdi>{escape(part)}</bdi>" for part in parts if part)
+    found = "" if limits is None else limits.lines()[0]
+    parts = [f"Model {model['name']}", model["model id"], model["folder"], found]
+    shown = [f"<bdi>{escape(part)}</bdi>" for part in (*parts, f"anomaly {__version__}") if part]
+    return " · ".join(shown)
 
 
-_FACTS, PAGE = "explanation.json", "explanation.html"
-_PICTURES = ("score_gradient.png", "grad_cam.png")
-_MAPS = ("feature_maps_*.png", "classifier_feature_maps_*.png")
+FACTS, PAGE = "explanation.json", "explanation.html"
 
 
 def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
@@ -280,42 +267,7 @@ def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
     Raises:
         OutputError: it holds an explanation already, or can't be written to.
     """
-    maps = [file.name for pattern in _MAPS for file in folder.glob(pattern)]
-    names = [_FACTS, PAGE, *_PICTURES, *maps]
+    maps = [file.name for file in folder.glob("feature_maps_*.png")]
+    names = [FACTS, PAGE, "score_gradient.png", *maps]
     claim(folder, names, overwrite=overwrite)
     return names
-
-
-def save_explanation(
-    folder: Path,
-    facts: Mapping[str, Any],
-    pictures: Mapping[str, RgbImage],
-    notes: Sequence[str],
-    page: str = "",
-    *,
-    overwrite: bool,
-) -> dict[str, Any]:
-    """Write an explanation; of an earlier one there nothing is left.
-
-    Args:
-        folder: made if need be.
-        facts: plain values.
-        pictures: (H, W, 3) uint8 RGB, by the names of their files.
-        notes: what can't be shown, and why.
-        page: HTML for people; none where it is empty.
-        overwrite: replace an earlier explanation.
-
-    Returns:
-        What explanation.json says.
-
-    Raises:
-        OutputError: one is there already, or the folder can't be written to.
-    """
-    clear(folder, claim_folder(folder, overwrite=overwrite))
-    for name, picture in pictures.items():
-        write(folder / name, encode_png(picture))
-    if page:
-        write(folder / PAGE, page)
-    written = {**facts, "pictures": list(pictures), "not_shown": list(notes)}
-    write(folder / _FACTS, as_json(written))
-    return written

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import cv2
@@ -18,21 +17,12 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from anomaly.backbones.layers import (
-    last_map,
-    layer_table,
     layout_of,
-    side_multiple,
-    stages,
-    token_layer,
 )
-from anomaly.backbones.networks import backbone_of, build, full_network
-from anomaly.errors import AnomalyError, ImageError, LayerError
+from anomaly.errors import AnomalyError, LayerError
 from anomaly.hooks import HookSet, capture
 from anomaly.hooks.paths import Selector, match, resolve
-from anomaly.imaging.geometry import Sizing
-from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
-from anomaly.imaging.pool import Decoders
-from anomaly.imaging.read import DEFAULT
+from anomaly.imaging.loading import NetworkInput
 from anomaly.maps.heatmap import RgbImage
 
 
@@ -321,81 +311,6 @@ def _class_score(output: object, target_class: int | None) -> Tensor:
     if not isinstance(target_class, Integral) or not 0 <= target_class < n_classes:
         raise AnomalyError(f"target_class={target_class!r}: the network has 0 to {n_classes - 1}")
     return output[0, target_class]
-
-
-_SIDE = 320
-
-
-# Images come to the area of a square of this side, as torchvision's classifiers were trained.
-_CLASSIFIER_SIZE = 224
-
-
-def explain_class(
-    name: str,
-    path: Path,
-    *,
-    weights: str,
-    device: torch.device,
-    before: str = "",
-) -> tuple[dict[str, Any], dict[str, RgbImage], list[str]]:
-    """Show what a classifier sees in an image: its likeliest classes, at most three.
-
-    Args:
-        name: of the network.
-        path: the image.
-        weights: `imagenet`, `random`, or a file.
-        device: where to compute.
-        before: what the names of the feature maps' pictures begin with.
-
-    Returns:
-        The classes with their probabilities as plain values; pictures (H, W, 3) uint8 RGB by the
-        name of a file for each, the feature maps of each stage and Grad-CAM; and what can't be
-        shown, with the reason.
-
-    Raises:
-        ImageError: the image can't be used.
-        AnomalyError: there is no such network or weights file.
-    """
-    size = _CLASSIFIER_SIZE
-    table = layer_table(build(name), size)
-    multiple = side_multiple(build(name))
-    sizing = Sizing(size if multiple is None else None, None, size, multiple or 32)
-    item = Decoders(Preprocessing(sizing, DEFAULT)).load(path)
-    if isinstance(item, UnusableImage):
-        raise ImageError(item.reason, item.status)
-    if not (mapped := stages(table)):
-        raise AnomalyError(f"{name} makes no feature maps of {size} × {size} pixels; use more")
-    network = full_network(name, weights).requires_grad_(False).to(device)
-    pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(device)
-    image = backbone_of(name).normalisation()(pixels)
-    seen = picture_of(item)
-    drawn = feature_map_pictures(network, image, mapped, picture=seen)
-    pictures = {f"{before}feature_maps_{stage}.png": shown for stage, shown in drawn.items()}
-
-    with torch.inference_mode():
-        chances = network(image[None])[0].softmax(dim=0)
-    likeliest = chances.argsort(descending=True)[:3].tolist()
-    classes = [c for c in likeliest if chances[c] > 0.05] or likeliest[:1]
-    known = backbone_of(name).classes()
-    found = [
-        {
-            "index": c,
-            "name": str(known[c]) if c < len(known) else "",
-            "probability": float(chances[c]),
-        }
-        for c in classes
-    ]
-    layer = last_map(table) or token_layer(table)
-    if layer is None:
-        notes = [f"Grad-CAM: {name} puts out neither a late feature map nor tokens"]
-        return {"classes": found}, pictures, notes
-    small, lines = fitted(seen, longest=_SIDE), []
-    for target, each in zip(classes, found, strict=True):
-        cam = grad_cam(network, image, layer, target)
-        caption = f"{each['name'] or f'class {target}'}, {each['probability']:.0%}"
-        lines.append(beside([(caption, small), (f"Grad-CAM at {layer}", glowing(small, cam))]))
-    pictures["grad_cam.png"] = stacked(lines)
-    return {"classes": found}, pictures, []
 
 
 _LINE_HEIGHT, _INDENT = 18, 2

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from anomaly.backbones.layers import (
     Layer,
     default_layers,
-    last_map,
     layer_table,
     side_multiple,
     stages,
@@ -77,9 +76,7 @@ def test_stages_are_the_layers_that_each_family_hooks(name: str) -> None:
     table = layer_table(network, 224)
     layers, known = default_layers(name, network, 3), by_path(table)
     assert tuple(stages(table)[:3]) == layers
-    last = last_map(table)
-    assert last is not None
-    assert [known[path].stride for path in (*layers, last)] == [4, 8, 16, 32]
+    assert [known[path].stride for path in layers] == [4, 8, 16]
     assert side_multiple(network) == 32
 
 
@@ -87,12 +84,10 @@ def test_transformers_have_no_late_map_and_take_squares_only() -> None:
     network = build("vit_b_16")
     table = layer_table(network, 224)
     assert stages(table) == ["conv_proj"]
-    assert last_map(table) is None
     assert side_multiple(network) is None
     assert side_multiple(network, ["conv_proj"]) is None  # it checks before its first layer
     with pytest.raises(LayerError, match=r"doesn't take images of 200×200; give another size"):
         layer_table(network, 200)
-    assert last_map(layer_table(build("swin_t"), 224)) == "permute"
 
 
 def test_a_network_on_a_real_device_is_described_too() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -134,25 +133,6 @@ def test_explain_calls_what_isnt_our_part_what_infer_calls_it(
     assert facts["reason"] in out
 
 
-def test_explain_with_a_model_and_a_classifier_of_like_layers(
-    run_folder: Path, product: Path, tmp_path: Path, says: Says, command: Command
-) -> None:
-    image = product / "test" / "spot" / "000.png"
-    output = tmp_path / "why"
-    arguments = ["--model", run_folder, "--backbone", "resnet18", "--weights", "random"]
-    said = says(0, "explain", [image, *arguments, "--output", output])
-    assert re.search(r"^class \d+ .+: [\d.]+ %$", said, re.MULTILINE)
-    ours, theirs = (
-        (output / f"{before}feature_maps_layer2.png").read_bytes() for before in ("", "classifier_")
-    )
-    assert ours != theirs
-    facts = json.loads((output / "explanation.json").read_text())
-    assert {p.name for p in output.glob("*.png")} == set(facts["pictures"])
-    again = [image, *arguments[:2], "--output", output, "--overwrite"]
-    assert command("explain", again)[0] == 0
-    assert not list(output.glob("classifier_*"))
-
-
 def test_explain_says_what_it_cannot_show(
     product: Path, run_folder: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -162,15 +142,15 @@ def test_explain_says_what_it_cannot_show(
     # Alone, a model doesn't say where the data set is.
     alone = shutil.copytree(run_folder / "model", tmp_path / "alone")
     (tmp_path / "empty").mkdir()
-    for model, good, says in (
-        (tmp_path / "free", product / "train" / "good", "nearest good patches: PaDiM keeps none"),
-        (alone, tmp_path / "empty", "not found); name their folder with --good"),
+    for model, good, lacks in (
+        (tmp_path / "free", product / "train" / "good", False),
+        (alone, tmp_path / "empty", True),
     ):
         image = product / "test" / "spot" / "001.png"
         arguments = [image, "--model", model, "--good", good]
         output = tmp_path / f"why {model.name}"
         code, out, _ = command("explain", [*arguments, "--output", output])
-        assert (code, "not shown: " in out, says in out) == (0, True, True), out
+        assert (code, "not found); name their folder with --good" in out) == (0, lacks), out
         assert (output / "explanation.html").is_file()
     facts = json.loads((tmp_path / "why free" / "explanation.json").read_text())
     assert facts["patches"][0]["compared_with"][0]["distance"] is None

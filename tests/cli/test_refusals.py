@@ -53,11 +53,7 @@ features --model model --input nowhere --output o.npz -> nowhere doesn't exist
 features --model export --input good --output o.npz -> and no layers
 features --model model --input good --output features -> must end in .npz
 features --model model --input good --output o.npz --layers l -> --layers needs --backbone; a model
-explain --backbone resnet18 --weights n.pth good/part.png --output o -> n.pth does
 explain --model export good/part.png --output o -> and no layers
-explain --model model good/part.png --output o --weights random -> --weights needs a
-explain --backbone resnet18 good/part.png --output o --good . -> give --model too
-explain good/part.png --output o -> give --model, --backbone, or both
 train --config folder --set data.root=good --set backbone.weights=n.pth -> n.pth doesn't exist
 evaluate --model model --good nowhere --output o -> nowhere doesn't exist
 evaluate --model model --defects nowhere --output o -> nowhere doesn't exist

@@ -160,11 +160,11 @@ def test_an_explanation_compares_equal_places(run: Path, plates: Path) -> None:
         right, down = map(int, peak_of(flaw, item.view.pose))
         red, green, _ = item.in_part().decoded.pixels[down, right].tolist()
         assert red > 150 > green
-        # A patch that holds the mark lies around it in the photograph, too.
+        # A patch that holds the mark lies around it.
         rows, columns = item.view.axes
         grid = (rows[0].size // 4, columns[0].size // 4)
         patch = (down * grid[0] // SIZE[0], right * grid[1] // SIZE[1])
-        box = patch_box(item.view, grid, *patch)
-        assert box.left - 1 <= x <= box.right + 1
-        assert box.top - 1 <= y <= box.bottom + 1
+        box = patch_box(item.in_part().view, grid, *patch)
+        assert box.left - 1 <= right <= box.right + 1
+        assert box.top - 1 <= down <= box.bottom + 1
         assert box.right - box.left < 12

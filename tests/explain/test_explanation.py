@@ -34,6 +34,7 @@ from anomaly.explain.evidence import (
 )
 from anomaly.export.features import from_model
 from anomaly.hooks import live_hooks
+from anomaly.imaging.geometry import AxisView, View
 from anomaly.imaging.loading import NetworkInput, load
 from anomaly.maps.regions import marked_regions
 from anomaly.methods.patchcore.bank import MemoryBank
@@ -41,7 +42,7 @@ from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
 CPU = torch.device("cpu")
-CENTRES = 10 * np.arange(7) + 5.0, 10 * np.arange(9) + 5.0
+VIEW = View(AxisView(70, 70, 0, 70), AxisView(90, 90, 0, 90))  # patches of 10 pixels
 
 
 def fit(good: Path, image: dict[str, Any] | None = None, **model: Any) -> Model:
@@ -69,7 +70,9 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
     """Patches of ten pixels, and a map of which each pixel is its patch."""
     pixels = scores.repeat(10, 0).repeat(10, 1)
     flaws = marked_regions((pixels > limit).astype(np.uint8), pixel_map(pixels))
-    found = worst_patches(scores, [peak_of(flaw, None) for flaw in flaws], CENTRES)
+    patches = worst_patches(scores, [peak_of(flaw, None) for flaw in flaws], VIEW)
+    found = list(patches)
+    assert next(iter(patches.values())) == (1 if flaws else None)
     labels = ndimage.label(scores > limit, np.ones((3, 3)))[0]
     peaks = sorted((scores[labels == i].max() for i in range(1, labels.max() + 1)), reverse=True)
     assert scores[found[0]] == (peaks or [scores.max()])[0]
@@ -80,12 +83,12 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
 def test_the_patch_of_a_peak_is_the_nearest_one_that_counts() -> None:
     scores = np.zeros((7, 9), np.float32)
     scores[0, 0] = 5
-    assert worst_patches(scores, [(61.5, 33.5)], CENTRES) == [(3, 6)]
-    assert worst_patches(scores, (), CENTRES) == [(0, 0)]
+    assert worst_patches(scores, [(61.5, 33.5)], VIEW) == {(3, 6): 1}
+    assert worst_patches(scores, (), VIEW) == {(0, 0): None}
     scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
-    centres = np.array([5.0, 15.0]), np.array([5.0, 15.0, 25.0])
-    assert worst_patches(scores, (), centres) == [(1, 1)]
-    assert worst_patches(scores, [(1.5, 1.5), (24.5, 9.0)], centres) == [(0, 1), (0, 2)]
+    view = View(AxisView(20, 20, 0, 20), AxisView(30, 30, 0, 30))
+    assert worst_patches(scores, (), view) == {(1, 1): None}
+    assert worst_patches(scores, [(1.5, 1.5), (24.5, 9.0)], view) == {(0, 1): 1, (0, 2): 2}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_nearest_patches_are_those_of_brute_force_and_lie_in_the_images_named(
     model = load_model(run_folder, CPU)
     item = loaded(model, product / "test" / "spot" / "000.png")
     (prediction,) = model.score([item])
-    patches = [worst_patches(prediction.patch_scores, (), CENTRES)[0], (0, 0), (2, 5)]
+    patches = [next(iter(worst_patches(prediction.patch_scores, (), item.view))), (0, 0), (2, 5)]
     good = good_of(model, product)
     bank = model.scorer
     assert isinstance(bank, MemoryBank)
@@ -155,7 +158,7 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
     height, width = prediction.patch_scores.shape
     good = good_of(model, product / "train" / "good")
     patches = [
-        worst_patches(prediction.patch_scores, (), CENTRES)[0],
+        next(iter(worst_patches(prediction.patch_scores, (), item.view))),
         (height - 1, 0),
         (2, width - 1),
     ]
