@@ -172,7 +172,7 @@ def _model_routes(app: FastAPI, service: InspectionService) -> None:
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def metrics() -> Response:
-        return Response(await check(service.metrics.text), media_type="text/plain; version=0.0.4")
+        return Response(await check(service.figures), media_type="text/plain; version=0.0.4")
 
 
 class InTurn:

@@ -89,7 +89,7 @@ def named(folders: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _check_serve(options: argparse.Namespace) -> None:
-    needed = ("fastapi", "uvicorn", "prometheus_client")
+    needed = ("fastapi", "uvicorn")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise AnomalyError(
             f"serve needs {', '.join(missing)}, which aren't installed: "

@@ -86,15 +86,11 @@ class Period:
 
     @property
     def before(self) -> Period:
-        """The previous period of the same length; for whole days and months, as many of these."""
+        """The previous period of the same length; for whole days, as many of these."""
         begin, end = (at.replace(tzinfo=None) for at in (self.begin, self.end))
         if begin.time() != end.time() or begin == end:
             return Period(self.begin - (self.end - self.begin), self.begin)
-        if any((at.day, at.time()) != (1, time()) for at in (begin, end)):
-            return Period(begin - (end - begin), begin)
-        months = 12 * (end.year - begin.year) + end.month - begin.month
-        year, month = divmod(12 * begin.year + begin.month - 1 - months, 12)
-        return Period(datetime(year, month + 1, 1), begin)
+        return Period(begin - (end - begin), begin)
 
     @property
     def zone(self) -> str:
@@ -187,14 +183,23 @@ def report(
         (odd,) = db.execute("SELECT COUNT (*) FROM seen WHERE age = 0 AND NOT by_score").fetchone()
     about = f"{escape(visible(str(record)))} · local time: {escape(period.zone)} · made {utc_now()}"
     drifted = any(drift.alarm for drift in drifts.values())
-    answer = _answer(tables, period, prices, drifted=drifted, odd=odd)
-    page = _page(about, period, tables, drifts, pictures, answer)
-    plain = {  # of a rate its estimate
-        name: [[c.expected if isinstance(c, Rate) else c for c in row] for row in rows]
-        for name, (_, rows) in tables.items()
+    lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
+    content = {
+        "Yield": _html(*tables["yield"]),
+        "Judgements": _html(*tables["judgements"]),
+        "What the models promised": _html(*tables["promises"], note=_PROMISES),
+        "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
+        "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
+        "Kinds of defect": _html(*tables["kinds"]),
+        "Times": _html(*tables["times"]),
+        "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
     }
-    files = {f"{name}.csv": csv_text([tables[name][0], *rows]) for name, rows in plain.items()}
-    return Report({PAGE: page} | files, drifted)
+    sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
+    answer = _answer(tables, period, prices, drifted=drifted, odd=odd)
+    title = f"Report of {period}"
+    page = table_page(title, title, about, answer + "".join(sections), "explained")
+    csv = {f"{name}.csv": _csv(*table) for name, table in tables.items()}
+    return Report({PAGE: page} | csv, drifted)
 
 
 def _tables(db: sqlite3.Connection, promises: _Promises) -> Iterator[_Table]:
@@ -267,30 +272,6 @@ def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, 
             yield own, drift
 
 
-def _page(
-    about: str,
-    period: Period,
-    tables: Mapping[str, _Table],
-    drifts: Mapping[str, Drift],
-    pictures: Sequence[str],
-    answer: str,
-) -> str:
-    lines = [f"{own}: {line}" for own, drift in drifts.items() for line in drift.lines()]
-    content = {
-        "Yield": _html(*tables["yield"]),
-        "Judgements": _html(*tables["judgements"]),
-        "What the models promised": _html(*tables["promises"], note=_PROMISES),
-        "Drift of the scores": "".join(f"<ul><li>{escape(line)}</li></ul>" for line in lines),
-        "Versions of the models": _html(*tables["versions"], note=_VERSIONS),
-        "Kinds of defect": _html(*tables["kinds"]),
-        "Times": _html(*tables["times"]),
-        "Parts to look at": f'<div class="trio">{"".join(pictures)}</div>' * bool(pictures),
-    }
-    sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
-    title = f"Report of {period}"
-    return table_page(title, title, about, answer + "".join(sections), "explained")
-
-
 def _answer(
     tables: Mapping[str, _Table],
     period: Period,
@@ -347,6 +328,12 @@ def _html(titles: Sequence[str], rows: Sequence[Sequence[_Cell]], note: str = ""
     lines = [row_html(_shown(row[0]), map(_shown, row[1:])) for row in rows]
     table = table_html(map(escape, titles), lines) + f'<p class="soft">{note}</p>'
     return table * bool(lines)
+
+
+def _csv(titles: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> str:
+    """A table as CSV; of a rate its estimate."""
+    plain = ([c.expected if isinstance(c, Rate) else c for c in row] for row in rows)
+    return csv_text([titles, *plain])
 
 
 def _shown(cell: _Cell) -> str:

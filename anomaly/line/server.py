@@ -152,7 +152,7 @@ class Guard:
         app: the ASGI application behind it.
         token: shown as `Authorization: Bearer TOKEN`, or as the password that a browser asks for
             beside a name; empty for none, and only this machine may ask.
-        service: whose figures are kept.
+        service: counts the bytes held.
         body_bytes: most bytes of one image file.
     """
 
@@ -171,7 +171,6 @@ class Guard:
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.answers.labels(str(message["status"])).inc()
                 message = {**message, "headers": [*(_SAFE | dict(message["headers"])).items()]}
             await send(message)
 

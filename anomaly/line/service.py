@@ -6,16 +6,10 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import DEFAULT
@@ -71,8 +65,9 @@ class InspectionService:
             name: ModelSlot(name, folder, record, device=device, publish=self._publish)
             for name, folder in folders.items()
         }
-        self.metrics = Metrics(self)
         self.stopping = False
+        # Parts and their seconds by model, status and verdict.
+        self._answered: dict[tuple[str, ...], tuple[int, float]] = {}
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._files: OrderedDict[int, bytes] = OrderedDict()
         self._open = ExitStack()
@@ -148,19 +143,12 @@ class InspectionService:
         Returns:
             Of each: `kind`, its key in words.json, which holds the text in every language;
             `model`, empty if it concerns all; `reason`, details that the kind's text doesn't give;
-            `severity`, `error` or `warning`; `text` in English.
+            `severity`, `error` or `warning`.
         """
-        found = [("error", *error) for error in self._errors()]
-        found += [("warning", *warning) for warning in self._warnings()]
         return [
-            {
-                "kind": kind,
-                "model": model,
-                "reason": reason,
-                "severity": severity,
-                "text": _words()[kind]["en"].format(model=model, reason=reason),
-            }
-            for severity, kind, model, reason in found
+            {"kind": kind, "model": model, "reason": reason, "severity": severity}
+            for severity, found in (("error", self._errors()), ("warning", self._warnings()))
+            for kind, model, reason in found
         ]
 
     def _errors(self) -> Iterator[tuple[str, str, str]]:
@@ -184,6 +172,25 @@ class InspectionService:
             if drift["flagged"]:
                 yield "more" if drift["compared"] == "more" else "fewer", slot.name, ""
 
+    def figures(self) -> str:
+        """Counts since the start and current figures, in Prometheus' text format."""
+        lines = []
+        for key, (count, seconds) in list(self._answered.items()):
+            labels = dict(zip(("model", "status", "verdict"), key, strict=True))
+            lines.append(_figure("parts_total", count, **labels))
+            lines.append(_figure("part_seconds_total", seconds, **labels))
+        for slot in self.models.values():
+            lines.append(_figure("waiting_parts", slot.waiting, model=slot.name))
+            lines.append(_figure("drift_alarm", slot.drifted()["alarm"], model=slot.name))
+            lines.append(_figure("version_refused", slot.refused, model=slot.name))
+        for outbox in self.outboxes:
+            unsent, refused = outbox.state()
+            lines.append(_figure("unsent_parts", unsent, receiver=outbox.name))
+            lines.append(_figure("refused_parts", refused, receiver=outbox.name))
+        lines.append(_figure("held_bytes", self.held))
+        lines.append(_figure("record_trouble", bool(self.record.trouble())))
+        return "".join(lines)
+
     @property
     def waiting(self) -> int:
         """Number of accepted parts without an answer."""
@@ -197,99 +204,23 @@ class InspectionService:
 
     def _publish(self, number: int, answer: Answer) -> None:
         """Publish a recorded part; called in the record's thread."""
-        self.metrics.note(answer)
+        row, key = answer.row, (answer.model, answer.row.status, answer.row.verdict)
+        count, seconds = self._answered.get(key, (0, 0.0))
+        self._answered[key] = count + 1, seconds + (row.milliseconds or 0.0) / 1000
         for outbox in self.outboxes:
             outbox.wake()
         if answer.heatmap:
             self._recent[number] = answer.heatmap
             while len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)
-        if answer.row.verdict == "good":
+        if row.verdict == "good":
             self._files[number] = answer.file
             while sum(map(len, self._files.values())) > _RECENT_BYTES:
                 self._files.popitem(last=False)
         self.news += 1
 
 
-@cache
-def _words() -> dict[str, dict[str, str]]:
-    words = files("anomaly.line").joinpath("assets", "words.json").read_text("utf-8")
-    return dict(json.loads(words))
-
-
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-_BY_MODEL = {
-    "waiting_parts": "Accepted parts without an answer",
-    "drift_alarm": "1 once parts have drifted",
-    "version_refused": "1 while a new version is refused",
-}
-_BY_RECEIVER = {
-    "unsent_parts": "Parts that wait for it",
-    "refused_parts": "Parts that it has refused",
-}
-
-
-class Metrics(Collector):
-    """The service's figures, in a registry of their own.
-
-    Args:
-        service: whose figures they are.
-    """
-
-    def __init__(self, service: InspectionService) -> None:
-        self._service, self._registry = service, CollectorRegistry()
-        self.parts = Counter(
-            "anomaly_parts_total",
-            "Parts answered and recorded",
-            ("model", "status", "verdict"),
-            registry=self._registry,
-        )
-        self.seconds = Histogram(
-            "anomaly_part_seconds",
-            "Seconds from accepting a part to its row",
-            ("model",),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self.answers = Counter(
-            "anomaly_http_answers_total",
-            "Answers of the service by status code",
-            ("code",),
-            registry=self._registry,
-        )
-        self._registry.register(self)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The figures that are read at each request."""
-        service = self._service
-        trouble = float(bool(service.record.trouble()))
-        yield GaugeMetricFamily("anomaly_held_bytes", "Bytes of images that wait", service.held)
-        yield GaugeMetricFamily("anomaly_record_trouble", "1 while nothing is recorded", trouble)
-        models = {
-            slot.name: (slot.waiting, slot.drifted()["alarm"], slot.refused)
-            for slot in service.models.values()
-        }
-        yield from _gauges("model", _BY_MODEL, models)
-        receivers = {outbox.name: outbox.state() for outbox in service.outboxes}
-        yield from _gauges("receiver", _BY_RECEIVER, receivers)
-
-    def note(self, answer: Answer) -> None:
-        """Count a part that was answered."""
-        row = answer.row
-        self.parts.labels(answer.model, row.status, row.verdict).inc()
-        self.seconds.labels(answer.model).observe((row.milliseconds or 0.0) / 1000)
-
-    def text(self) -> bytes:
-        """All figures in Prometheus' text format."""
-        return generate_latest(self._registry)
-
-
-def _gauges(
-    label: str, texts: Mapping[str, str], figures: Mapping[str, Sequence[float]]
-) -> Iterator[GaugeMetricFamily]:
-    """Gauges with a label: names and texts, and by the label's value a figure for each."""
-    for place, (name, text) in enumerate(texts.items()):
-        gauge = GaugeMetricFamily(f"anomaly_{name}", text, labels=[label])
-        for one, values in figures.items():
-            gauge.add_metric([one], values[place])
-        yield gauge
+def _figure(name: str, value: float, **labels: str) -> str:
+    """A line in Prometheus' text format; labels are escaped as JSON is."""
+    shown = (f"{key}={json.dumps(text, ensure_ascii=False)}" for key, text in labels.items())
+    return f"anomaly_{name}{{{','.join(shown)}}} {float(value)!r}\n"

@@ -195,7 +195,7 @@ def test_figures_are_those_of_the_rows(record: Path, tmp_path: Path, command: Co
 @pytest.mark.parametrize(
     ("begin", "end", "period", "before"),
     [
-        ("2026-01-01", "2026-02-28", "2026-01-01 to 2026-02-28", "2025-11-01 to 2025-12-31"),
+        ("2026-01-01", "2026-02-28", "2026-01-01 to 2026-02-28", "2025-11-03 to 2025-12-31"),
         ("2026-11-27 22:00", "2026-11-28 06:00", "2026-11-27 22:00 to 2026-11-28 06:00",
          "2026-11-27 14:00 to 22:00"),
         # The hour from 02:00 comes twice, and on 29 March never.

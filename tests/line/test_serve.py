@@ -122,11 +122,11 @@ def test_metrics_count_what_was_answered(served: Served, product: Path) -> None:
     for name, more in (
         ('anomaly_parts_total{model="disc",status="ok",verdict="reject"}', 1),
         ('anomaly_parts_total{model="disc",status="unreadable",verdict=""}', 1),
-        ('anomaly_part_seconds_count{model="disc"}', 2),
-        ('anomaly_http_answers_total{code="422"}', 1),
     ):
         assert after[name] - before.get(name, 0.0) == more
-    assert after['anomaly_waiting_parts{model="disc"}'] == after["anomaly_held_bytes"] == 0
+    assert after['anomaly_waiting_parts{model="disc"}'] == after["anomaly_held_bytes{}"] == 0
+    name = 'anomaly_part_seconds_total{model="disc",status="ok",verdict="reject"}'
+    assert 0 < after[name] - before.get(name, 0.0) < 60
 
 
 def test_people_say_what_a_part_is(served: Served, product: Path) -> None:
@@ -184,13 +184,12 @@ def test_health_alarms_and_figures_say_what_is_wrong(run_folder: Path, tmp_path:
         assert str(tmp_path) not in str(health)  # clients without a token ask, too
         alarms = served.get("/v1/alarms")["alarms"]
         named = [(alarm["kind"], alarm["model"], alarm["severity"]) for alarm in alarms]
-        return health["reason"], named, served.figures()["anomaly_record_trouble"]
+        return health["reason"], named, served.figures()["anomaly_record_trouble{}"]
 
     failed = ("failed", "disc", "error")
     with serving(tmp_path / "line") as served:
         assert said() == ("disc has failed", [failed], 0)
         (alarm,) = served.get("/v1/alarms")["alarms"]
-        assert "disc has failed" in alarm["text"]
         assert "scorer.safetensors" in alarm["reason"]
         assert served.score(b"x")[0] == 503
         file.rename(tmp_path / "away")
