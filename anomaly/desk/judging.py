@@ -55,12 +55,6 @@ class Scores:
         """Scores (n + g,) of all good images: training images, and others."""
         return np.concatenate([self.held_out, self.good])
 
-    @property
-    def spread(self) -> float:
-        """Ratio of the 95 % quantile to the median of held-out scores; 1 if all are alike."""
-        median = max(float(np.median(self.held_out)), 1e-30)
-        return float(np.quantile(self.held_out, 0.95)) / median
-
     def only(self, mask: Mask) -> Scores:
         """The scores of some images, by a mask in the order of `every`."""
         defects, held_out, good = np.split(mask, np.cumsum([len(self.defects), len(self.held_out)]))

@@ -16,7 +16,6 @@ import yaml
 
 from anomaly.backbones.networks import networks_on_disk
 from anomaly.calibration.rates import percent
-from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, NAMED_DIGITS, Config, readers
 from anomaly.datasets import Dataset, Sample, open_dataset
@@ -40,8 +39,8 @@ from anomaly.training.fit import StageProgress, train
 
 _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
 _GRAIN = 32  # sides that networks take, see `image.area`
-# Axes of changes. Good images alone can judge turns and poses; the time of a network can't be
-# foreseen; the best image score may depend on everything else.
+# Axes of changes. The time of a network can't be foreseen; the best image score may depend on
+# everything else.
 TURNS, POSE, NETWORK, SCORE, BANK = "turns", "pose", "network", "image score", "bank"
 
 
@@ -183,7 +182,7 @@ def _bank(config: Config) -> float:
     return config.model.coreset_ratio * (1 + len(turns_of(config))) * _pixels(config)
 
 
-_HEAD = ("settings", "defects caught", "good flagged", "spread", "ms", "MB")
+_HEAD = ("settings", "defects caught", "good flagged", "ms")
 _AS_LONG = 2.0  # another network takes so many times as long: a guess, on the safe side
 
 
@@ -194,26 +193,22 @@ class Trial:
     Attributes:
         changes: from the settings that were there; none for these themselves.
         config: the settings, the precision chosen.
-        thresholds: those that `train` finds.
+        review: the review threshold that `train` finds.
         scores: of all images; NaN for one that can't be scored, and for a training image that
             thresholds don't stand on, a copy of another, say; infinite for one that has a reason
             for review whatever its score.
         hashes: sha256 of the known images that can be used, by name.
         seconds: that the trial took, by stage.
         image_seconds: that a known image took to be scored.
-        model_bytes: of the model's tensors.
-        patch_pixels: original pixels that one patch is high and wide, in the median.
     """
 
     changes: tuple[Change, ...]
     config: Config
-    thresholds: Thresholds
+    review: float
     scores: Scores
     hashes: Mapping[str, str]
     seconds: Mapping[str, float]
     image_seconds: float
-    model_bytes: int
-    patch_pixels: tuple[float, float]
 
     @property
     def name(self) -> str:
@@ -263,17 +258,10 @@ class Search:
         self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
         self.tried = [self.trial(())]
         self.say(f"trying your settings took {sum(self.tried[0].seconds.values()):.0f} s")
-        parts = {sample.group or i for i, sample in enumerate(self.defects)}
-        enough = len(parts) >= LEAST_DEFECTS
-        planned = [
-            step
-            for step in steps(self.config, networks_on_disk())
-            if enough or step.axis in (POSE, TURNS)  # good images alone can tell these
-        ]
+        planned = steps(self.config, networks_on_disk())
         for step in sorted(planned, key=lambda step: self._estimate((step,))):
             self._try_if_it_fits((step,))
-        if enough:
-            self._try_together([step for step in planned if step.axis == SCORE])
+        self._try_together([step for step in planned if step.axis == SCORE])
 
     def trial(self, changes: tuple[Change, ...]) -> Trial:
         """Train with changed settings, and score all images by the model."""
@@ -305,13 +293,11 @@ class Search:
         return Trial(
             changes,
             config.model_copy(update={"precision": model.config.precision}),
-            model.thresholds,
+            model.thresholds.review,
             Scores(*map(np.array, (held_out, values[:split], values[split:]))),
             {one.sample.name: one.sha256 for one in known if one.score is not None},
             training.seconds | {"scoring": took},
-            took / max(len(known), 1),
-            sum(t.numel() * t.element_size() for t in model.scorer.tensors().values()),
-            training.patch_pixels,
+            took / len(known),
         )
 
     def usable(self) -> Mask:
@@ -407,10 +393,10 @@ class Tuning:
     def config(self) -> Config:
         """The chosen settings, to train with; they name the images that chose them."""
         hashes = self.tried[0].hashes.values()
-        known = tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in hashes))
-        named: dict[str, Any] = {"name": f"{self.base.name}_tuned"}
-        if known:
-            named["chosen_by"] = known
+        named: dict[str, Any] = {
+            "name": f"{self.base.name}_tuned",
+            "chosen_by": tuple(sorted(sha256[:NAMED_DIGITS] for sha256 in hashes)),
+        }
         return changed(self.base, self.chosen.changes).model_copy(update=named)
 
     @property
@@ -418,13 +404,8 @@ class Tuning:
         """The reason for the choice, in a sentence or two."""
         first, parts = self.tried[0], self.judgement.parts
         defects, caught = len(first.scores.defects), self.caught(first)
-        if not defects:
-            return self._without_defects()
         if parts < LEAST_DEFECTS:
-            return (
-                f"your settings stay: known defects on {counted(parts, 'part')} are too few to "
-                f"compare settings; give at least {LEAST_DEFECTS} defective parts, better 20"
-            )
+            return f"your settings stay: {_too_few(parts)}"
         if self.judgement.better:
             cases = round(1000 * max(self.judgement.chance, 1e-3))
             return (
@@ -448,21 +429,18 @@ class Tuning:
         lines = text_table([_HEAD, *map(self._row, self.tried)])
         lines += [
             f"defects caught: if {rate} of all good images are flagged; good flagged: good test "
-            "images above the threshold that training finds",
-            "spread: how many times the median the highest 5 % of good images score; ms: time for "
-            "an image; MB: size of the model",
+            "images above the threshold that training finds; ms: time for an image",
             *(f"not tried: {name}: {why}" for name, why in self.skipped.items()),
             "",
             self.reason,
         ]
-        if len(self.tried[0].scores.defects):
-            caught, flagged = self.judgement.caught, self.judgement.flagged
-            lines.append(
-                f"expect of new parts: {caught.count} of {caught.images} defects caught "
-                f"({caught.interval}), {flagged.count} of {flagged.images} good images flagged "
-                f"({flagged.interval}; 95 % confidence). To measure this, a fifth of the parts at "
-                "a time was left out, and the others chose"
-            )
+        caught, flagged = self.judgement.caught, self.judgement.flagged
+        lines.append(
+            f"expect of new parts: {caught.count} of {caught.images} defects caught "
+            f"({caught.interval}), {flagged.count} of {flagged.images} good images flagged "
+            f"({flagged.interval}; 95 % confidence). To measure this, a fifth of the parts at "
+            "a time was left out, and the others chose"
+        )
         return lines
 
     def caught(self, trial: Trial) -> int:
@@ -505,33 +483,19 @@ class Tuning:
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
         defects, good = trial.scores.defects, trial.scores.good
-        flagged = int((good > trial.thresholds.review).sum())
         return (
             trial.name,
-            f"{self.caught(trial)} of {len(defects)}" if len(defects) else "",
-            f"{flagged} of {len(good)}" if len(good) else "",
-            f"{trial.scores.spread:.2f}",
+            f"{self.caught(trial)} of {len(defects)}",
+            f"{int((good > trial.review).sum())} of {len(good)}" if len(good) else "",
             f"{1000 * trial.image_seconds:.0f}",
-            f"{trial.model_bytes / 1e6:.1f}",
         )
 
-    def _without_defects(self) -> str:
-        first = self.tried[0]
-        height, width = first.patch_pixels
-        narrowest = min(self.tried, key=lambda trial: trial.scores.spread)
-        before, after = first.scores.spread, narrowest.scores.spread
-        poses = (
-            f" Good images differ less with {narrowest.name} (spread {after:.2f} instead of "
-            f"{before:.2f}): too few training images show how parts can lie."
-            if after < 0.9 * before
-            else ""
-        )
-        return (
-            "your settings stay: comparing settings needs known defects. Good images show this: "
-            f"one patch covers {height:.0f} × {width:.0f} pixels, so smaller defects may not be "
-            f"seen; 5 % of good images score {before:.2f} times the median or more.{poses} Give "
-            "known defects with --defects FOLDER"
-        )
+
+def _too_few(parts: int) -> str:
+    return (
+        f"known defects on {counted(parts, 'part')} are too few to compare settings; give at least "
+        f"{LEAST_DEFECTS} defective parts, better 20, with --defects FOLDER"
+    )
 
 
 def _minutes(seconds: float) -> str:
@@ -571,7 +535,7 @@ def tune(
         progress: called with (stage, done, total).
 
     Raises:
-        DataError: there are too few training images.
+        DataError: there are too few training images, or known defects on too few parts.
         AnomalyError: the settings that are there can't be trained.
     """
     if data is None:
@@ -580,13 +544,16 @@ def tune(
     if defects is None:
         defects = [sample for sample in tested if sample.is_defect]
     good = [sample for sample in tested if not sample.is_defect]
+    parts = {sample.group or i for i, sample in enumerate(defects)}
+    if len(parts) < LEAST_DEFECTS:
+        raise DataError(_too_few(len(parts)))
     with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
         where = device_of(device), Path(folder)
         search = Search(config, data.train, defects, good, budget, *where, say, progress)
         search.run()
     common = search.usable()
     tried = [replace(trial, scores=trial.scores.only(common)) for trial in search.tried]
-    if defects and not len(tried[0].scores.defects):
+    if not len(tried[0].scores.defects):
         raise DataError("none of the known defects can be used; `anomaly check` says why")
     groups = [
         sample.group

@@ -1,6 +1,7 @@
 """Settings tried on known defects: from a config to one that catches more."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import FAST, Command
+from conftest import FAST, Command, write_part
 from kit import tiny
 from moving_parts import draw
 
@@ -76,16 +77,22 @@ def test_parts_that_lie_any_way_are_learned_so(command: Command, tmp_path: Path)
     assert (code, "exists already" in err) == (2, True)
 
 
-def test_three_defects_are_too_few_and_what_does_not_fit_is_left_out(
+def test_what_does_not_fit_is_left_out_and_too_few_defects_are_refused(
     product: Path, run_folder: Path, command: Command, tmp_path: Path
 ) -> None:
     good, spots = product / "train" / "good", product / "test" / "spot"
     base = [*FAST, "data.format=folder", f"data.root={good}"]
     output = tmp_path / "tuned.yaml"
     asked = ["--config", "folder.yaml", *settings(*base), "--output", output]
-    code, out, err = command("tune", [*asked, "--defects", spots, "--budget", "0.001s"])
+    for given, parts in (([], "0 parts"), (["--defects", spots], "3 parts")):
+        code, _, err = command("tune", [*asked, *given])
+        assert (code, f"known defects on {parts} are too few to compare" in err) == (2, True)
+    more = Path(shutil.copytree(spots, tmp_path / "spots"))
+    for i in range(3):
+        write_part(more / f"more{i}.png", seed=440 + i, mark=(30 + 9 * i, 40))
+    code, out, err = command("tune", [*asked, "--defects", more, "--budget", "0.001s"])
     assert code == 0, err
-    assert "known defects on 3 parts are too few to compare settings" in out
+    assert "your settings stay: no other settings catch more" in out
     assert "not tried: model.turned_copies=quarter_turns: " in out
     assert (out + err).count("takes about") == out.count("not tried: ")
     before, tuned = load_config("folder.yaml", base), load_config(output)
@@ -102,12 +109,6 @@ def test_three_defects_are_too_few_and_what_does_not_fit_is_left_out(
     figures = score_test_split(replace(model, config=config), test)
     assert "3 of 6 test images were used to choose the settings" in flattered(figures)
 
-    code, out, err = command("tune", [*asked, "--overwrite"])
-    assert code == 0, err
-    assert "comparing settings needs known defects" in out
-    assert "one patch covers" in out
-    assert "chosen_by" not in output.read_text()
-
 
 def test_a_budget_is_a_time(command: Command) -> None:
     for budget in ("10", "0m", "ten minutes", "-5m"):
@@ -119,11 +120,13 @@ def test_from_python(product: Path) -> None:
     config = load_config("folder.yaml", [*FAST, "data.format=mvtec", f"data.root={product}"])
     data = anomaly.open_dataset("mvtec", product)
     views = [replace(sample, group="one part") for sample in data.test if sample.is_defect]
-    tuning = anomaly.tune(config, data, defects=views, budget=0.001, device="cpu")
+    with pytest.raises(anomaly.AnomalyError, match="known defects on 1 part are too few"):
+        anomaly.tune(config, data, defects=views, device="cpu")
+    two = [replace(sample, group=f"part {i}") for i in range(6) for sample in views[:2]]
+    tuning = anomaly.tune(config, data, defects=two, budget=0.001, device="cpu")
     assert not tuning.judgement.better
     assert tuning.config.model == config.model
-    assert (tuning.judgement.caught.images, tuning.judgement.parts) == (3, 1)
-    assert "known defects on 1 part " in tuning.reason
+    assert (tuning.judgement.caught.images, tuning.judgement.parts) == (12, 6)
 
 
 def test_images_with_a_reason_for_review_are_caught_whatever_their_score(tmp_path: Path) -> None:
