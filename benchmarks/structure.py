@@ -41,7 +41,7 @@ from anomaly.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 # What helps a person before and after the model, by the beginnings of its files' names.
-_DESK = (*("desk", "cli/start", "cli/demo", "cli/check", "cli/change"),)
+_DESK = ("desk", "cli/start", "cli/change")
 _NOT_CORE = ("line", "cluster", *_DESK)
 # A bank of all patches, which is searched as banks of a usual size are.
 _FAST = ("backbone.name=resnet18", "backbone.weights=random", "model.coreset_ratio=1")

@@ -1,67 +1,138 @@
-"""`anomaly start`: from a folder of images to a trained model and a page, in one go."""
+"""`anomaly start`, `anomaly check` and `anomaly demo`: from images to a model and a page."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import sys
+import tempfile
 import webbrowser
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anomaly.cli import execute
-from anomaly.cli.check import as_text, reading_of
 from anomaly.cli.common import passed_on
 from anomaly.cli.terminal import ProgressLine, command_line
-from anomaly.config.load import parse_config
-from anomaly.config.schema import METHODS, readers
-from anomaly.datasets import open_dataset
-from anomaly.datasets.layouts import LIST_SUFFIX, recognise
+from anomaly.config.load import load_config, parse_config
+from anomaly.config.schema import METHODS, Config, readers
+from anomaly.datasets import Dataset, open_dataset
+from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, recognise
 from anomaly.datasets.lists import listing_of
-from anomaly.desk.check import SMALL_SET, Severity, advice, check
+from anomaly.desk.check import SMALL_SET, Advice, DataReport, Reading, Severity, advice, check
+from anomaly.desk.demo import write_sample_data
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import at_home, claim, from_json, locked, write
+from anomaly.report.page import region_page
+from anomaly.scoring.build import decoding_of, region_of
 from anomaly.storage.folder import check_run_folder
-
-if TYPE_CHECKING:
-    from anomaly.config.schema import Config
-    from anomaly.datasets import Dataset
-    from anomaly.datasets.layouts import Recognised
-    from anomaly.desk.check import Advice, DataReport, Reading
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 5  # files of a fault, where `start` looks
+_DATA, _CONFIG = Path("data/sample/brushed_plate"), Path("sample_brushed_plate.yaml")
 
-def run(options: argparse.Namespace) -> int:
+
+def _check(options: argparse.Namespace) -> int:
+    """Check a data set, or draw the region that counts.
+
+    Returns:
+        0 all fine, 3 some files can't be used, 2 training or evaluation would be wrong.
+    """
+    config = load_config(options.config, options.overrides)
+    if options.region is not None:
+        output = Path(tempfile.mkdtemp(prefix="anomaly-")) / "region.html"
+        write(output, region_page(options.region, decoding_of(config.image)))
+        print(f"draw in {output}, then copy the lines it shows into your config")
+        _open(output)
+        return 0
+    data = config.data
+    dataset = open_dataset(data.format, data.root, data.category)
+    with ProgressLine() as progress:
+        report = check(dataset, _reading(config), partial(progress, "reading"))
+    print("\n".join([str(dataset.folder), *report.lines()]))
+    if report.has(Severity.WRONG):
+        return 2
+    return 3 if report.has(Severity.UNUSABLE) else 0
+
+
+def _reading(config: Config) -> Reading:
+    """How settings say that images are read."""
+    image = config.image
+    region = region_of(image, Path())
+    return Reading(decoding_of(image), region, image.tile is not None, config.one_aspect)
+
+
+def _open(page: Path) -> None:
+    """Open a page where somebody sits at this machine's terminal."""
+    if _interactive() and "SSH_CONNECTION" not in os.environ:
+        webbrowser.open(page.absolute().as_uri())
+
+
+def _interactive() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Generate, train, infer, evaluate; what an earlier demo left behind is replaced."""
+    model, evaluation = options.output / "plate", options.output / "evaluation"
+    results = model / "results"
+    with locked(_DATA.parent), ProgressLine() as progress:
+        write_sample_data(_DATA, overwrite=True, progress=partial(progress, "images"))
+    print(f"sample images in {_DATA}")
+    steps: list[list[object]] = [
+        ["train", "--config", _CONFIG, "--output", model],
+        ["infer", "--model", model, "--input", _DATA / "test", "--output", results],
+        ["evaluate", "--model", model, "--output", evaluation],
+    ]
+    for step in steps:
+        if code := execute([*map(str, step), "--overwrite"]):
+            return code
+    print(f"\nLook at {(evaluation / _CONFIG.stem / 'report.html').absolute()},")
+    print(f"the heatmaps in {results}/heatmaps, the verdicts in {results}/results.csv.")
+    return 0
+
+
+def _start(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
-    named = {"name": options.name or _name_of(options.folder)}
-    settings = parse_config(named, "--name", options.overrides)
+    named = {"name": _name_of(options.folder)}
+    settings = parse_config(named, "the folder's name", options.overrides)
     options.output = options.output or Path("runs") / settings.name
-    options.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    config = options.output / f"{settings.name}.yaml"
     with locked(options.output):  # the commands that follow work within this lock
-        return _start(options, settings)
+        taken, dataset, report = _prepare(options, settings, config)
+        code = _train(options, config, dataset, report)
+        if code in (0, 3):
+            code = _show(options, config, report, None if dataset.test else taken.root, code)
+        return code
 
 
-def _start(options: argparse.Namespace, settings: Config) -> int:
-    output, name = options.output, settings.name
-    ask = input if options.interactive else None
-    taken = recognise(options.folder, options.format, ask)
-    config = output / f"{name}.yaml"
-    check_run_folder(output)
-    claim(output, ("model",), overwrite=options.overwrite)
+def _prepare(
+    options: argparse.Namespace, settings: Config, config: Path
+) -> tuple[Recognised, Dataset, DataReport]:
+    """Recognise the data set, look at it, and write the settings that suit it.
+
+    Args:
+        options: of the command.
+        settings: those that are given.
+        config: the file to write.
+    """
+    taken = recognise(options.folder, options.format, input if _interactive() else None)
+    check_run_folder(options.output)
+    claim(options.output, ("model",), overwrite=options.overwrite)
     if config.exists() and not options.overwrite:  # somebody may have changed it
-        train = ["train", "--config", str(config), "--output", str(output)]
+        train = ["train", "--config", str(config), "--output", str(options.output)]
         raise OutputError(
             f"{config} exists from an earlier start; use it with `anomaly {shlex.join(train)}`, or "
             "add --overwrite to write it anew"
         )
     log.info(f"{options.folder} is read as --format {taken.layout}: {taken.reason}")
+    listing = options.output.absolute() / "images.csv"
     if taken.listing:
-        listing = output.absolute() / "images.csv"
         write(listing, taken.listing)
         log.info(f"they are listed in {listing}")
         taken = replace(taken, root=listing, listing="")
@@ -70,9 +141,9 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
         log.info(f"the network is {network}: {why}")
     kind = settings.model.kind
     tileable = settings.image.resize is None and not METHODS[kind].one_grid
-    reading = reading_of(settings)
+    reading = _reading(settings)
     reading = replace(reading, tiled=reading.tiled or tileable)
-    taken, dataset, report = _look(taken, reading, output.absolute() / "images.csv")
+    taken, dataset, report = _look(taken, reading, listing)
     if dataset.drawn:
         good = sum(not sample.is_defect for sample in dataset.test)
         total = good + len(dataset.train)
@@ -84,143 +155,11 @@ def _start(options: argparse.Namespace, settings: Config) -> int:
     ]
     for hint in hints:
         log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
-    write(config, config_text(name, taken, network, hints))
+    write(config, _config_text(settings.name, taken, network, hints))
     log.info(f"the settings are in {config}; edit them if you know better")
     # What the hints have settled is no fault any more.
-    report = replace(report, faults=tuple(f for f in report.faults if f.kind != "bit_depth"))
-    code = _train(options, config, dataset, report)
-    if code not in (0, 3):
-        return code
-    return _show(options, config, report, None if dataset.test else taken.root, code)
-
-
-def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: DataReport) -> int:
-    """Say what was found and train, each printed as the command that can be run alone.
-
-    Args:
-        options: of the command.
-        config: to check and train with.
-        dataset: the images.
-        report: on them.
-
-    Raises:
-        DataError: a picture has two labels: training or evaluation would be refused.
-    """
-    settings, computes = passed_on(options)
-    of_config = ["--config", str(config), *settings]
-    log.info("\n$ anomaly %s", command_line(["check", *of_config]))
-    print(as_text(report, dataset.folder))
-    for fault in report.faults:
-        if fault.kind == "two_labels":
-            raise DataError(fault.detail)
-    if report.has(Severity.WRONG):
-        log.info(
-            "the faulty files listed above are left out; if too few images remain, training will "
-            "stop with an error"
-        )
-    if single := report.splits["train"].usable == 1:
-        log.info(
-            "one image can't show how good parts vary, so there are no thresholds and no verdicts"
-        )
-    uncalibrated = ["--no-calibrate"] if single else []
-    overwrite = ["--overwrite"] if options.overwrite else []
-    output = ["--output", str(options.output)]
-    train = ["train", *of_config, *output, *uncalibrated, *overwrite, *computes]
-    return execute(train, reported={fault.detail for fault in report.faults})
-
-
-def _show(
-    options: argparse.Namespace, config: Path, report: DataReport, scored: Path | None, code: int
-) -> int:
-    """Evaluate the model, or score images without labels, and open the page.
-
-    Args:
-        options: of the command.
-        config: that it was trained with.
-        report: on the images.
-        scored: the images; None where the data set has test images.
-        code: the exit code of training.
-
-    Returns:
-        The exit code of the worst.
-    """
-    output: Path = options.output
-    overwrite = ["--overwrite"] if options.overwrite else []
-    _, computes = passed_on(options)
-    model = ["--model", str(output)]
-    if scored is None:
-        folder = output / "evaluation"
-        command = ["evaluate", *model]
-    else:
-        folder = output / "results"
-        suspects = output / "suspects"
-        unseen = f" Those that looked most unusual in training are in {suspects}."
-        log.info(
-            "There are no other images to test with, so the training images are scored: "
-            "anything marked is unusual even among them." + (unseen if suspects.is_dir() else "")
-        )
-        command = ["infer", *model, "--input", str(scored)]
-    code = max(code, execute([*command, "--output", str(folder), *overwrite, *computes]))
-    for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
-        print(f"\nLook at {page.absolute()}")
-        log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
-        _say_last(report, code)
-        if options.interactive and not options.no_open:
-            webbrowser.open(page.absolute().as_uri())
-    return max(code, _offer_tuning(options, config, folder / "metrics.json"))
-
-
-def _say_last(report: DataReport, code: int) -> None:
-    """Repeat what mustn't be missed."""
-    if 1 < report.splits["train"].usable < SMALL_SET:
-        log.warning(
-            f"only {report.splits['train'].usable} good images to learn from, so thresholds aren't "
-            f"reliable: give {SMALL_SET} at least, better 300"
-        )
-    if code == 3:
-        log.warning("exit code 3: files that can't be used were left out, as named above")
-
-
-def _offer_tuning(options: argparse.Namespace, config: Path, figures: Path) -> int:
-    """Offer to look for settings that catch defects which pass.
-
-    Returns:
-        The exit code of `tune`, where somebody wants it; else 0.
-    """
-    if not (options.interactive and figures.is_file()):  # or there was nothing to evaluate with
-        return 0
-    (evaluated,) = from_json(figures.read_text("utf-8"))["categories"].values()
-    if not (evaluated["verdicts"] or {}).get("escapes"):
-        return 0
-    if input("Try other settings? [y/N] ").strip().lower() not in ("y", "yes"):
-        return 0
-    settings, computes = passed_on(options)
-    overwrite = ["--overwrite"] if options.overwrite else []
-    return execute(["tune", "--config", str(config), *settings, *overwrite, *computes])
-
-
-def config_text(name: str, taken: Recognised, network: str | None, hints: Iterable[Advice]) -> str:
-    """A config of the few settings that matter, as YAML.
-
-    Args:
-        name: of the product.
-        taken: what its images are taken for.
-        network: the backbone; None where the settings on the command line name one.
-        hints: further settings.
-    """
-    import yaml
-
-    values: dict[str, Any] = {
-        "name": name,
-        "data": {"format": taken.layout, "root": str(taken.root)},
-    }
-    if network is not None:
-        values["backbone"] = {"name": network, "weights": "imagenet"}
-    for hint in hints:
-        section, _, key = hint.key.partition(".")
-        values.setdefault(section, {})[key] = hint.value
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    return f"# Written by `anomaly start`. The documentation (Settings) has all keys.\n{text}"
+    faults = tuple(fault for fault in report.faults if fault.kind != "bit_depth")
+    return taken, dataset, replace(report, faults=faults)
 
 
 def _look(
@@ -252,6 +191,119 @@ def _look(
     return _look(replace(taken, layout="csv", root=listing), reading, listing)
 
 
+def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: DataReport) -> int:
+    """Say what was found and train, each printed as the command that can be run alone.
+
+    Raises:
+        DataError: a picture has two labels: training or evaluation would be refused.
+    """
+    settings, computes = passed_on(options)
+    of_config = ["--config", str(config), *settings]
+    log.info("\n$ anomaly %s", command_line(["check", *of_config]))
+    print("\n".join([str(dataset.folder), *report.lines(_SHOWN)]))
+    for fault in report.faults:
+        if fault.kind == "two_labels":
+            raise DataError(fault.detail)
+    if report.has(Severity.WRONG):
+        log.info(
+            "the faulty files listed above are left out; if too few images remain, training will "
+            "stop with an error"
+        )
+    if single := report.splits["train"].usable == 1:
+        log.info(
+            "one image can't show how good parts vary, so there are no thresholds and no verdicts"
+        )
+    uncalibrated = ["--no-calibrate"] if single else []
+    train = ["train", *of_config, "--output", str(options.output), *uncalibrated, *computes]
+    reported = {fault.detail for fault in report.faults}
+    return execute([*train, *_overwriting(options)], reported=reported)
+
+
+def _overwriting(options: argparse.Namespace) -> list[str]:
+    return ["--overwrite"] if options.overwrite else []
+
+
+def _show(
+    options: argparse.Namespace, config: Path, report: DataReport, scored: Path | None, code: int
+) -> int:
+    """Evaluate the model, or score images without labels, and open the page.
+
+    Args:
+        options: of the command.
+        config: that it was trained with.
+        report: on the images.
+        scored: the images; None where the data set has test images.
+        code: the exit code of training.
+
+    Returns:
+        The exit code of the worst.
+    """
+    output: Path = options.output
+    settings, computes = passed_on(options)
+    rest = [*computes, *_overwriting(options)]
+    model = ["--model", str(output)]
+    if scored is None:
+        folder = output / "evaluation"
+        command = ["evaluate", *model]
+    else:
+        folder, suspects = output / "results", output / "suspects"
+        unseen = f" Those that looked most unusual in training are in {suspects}."
+        log.info(
+            "There are no other images to test with, so the training images are scored: "
+            "anything marked is unusual even among them." + (unseen if suspects.is_dir() else "")
+        )
+        command = ["infer", *model, "--input", str(scored)]
+    code = max(code, execute([*command, "--output", str(folder), *rest]))
+    for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
+        print(f"\nLook at {page.absolute()}")
+        log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
+        _open(page)
+    if 1 < (usable := report.splits["train"].usable) < SMALL_SET:
+        log.warning(
+            f"only {usable} good images to learn from, so thresholds aren't reliable: give "
+            f"{SMALL_SET} at least, better 300"
+        )
+    if code == 3:
+        log.warning("exit code 3: files that can't be used were left out, as named above")
+    if _wants_tuning(folder / "metrics.json"):
+        code = max(code, execute(["tune", "--config", str(config), *settings, *rest]))
+    return code
+
+
+def _wants_tuning(figures: Path) -> bool:
+    """True if defects pass, and the person at the terminal wants other settings tried."""
+    if not (_interactive() and figures.is_file()):  # or there was nothing to evaluate with
+        return False
+    (evaluated,) = from_json(figures.read_text("utf-8"))["categories"].values()
+    if not (evaluated["verdicts"] or {}).get("escapes"):
+        return False
+    return input("Try other settings? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _config_text(name: str, taken: Recognised, network: str | None, hints: Iterable[Advice]) -> str:
+    """A config of the few settings that matter, as YAML.
+
+    Args:
+        name: of the product.
+        taken: what its images are taken for.
+        network: the backbone; None where the settings on the command line name one.
+        hints: further settings.
+    """
+    import yaml
+
+    values: dict[str, Any] = {
+        "name": name,
+        "data": {"format": taken.layout, "root": str(taken.root)},
+    }
+    if network is not None:
+        values["backbone"] = {"name": network, "weights": "imagenet"}
+    for hint in hints:
+        section, _, key = hint.key.partition(".")
+        values.setdefault(section, {})[key] = hint.value
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return f"# Written by `anomaly start`. The documentation (Settings) has all keys.\n{text}"
+
+
 def _network(settings: Sequence[str]) -> tuple[str | None, str]:
     """The backbone whose weights can be had, and why it is that one."""
     if any(setting.startswith("backbone.") for setting in settings):
@@ -265,3 +317,6 @@ def _name_of(folder: Path) -> str:
     place = at_home(folder).absolute()
     name = place.stem if place.suffix.lower() == LIST_SUFFIX else place.name
     return name.lstrip(".") or "model"
+
+
+COMMANDS = {"start": _start, "check": _check, "demo": _demo}

@@ -23,7 +23,7 @@ from anomaly.datasets.samples import (
     strays,
     too_few_different,
 )
-from anomaly.errors import ImageError
+from anomaly.errors import ImageError, first_of
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, Region, check_shape, is_strip
 from anomaly.imaging.loading import Look, look_of, to_unusable
 from anomaly.imaging.pool import read_all
@@ -43,6 +43,7 @@ _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 _HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
 _TILE = 1024
 _LEAST_TILE = 64  # the smallest that the settings allow
+_COUNTED = 4  # sizes or kinds of images that a line names
 
 
 class Severity(StrEnum):
@@ -51,6 +52,13 @@ class Severity(StrEnum):
     WRONG = "wrong"  # training or evaluation would be wrong
     UNUSABLE = "unusable"  # some files would be left out, or stop an evaluation
     NOTE = "note"  # worth knowing
+
+
+_HEADINGS = {
+    Severity.WRONG: "training or evaluation would be wrong",
+    Severity.UNUSABLE: "can't be used as it is",
+    Severity.NOTE: "worth knowing",
+}
 
 
 # What a kind of fault leads to, where that isn't an unusable file.
@@ -96,6 +104,22 @@ class SplitSummary:
     sizes: dict[str, int]
     modes: dict[str, int]
 
+    def lines(self, name: str) -> list[str]:
+        """Two lines for people; `name` is the split's."""
+        images = self.good + self.defect
+        fewer = f"; {self.usable} of these {images} can be used" if self.usable < images else ""
+        return [
+            f"  {name:<12}{self.good} good, {self.defect} defective{fewer}",
+            f"  {'':<12}{_counts(self.sizes, 'sizes')}; {_counts(self.modes, 'kinds')}",
+        ]
+
+
+def _counts(counts: dict[str, int], what: str) -> str:
+    if len(counts) == 1:
+        return f"all {next(iter(counts))}"
+    listed = ", ".join(f"{count} {name}" for name, count in list(counts.items())[:_COUNTED])
+    return f"{len(counts)} {what}: {listed}" + (" …" if len(counts) > _COUNTED else "")
+
 
 @dataclass(frozen=True)
 class DataReport:
@@ -116,6 +140,20 @@ class DataReport:
     def has(self, severity: Severity) -> bool:
         """Whether there is a fault of this severity."""
         return any(fault.severity is severity for fault in self.faults)
+
+    def lines(self, most: int | None = None) -> list[str]:
+        """Lines for people; `most` faults of a kind are named, all where it is None."""
+        lines = [line for name, split in self.splits.items() for line in split.lines(name)]
+        for severity, heading in _HEADINGS.items():
+            faults = [fault for fault in self.faults if fault.severity is severity]
+            if not faults:
+                continue
+            lines += ["", f"{heading}: {len(faults)}"]
+            for kind in dict.fromkeys(fault.kind for fault in faults):
+                details = [fault.detail for fault in faults if fault.kind == kind]
+                shown = first_of(details, " (anomaly check names them)", most)
+                lines += [f"  {kind}: {text}" for text in shown]
+        return lines if self.faults else [*lines, "", "no faults"]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ train --config folder --set mode.kind=padim -> unknown key 'mode'
 train --config nowhere.yaml -> no config nowhere.yaml
 check --config good -> `anomaly start` writes one
 check --config folder -q -v -> not allowed with
-start good --name .. -> --name: name is '..': must be a name
+start good --set name=.. -> name is '..': must be a name
 start good --output runs -> holds the runs e, link, run
 features --backbone resnet18 --input nowhere --output o.npz -> nowhere doesn't exist
 features --backbone resnet18 --weights n.pth --input . --output o.npz -> n.pth

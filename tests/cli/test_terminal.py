@@ -15,7 +15,7 @@ import pytest
 from conftest import Command, train_arguments
 
 from anomaly import cli
-from anomaly.cli import check, terminal
+from anomaly.cli import start, terminal
 from anomaly.cli.terminal import (
     NOTE,
     ProgressLine,
@@ -159,7 +159,7 @@ def test_nothing_that_is_said_controls_a_terminal(
             cli.log.log(level, "%s", text)
         return 0
 
-    monkeypatch.setattr(check, "run", say)
+    monkeypatch.setitem(start.COMMANDS, "check", say)
     if way == "defect":
         with pytest.raises(ZeroDivisionError) as caught:
             command("check", ["--config", "folder"])

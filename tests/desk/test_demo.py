@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anomaly import cli
-from anomaly.cli import demo, main
+from anomaly.cli import main, start
 
 
 def test_each_step_is_a_command_and_a_failing_one_ends_it(
@@ -24,8 +24,8 @@ def test_each_step_is_a_command_and_a_failing_one_ends_it(
         return next(codes)
 
     made: list[Path] = []
-    monkeypatch.setattr(demo, "write_sample_data", lambda root, **more: made.append(root))
-    monkeypatch.setattr(demo, "execute", execute)
+    monkeypatch.setattr(start, "write_sample_data", lambda root, **more: made.append(root))
+    monkeypatch.setattr(start, "execute", execute)
     assert main(["demo", "--output", "all"]) == 0
     assert [step[0] for step in steps] == ["train", "infer", "evaluate"]
     assert all("--overwrite" in step for step in steps)

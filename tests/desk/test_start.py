@@ -100,7 +100,7 @@ def test_it_asks_what_it_cannot_tell(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "d")
-    assert "1 good, 3 defective" in start(0, tmp_path / "part", "--no-open")
+    assert "1 good, 3 defective" in start(0, tmp_path / "part")
     (question,) = asked
     assert "July" in question
 
@@ -133,7 +133,7 @@ def test_it_looks_with_the_settings_given(product: Path, start: Start) -> None:
 
 def test_good_images_alone_end_in_a_page(product: Path, start: Start, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    given = ["--name", "disc", "--set", "model.kind=padim"]
+    given = ["--set", "name=disc", "--set", "model.kind=padim"]
     said = start(0, product / "train" / "good", *given)
     assert "their patches is kept" not in said  # PaDiM keeps none
     assert "coreset_ratio" not in (output / "disc.yaml").read_text()
@@ -211,7 +211,7 @@ def test_a_folder_ends_in_a_page_without_a_network_connection(
 
 def test_files_that_cannot_be_read_are_told_by_kind(start: Start, tmp_path: Path) -> None:
     for suffix, says in (
-        (".heic", "it is a HEIC picture, not a PNG, JPEG"),
+        (".heic", "it is a HEIC or AVIF picture, not a PNG, JPEG"),
         (".cr2", "(but 3 .cr2, in a format that"),
     ):
         part = tmp_path / suffix[1:]
