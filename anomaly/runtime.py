@@ -76,7 +76,9 @@ def cores() -> int:
     """
     if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
         return max(1, int(asked))
-    return max(1, math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota())))
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS lacks it
+    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, math.ceil(min(count, cpu_quota())))
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
@@ -463,4 +465,5 @@ def release_memory() -> None:
 
 def peak_memory() -> int:
     """The most memory that this process has held so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
