@@ -69,25 +69,10 @@ class Detector:
     model: Model
 
     def __repr__(self) -> str:
-        config, manifest = self.model.config, self.model.manifest
-        images = f"{len(manifest.get('training_images', ()))} good images"
-        about = f"{self.method} on {config.backbone.name}, {images}, {self.model.device.type}"
-        return f"<Detector {self.name}: {about}>"
-
-    @property
-    def name(self) -> str:
-        """The model's name in its config."""
-        return self.model.name
-
-    @property
-    def method(self) -> str:
-        """The method's name in the literature."""
-        return self.model.method
-
-    @property
-    def unit(self) -> str:
-        """Name of the score's unit, for people."""
-        return self.model.unit
+        model = self.model
+        images = f"{len(model.manifest.get('training_images', ()))} good images"
+        about = f"{model.method} on {model.config.backbone.name}, {images}, {model.device.type}"
+        return f"<Detector {model.name}: {about}>"
 
     @property
     def config(self) -> Config:
@@ -108,11 +93,6 @@ class Detector:
     def model_id(self) -> str:
         """Names the model in a folder; empty for one that hasn't been saved."""
         return self.model.model_id
-
-    @property
-    def folder(self) -> Path | None:
-        """The model folder that it was loaded from; None where there is none."""
-        return self.model.folder
 
     @overload
     def predict(self, images: ImageLike) -> Prediction: ...  # type: ignore[overload-overlap]
