@@ -43,7 +43,6 @@ for _level, _name in (
     (logging.DEBUG, "detail"),
 ):
     logging.addLevelName(_level, _name)
-_COLOURS = {"error": "31", "warning": "33"}
 
 log = logging.getLogger(__name__)
 
@@ -135,22 +134,16 @@ def is_quiet() -> bool:
 
 
 class _Terminal(logging.Handler):
-    """Shows records, in colour where that is wanted; the level's name stands there as well."""
+    """Shows records, those from notes on with the name of their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if record.levelno == logging.INFO else sys.stderr
         text = self.format(record)
         if record.levelno >= NOTE:
-            text = f"{_coloured(record.levelname, stream)}: {text}"
+            text = f"{record.levelname}: {text}"
         if stream is sys.stderr and stream.isatty():
             text = f"\r\x1b[K{text}"  # over a line of progress
         print(text, file=getattr(stream, "shown", stream), flush=True)
-
-
-def _coloured(level: str, stream: TextIO) -> str:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    colour = None if plain else _COLOURS.get(level)
-    return f"\x1b[{colour}m{level}\x1b[0m" if colour else level
 
 
 _PLAIN_SECONDS = 30.0
@@ -160,8 +153,7 @@ class ProgressLine:
     """Shows done, total, rate and the time left on stderr.
 
     On a terminal one line changes as the work goes on; elsewhere, as in a log, a plain line is
-    added every half minute, whether anything has moved or not. Where only results and errors are
-    wanted there is neither.
+    added every half minute. Where only results and errors are wanted there is neither.
 
     Used in a `with` statement; call it with (stage, done, total).
     """
@@ -171,36 +163,28 @@ class ProgressLine:
         self._stage = ""
         self._done = self._total = 0
         self._started = self._shown = 0.0
-        self._ended = threading.Event()
-        self._speaker = threading.Thread(target=self._speak, daemon=True)
 
     def __enter__(self) -> ProgressLine:
-        if not self._terminal:
-            self._speaker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_stage()
-        self._ended.set()
-        if not self._terminal:
-            self._speaker.join()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Report that `done` of `total` are through in a stage."""
         now = time.monotonic()
         if stage != self._stage:
             self._end_stage()
-            self._started, self._shown = now, 0.0
+            self._started, self._shown = now, 0.0 if self._terminal else now
         self._stage, self._done, self._total = stage, done, total
-        if self._terminal and (now - self._shown >= 0.1 or done >= total):
+        if not self._terminal:
+            if now - self._shown >= _PLAIN_SECONDS:
+                self._shown = now
+                log.log(PROGRESS, self._text())
+        elif now - self._shown >= 0.1 or done >= total:
             self._shown = now
             stream = getattr(sys.stderr, "shown", sys.stderr)
             print(f"\r  {self._text()}\x1b[K", end="", file=stream, flush=True)
-
-    def _speak(self) -> None:
-        while not self._ended.wait(_PLAIN_SECONDS):
-            if self._stage:
-                log.log(PROGRESS, self._text())
 
     def _text(self) -> str:
         seconds = time.monotonic() - self._started
