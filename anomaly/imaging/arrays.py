@@ -61,14 +61,12 @@ ImageLike: TypeAlias = (
 Array: TypeAlias = Any  # a torch.Tensor or an np.ndarray
 Channels: TypeAlias = Literal["rgb", "bgr"]
 AxisOrder: TypeAlias = Literal["HW", "HWC", "CHW"]
+_AXES = {None: (2, 3), "HW": (2,), "HWC": (3,), "CHW": (3,)}
 
 _EXIF_ORIENTATION = 0x0112
-# Of the modes of PIL images that can be used: the type of their values here.
-_PIL_MODES: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(("1", "L", "LA", "P", "PA", "RGB", "RGBA"), np.dtype(np.uint8)),
-    **dict.fromkeys(("I", "I;16", "I;16L", "I;16B", "I;16N"), np.dtype(np.uint16)),
-    "F": np.dtype(np.float32),
-}
+# Modes of PIL images of 8 bits, and of more: their values are taken as they are.
+_PIL_8_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
+_PIL_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +89,7 @@ class ArrayImage:
     layout: AxisOrder | None = None
 
     def __post_init__(self) -> None:
-        legal = {"channels": (None, "rgb", "bgr"), "layout": (None, "HW", "HWC", "CHW")}
+        legal = {"channels": (None, "rgb", "bgr"), "layout": (*_AXES,)}
         for name, values in legal.items():
             if getattr(self, name) not in values:
                 known = ", ".join(repr(value) for value in values if value)
@@ -107,68 +105,65 @@ class ArrayImage:
         Raises:
             ImageError: they can't be used as an image; says why.
         """
-        image = self.pixels
-        if isinstance(image, Image):
-            decoding.check_size(image.size)
-            return image
-        if _is(image, "PIL.Image", "Image"):
-            decoding.check_size((image.height, image.width))
-            if image.mode not in _PIL_MODES:
-                convert = "convert it: image.convert('RGB')"
-                raise unsupported(f"a PIL image of mode {image.mode}; {convert}")
-            full_scale = self._full_scale(_PIL_MODES[image.mode], decoding)
-            values, orientation = _from_pil(image)
-            pixels = turned_upright(_rgb(values, "rgb"), orientation)
+        values, channels, orientation = self.pixels, self.channels, 1
+        if isinstance(values, Image):
+            decoding.check_size(values.size)
+            return values
+        if _is(values, "PIL.Image", "Image"):
+            decoding.check_size((values.height, values.width))
+            channels, (values, orientation) = "rgb", _from_pil(values)
         else:
-            is_tensor = _is(image, "torch", "Tensor")
-            if not is_tensor and not isinstance(image, np.ndarray):
+            is_tensor = _is(values, "torch", "Tensor")
+            if not is_tensor and not isinstance(values, np.ndarray):
                 raise unsupported(
-                    f"{type(image).__name__} can't be used as an image; give a path, a NumPy array "
-                    "(H, W) or (H, W, 3), a PIL image or a torch tensor"
+                    f"{type(values).__name__} can't be used as an image; give a path, a NumPy "
+                    "array (H, W) or (H, W, 3), a PIL image or a torch tensor"
                 )
-            decoding.check_size(self._size(tuple(image.shape), is_tensor))
-            values = _of_known_type(_from_torch(image) if is_tensor else image)
-            full_scale = self._full_scale(values.dtype, decoding)
+            if is_tensor and self.layout is None:
+                raise unsupported(
+                    "a tensor doesn't say which axis is which: give "
+                    "anomaly.image(tensor, layout='CHW'), 'HWC' or 'HW'"
+                )
+            decoding.check_size(self._size(tuple(values.shape)))
+            if is_tensor:
+                channels, values = channels or "rgb", _from_torch(values)
             if self.layout == "CHW":
                 values = values.transpose(1, 2, 0)
-            pixels = _rgb(values, self.channels or ("rgb" if is_tensor else None))
+        full_scale = self._full_scale(values.dtype, decoding)
+        pixels = turned_upright(_rgb(values, channels), orientation)
         check_range(pixels, full_scale, in_memory=True)
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
         mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"
         return Image(pixels, full_scale, mode, "array", digest.hexdigest())
 
-    def _size(self, shape: tuple[int, ...], is_tensor: bool) -> tuple[int, int]:
+    def _size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(H, W) of an array's shape, unless it isn't one image's."""
-        layout, said = self.layout, " × ".join(map(str, shape)) or "no axes"
-        if is_tensor and layout is None:
+        said = " × ".join(map(str, shape)) or "no axes"
+        if self.layout == "CHW":
+            shape = (*shape[1:], *shape[:1])
+        if shape[2:] not in ((), (1,), (3,)) or len(shape) not in _AXES[self.layout]:
+            named = f"layout {self.layout!r}" if self.layout else "(H, W), (H, W, 1) or (H, W, 3)"
             raise unsupported(
-                f"a tensor ({said}) doesn't say which axis is which: give "
-                "anomaly.image(tensor, layout='CHW'), 'HWC' or 'HW'"
+                f"its shape {said} isn't an image of {named}; for (3, H, W) give "
+                "anomaly.image(array, layout='CHW'), and leave out alpha: image[..., :3]"
             )
-        if layout == "CHW" and len(shape) == 3:
-            shape = (*shape[1:], shape[0])
-        fits = {None: (2, 3), "HW": (2,), "HWC": (3, 2), "CHW": (3,)}[layout]
-        if len(shape) not in fits or (len(shape) == 3 and shape[2] not in (1, 3)):
-            named = f"layout {layout!r}" if layout else "(H, W), (H, W, 1) or (H, W, 3)"
-            hint = ""
-            if len(shape) == 3 and layout is None and shape[0] in (1, 3):
-                hint = "; for (3, H, W) give anomaly.image(array, layout='CHW')"
-            elif len(shape) == 3 and shape[2] == 4:
-                hint = "; leave out its alpha: image[..., :3]"
-            raise unsupported(f"its shape {said} isn't an image of {named}{hint}")
         return shape[0], shape[1]
 
     def _full_scale(self, dtype: np.dtype[Any], decoding: Decoding) -> float:
-        if dtype.kind == "f":
-            if self.full_scale is None:
-                raise unsupported(
-                    "its values are floats, so the value of white must be given: "
-                    "anomaly.image(array, full_scale=1.0) for values from 0 to 1, 255 for 0 to 255"
-                )
+        if dtype.kind != "f" and not (dtype.kind == "u" and dtype.itemsize <= 2):
+            raise unsupported(
+                f"its values are {dtype}; an image has uint8, uint16 or floats (convert it with "
+                "image.astype(np.uint8) if its values run from 0 to 255)"
+            )
+        if self.full_scale is not None:
             return float(self.full_scale)
-        full_scale = decoding.full_scale(float(np.iinfo(dtype).max))
-        return full_scale if self.full_scale is None else float(self.full_scale)
+        if dtype.kind == "f":
+            raise unsupported(
+                "its values are floats, so the value of white must be given: "
+                "anomaly.image(array, full_scale=1.0) for values from 0 to 1, 255 for 0 to 255"
+            )
+        return decoding.full_scale(float(np.iinfo(dtype).max))
 
 
 def image(
@@ -232,28 +227,17 @@ def sources(
 def is_one(images: Any) -> TypeGuard[ImageLike]:
     """Whether something is meant as one image, not as a collection of several."""
     if isinstance(images, np.ndarray) or _is(images, "torch", "Tensor"):
-        return len(getattr(images, "shape", ())) < 4  # (N, H, W, 3) is N images
+        return len(images.shape) < 4  # (N, H, W, 3) is N images
     # A file's bytes, an open file or another library's array are no collection of images either;
     # they will be refused.
     single = str, os.PathLike, Image, ArrayImage, bytes, bytearray, memoryview, io.IOBase
-    if isinstance(images, single) or hasattr(images, "__array__"):
-        return True
-    return _is(images, "PIL.Image", "Image") or not isinstance(images, Iterable)
+    array = hasattr(images, "__array__")
+    return isinstance(images, single) or array or not isinstance(images, Iterable)
 
 
 def _is(value: Any, module: str, name: str) -> bool:
     """Whether a value is of a class of a library, which somebody else has imported then."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
-
-
-def _of_known_type(values: NDArray[Any]) -> NDArray[Any]:
-    """The same array, where an image may have its type."""
-    if values.dtype.kind == "f" or (values.dtype.kind == "u" and values.itemsize in (1, 2)):
-        return values
-    raise unsupported(
-        f"its values are {values.dtype}; an image has uint8, uint16 or floats (convert it with "
-        "image.astype(np.uint8) if its values run from 0 to 255)"
-    )
 
 
 def _rgb(values: NDArray[Any], channels: Channels | None) -> Pixels:
@@ -275,11 +259,10 @@ def _rgb(values: NDArray[Any], channels: Channels | None) -> Pixels:
 
 def _from_torch(tensor: Any) -> NDArray[Any]:
     try:
-        tensor = tensor.detach().cpu()
         try:
-            return np.asarray(tensor.resolve_conj().resolve_neg().numpy())
+            return as_numpy(tensor)
         except TypeError:  # NumPy has no bfloat16
-            return np.asarray(tensor.float().numpy())
+            return as_numpy(tensor.float())
     except (TypeError, RuntimeError):  # without values, sparse, quantised
         kind = f"{tensor.dtype} on {tensor.device}, {tensor.layout}"
         raise unsupported(
@@ -290,9 +273,11 @@ def _from_torch(tensor: Any) -> NDArray[Any]:
 
 def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
     """Values (H, W) or (H, W, 3) of a PIL image, and its EXIF orientation; alpha over black."""
+    if image.mode not in (*_PIL_8_BIT, *_PIL_DEEP):
+        raise unsupported(f"a PIL image of mode {image.mode}; convert it: image.convert('RGB')")
     try:
         orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
-        if _PIL_MODES[image.mode] == np.uint8:
+        if image.mode in _PIL_8_BIT:
             clear = image.mode.endswith(("A", "P")) or "transparency" in image.info
             image = image.convert("RGBA" if clear else "RGB")
         values = np.asarray(image)
@@ -301,15 +286,9 @@ def _from_pil(image: Any) -> tuple[NDArray[Any], int]:
             raise
         raise ImageError(f"PIL can't read it ({' '.join(str(error).split())})") from None
     if image.mode == "RGBA":
-        colours = np.ascontiguousarray(values[..., :-1])
-        values = over_black(colours, np.ascontiguousarray(values[..., -1]))
-    elif image.mode == "I":  # 32 bits for what a 16-bit file holds
-        if values.min() < 0 or values.max() > 65535:
-            raise unsupported(
-                f"its 32-bit values run from {values.min()} to {values.max()}; at most 16 bits can "
-                "be used"
-            )
-        values = values.astype(np.uint16)
+        values = over_black(
+            *(np.ascontiguousarray(part) for part in (values[..., :3], values[..., 3]))
+        )
     return values, orientation
 
 

@@ -40,7 +40,6 @@ def test_huge_arrays_are_refused_by_their_shape() -> None:
         (_strided(">u2", _SIDE, _SIDE, 3), None),
         (_strided(np.float32, 3, _SIDE, _SIDE), "CHW"),
         (_strided(np.uint8, 2 * _SIDE, _SIDE, 3)[::2], None),
-        (_strided(np.uint8, 1, 2_000_000, 3), None),
         (torch.zeros(()).expand(3, _SIDE, _SIDE), "CHW"),
         (torch.zeros((), dtype=torch.bfloat16).expand(_SIDE, _SIDE), "HW"),
         (torch.empty(3, _SIDE, _SIDE, device="meta"), "CHW"),
@@ -54,9 +53,8 @@ def test_pil_images_are_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Pil, "MAX_IMAGE_PIXELS", None)
     opened = Pil.open(io.BytesIO(png(_SIDE, _SIDE, 8, 2, [zlib.compress(bytes(1000))])))
     _refused(opened, "900.0 million pixels, more than")
-    for mode in ("CMYK", "YCbCr", "LAB", "HSV", "F"):
-        refused = "floats, so the value" if mode == "F" else f"mode {mode}; convert it"
-        _refused(Pil.new(mode, (2000, 1000)), refused)
+    for mode in ("CMYK", "YCbCr", "LAB", "HSV", "I"):
+        _refused(Pil.new(mode, (2000, 1000)), f"mode {mode}; convert it")
 
 
 def test_pil_readers_that_fail_in_ways_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
