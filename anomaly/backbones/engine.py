@@ -237,11 +237,6 @@ class ExportedNetwork:
         return self.graph.engine
 
     @property
-    def coarsest_stride(self) -> int:
-        """The largest stride of the hooked layers."""
-        return max(self.strides)
-
-    @property
     def network(self) -> Any:
         """There is none.
 

@@ -71,14 +71,9 @@ class FeatureExtractor:
         return tuple(layout.stride for layout in self.layouts)
 
     @property
-    def coarsest_stride(self) -> int:
-        """The largest stride of the hooked layers."""
-        return max(self.strides)
-
-    @property
     def patch(self) -> int | None:
         """The side of the patches that a transformer cuts images into; None for other networks."""
-        return next((layout.patch for layout in self.layouts if layout.patch), None)
+        return next((each.stride for each in self.layouts if each.axes == "tokens"), None)
 
     def to(self, device: torch.device | str, precision: str) -> FeatureExtractor:
         """The same extractor in a number format, on a device to which its network is moved."""
@@ -392,14 +387,22 @@ def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
     with torch.device("meta"):
         run = truncate_in_place(network, layers)
         side, paths = run.side, tuple(run.outputs)
-        layouts = tuple(_layout(path, output.shape, side) for path, output in run.outputs.items())
+        layouts = []
+        for path, output in run.outputs.items():
+            layout = layout_of(output.shape, (side, side))
+            if layout is None:
+                raise LayerError(
+                    f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w), "
+                    "nor a token for each patch; choose another layer"
+                )
+            layouts.append(layout)
         only_maps = all(layout.axes == "map" for layout in layouts)
         if not only_maps and not takes(network, side, 2 * side, paths):
             raise LayerError(
                 f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
                 "can't be placed on others; choose another network"
             )
-        return FeatureExtractor(network.eval(), paths, layouts, run.copies, run.pairs)
+        return FeatureExtractor(network.eval(), paths, tuple(layouts), run.copies, run.pairs)
 
 
 def describe(extractor: FeatureExtractor) -> dict[str, Any]:
@@ -432,15 +435,6 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
         tuple(Layout(*values) for values in layouts),
         described["copies"],
         tuple((convolution, norm) for convolution, norm in described["folded"]),
-    )
-
-
-def _layout(path: str, shape: Sequence[int], probe: int) -> Layout:
-    if layout := layout_of(shape, (probe, probe)):
-        return layout
-    raise LayerError(
-        f"layer {path!r} gives {tuple(shape)}, not a feature map (B, C, h, w), nor a token for "
-        "each patch; choose another layer"
     )
 
 

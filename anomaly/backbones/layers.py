@@ -39,11 +39,6 @@ class Layout:
     channels: int
     stride: int
 
-    @property
-    def patch(self) -> int | None:
-        """The side in pixels that an image's height and width must be multiples of."""
-        return self.stride if self.axes == "tokens" else None
-
     def map_of(self, output: Tensor, size: Sequence[int]) -> Tensor:
         """An output as a feature map (B, C, h, w).
 

@@ -224,9 +224,7 @@ def _torchvision_network(name: str) -> nn.Module:
         raise ConfigError(
             f"backbone.name {name!r} isn't a network; {nearest(name, _torchvision_names())}"
         )
-    extra: dict[str, Any] = {}
-    if name in _FROM_TENSORFLOW:  # they carry heads for training, and would normalise once more
-        extra = {"aux_logits": True, "transform_input": False, "init_weights": True}
+    extra = {"init_weights": True} if name in _FROM_TENSORFLOW else {}  # as by default, and said
     original = name == "resnet50_v1"
     network = torchvision.models.get_model("resnet50" if original else name, weights=None, **extra)
     if original:  # He et al.'s bottleneck: the stride sits on the first 1×1, not on the 3×3

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import shutil
 import urllib.error
 import urllib.request
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 # Tensors of a network by name.
 State: TypeAlias = "dict[str, Tensor]"
 
-_HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.pth$")
 # Seconds: until a server has to answer, and the longest that it may pause within a file.
 _PATIENCE, _PAUSE = 10.0, 30.0
 
@@ -127,15 +125,14 @@ def official_file(url: str, *, download: bool = True) -> Path:
     return _download(url, name)
 
 
-def _hash_in(url: str) -> str:
-    """The first digits of the file's sha256, which its name carries; empty where it doesn't."""
-    match = _HASH_IN_NAME.search(url)
-    return match.group(1) if match else ""
+def _hash_in(name: str) -> str:
+    """The first digits of an official file's sha256, which its name ends with."""
+    return name.removesuffix(".pth").rpartition("-")[2]
 
 
 def _download(url: str, name: str) -> Path:
     # Not `torch.hub.load_state_dict_from_url`: it waits for a silent server for ever.
-    target, prefix = _downloads() / name, _hash_in(url)
+    target, prefix = _downloads() / name, _hash_in(name)
     draft = draft_of(target)
     try:
         with _opened(url) as answer:
@@ -143,19 +140,14 @@ def _download(url: str, name: str) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             with draft.open("xb") as file:
                 shutil.copyfileobj(answer, file)
-        if not sha256_of(draft).startswith(prefix):
-            raise WeightsError(
-                f"{url} sent a file with a wrong hash (its sha256 should start with {prefix}): the "
-                f"download was damaged or changed on the way. Try again. {_where_to_put(name)}"
-            )
-        draft.replace(target)
+        if sha256_of(draft).startswith(prefix):
+            return draft.replace(target)
+        reason = f"the file sent has a wrong hash, its sha256 should start with {prefix}; try again"
     except urllib.error.HTTPError as error:
         reason = f"it answered {error.code} {error.reason}"
     except (OSError, HTTPException) as error:  # of the network, or of the disk
         inner = getattr(error, "reason", error)
         reason = why(inner) if isinstance(inner, OSError) else "no answer"
-    else:
-        return target
     finally:
         draft.unlink(missing_ok=True)
     raise WeightsError(

@@ -61,7 +61,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     side: int = getattr(image, key)
     height = width = side
     if key == "area":
-        sizing = loading_of(config, extractor.coarsest_stride, None, None, patch).sizing
+        sizing = loading_of(config, max(extractor.strides), None, None, patch).sizing
         # Whatever squares it divides its maps into, one of two neighbouring multiples won't fit.
         height = max(1, round(side / sizing.multiple)) * sizing.multiple
         width = height if image.tile else height + sizing.multiple

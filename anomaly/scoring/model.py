@@ -87,7 +87,7 @@ class ImageStages:
         network = self.extractor
         return loading_of(
             self.config,
-            network.coarsest_stride,
+            max(network.strides),
             self.region,
             self.aspect,
             network.patch,

@@ -22,7 +22,6 @@ def test_maps_carry_layer_and_stride_and_no_hook_stays() -> None:
     maps = hooked(torch.rand(2, 3, 64, 96))
     assert [tuple(values.shape) for values in maps] == [(2, 24, 16, 24), (2, 32, 8, 12)]
     assert (hooked.layers, hooked.strides) == (("features.3", "features.6"), (4, 8))
-    assert hooked.coarsest_stride == 8
     assert live_hooks(hooked.network) == 0
 
 
