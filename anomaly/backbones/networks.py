@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -127,10 +127,6 @@ class Backbone:
         """The licence of the official weights, where it is known."""
         return None
 
-    def classes(self) -> Sequence[str]:
-        """Names of the classes that the official weights tell apart, where they are known."""
-        return ()
-
 
 # Networks of your own. A line is enough:
 #     BACKBONES["mine"] = Backbone(MyNetwork)
@@ -212,11 +208,6 @@ class _Torchvision(Backbone):
                 f"{error}. Or use a network whose weights are on this machine: --set "
                 f"backbone.name={others[0]}"
             ) from None
-
-    def classes(self) -> Sequence[str]:
-        """See `Backbone`."""
-        weights = self.weights()
-        return weights.meta["categories"] if weights else ()
 
 
 def _torchvision_network(name: str) -> nn.Module:
