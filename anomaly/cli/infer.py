@@ -8,19 +8,16 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from anomaly.cli import annex
-from anomaly.cli.common import (
-    chosen_device,
-    joined_cluster,
-)
+from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
 from anomaly.datasets.inputs import Found, find_inputs, is_list, passed_over, picture_names
 from anomaly.desk.production import flagged_line
@@ -30,7 +27,6 @@ from anomaly.files.writing import (
     HEATMAPS,
     PAGE,
     from_json,
-    left_by_system,
     locked,
     remove_drafts,
     write,
@@ -56,9 +52,6 @@ from anomaly.runtime import cores
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import find_model
 from anomaly.storage.load import load_model
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -273,27 +266,12 @@ def _line(row: Row) -> str:
     return f"{row.time[11:19]} UTC  {visible(text)}"
 
 
-def _outermost(folders: Sequence[Path]) -> list[Path]:
-    """Folders that lie in none of the others, compared by their real paths."""
-    kept: dict[Path, Path] = {}  # by their real places
-    for folder in folders:
-        place = folder.resolve()
-        if not any(_is_within(place, other) for other in kept):
-            kept = {p: f for p, f in kept.items() if not _is_within(p, place)} | {place: folder}
-    return list(kept.values())
-
-
-def _is_within(place: Path, other: Path) -> bool:
-    """True if following `other` shows the files in `place`; system folders are passed over."""
-    return place.is_relative_to(other) and not any(
-        map(left_by_system, place.relative_to(other).parts)
-    )
-
-
 def _check_watch(options: argparse.Namespace) -> None:
     if options.ray is not None:
         raise DataError("--ray can't be given with --watch, which scores on this machine")
     for folder in options.input:
         if not is_folder(folder):
             raise DataError(f"--watch follows folders; --input {folder} isn't a folder")
-    options.input = _outermost(options.input)
+    for inner, outer in permutations(options.input, 2):
+        if inner.resolve().is_relative_to(outer.resolve()):
+            raise DataError(f"--input {inner} lies in {outer}, which --watch follows; leave it out")
