@@ -82,26 +82,30 @@ def test_other_texts_beside_images_do_not(tmp_path: Path) -> None:
 
 
 def test_annotations_of_defects_are_theirs(tmp_path: Path) -> None:
-    shared: dict[str, str | bytes] = {"defect/k1.jpg": "", "defect/k1.json": "{}"}
     listed = json.dumps({"images": ["defect/k1.jpg"]})
-    _write(tmp_path, "good/k{}.jpg", {**shared, "labels/defect/k1.txt": "0", "all.json": listed})
-    assert len(open_dataset("good_defect", tmp_path).train) == 7
-    (tmp_path / "good" / "k3.xml").touch()
-    with pytest.raises(DataError, match=r"k3\.xml names 1 of 8 images"):
-        open_dataset("good_defect", tmp_path)
-
-
-def test_layouts_may_describe_their_defects(tmp_path: Path) -> None:
-    texts: dict[str, str | bytes] = {
+    own: dict[str, str | bytes] = {"defect/k1.jpg": "", "defect/k1.json": "{}", "all.json": listed}
+    published: dict[str, str | bytes] = {
         "defects_config.json": '[{"defect_name": "dent", "pixel_value": 255}]',
-        "license.txt": "CC BY-NC-SA 4.0", "readme.txt": "000.jpg", "test/dent/000.jpg": "",
-        "validation/good/000.jpg": "",
+        "license.txt": "CC BY-NC-SA 4.0", "readme.txt": "k0.jpg", "test/dent/k0.jpg": "",
+        "validation/good/k0.jpg": "",
     }  # fmt: skip
-    _write(tmp_path, "train/good/{:03}.jpg", texts)
-    assert len(open_dataset("mvtec", tmp_path).train) == 8
-    (tmp_path / "train" / "good" / "002.xml").touch()
-    with pytest.raises(DataError, match=r"002\.xml names 1 of 9 images"):
-        open_dataset("mvtec", tmp_path)
+    for layout, good, texts in (
+        ("good_defect", "good", {**own, "labels/defect/k1.txt": "0"}),
+        ("mvtec", "train/good", published),
+    ):
+        root = tmp_path / layout
+        _write(root, f"{good}/k{{}}.jpg", texts)
+        dataset = open_dataset(layout, root)
+        count = len([s for split in dataset.splits.values() for s in split if not s.is_defect])
+        (root / good / "k3.xml").touch()
+        with pytest.raises(DataError, match=rf"k3\.xml names 1 of {count} images"):
+            open_dataset(layout, root)
+
+
+def test_texts_around_the_folder_of_a_data_set_are_none_of_its_own(tmp_path: Path) -> None:
+    texts: dict[str, str | bytes] = {"../all.txt": "k1.jpg", "../labels/k1.txt": "0"}
+    _write(tmp_path / "part", "k{}.jpg", texts)
+    assert len(open_dataset("folder", tmp_path / "part").train) == 8
 
 
 def test_one_good_image_with_its_annotation(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Layouts as samples: each published one, and one's own."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -111,23 +112,6 @@ def test_published_layouts_are_recognised_and_opened(tmp_path: Path) -> None:
         splits = dataset.splits.items()
         seen = [(name, *s) for name, samples in splits for s in _seen(samples, root)]
         assert sorted(seen) == sorted(expected)
-
-
-def test_several_masks_of_an_image_are_one(tmp_path: Path) -> None:
-    masks = tmp_path / "000"
-    masks.mkdir()
-    for i in range(2):
-        mask = np.zeros((96, 120), np.uint8)
-        mask[10 * i : 10 * i + 5, 20:30] = (1, 255)[i]
-        cv2.imwrite(str(masks / f"{i:03}.png"), mask)
-    bad = Sample(tmp_path / "000.png", "000.png", "logical_anomalies", masks)
-    expected = np.zeros((96, 120), bool)
-    expected[0:5, 20:30] = expected[10:15, 20:30] = True
-    np.testing.assert_array_equal(ground_truth(bad, (96, 120)), expected)
-    for file in masks.iterdir():
-        file.unlink()
-    with pytest.raises(DataError, match="holds no masks"):
-        ground_truth(bad, (96, 120))
 
 
 def test_visa(tmp_path: Path) -> None:
@@ -257,18 +241,6 @@ def test_mistakes_in_a_list_name_the_line(tmp_path: Path, text: str, says: str) 
         open_dataset("csv", _list(tmp_path, text))
 
 
-def test_lists_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="names the list"):
-        open_dataset("csv", tmp_path)
-    with pytest.raises(DataError, match="there is no list"):
-        open_dataset("csv", tmp_path / "none.csv")
-    (tmp_path / "zip.csv").write_bytes(b"path\nK\x81\x00hler.png\n")
-    with pytest.raises(DataError, match="line 2 holds a null character: it isn't text in UTF-8"):
-        open_dataset("csv", tmp_path / "zip.csv")
-    with pytest.raises(DataError, match=r"zip\.csv is a file.* --set data.format=csv"):
-        open_dataset("folder", tmp_path / "zip.csv")
-
-
 def test_lists_as_spreadsheets_save_them(tmp_path: Path) -> None:
     file = tmp_path / "list.csv"
     western = ["Kühler, neu.png", "0"], ["ä.png", "Riß"]
@@ -343,47 +315,51 @@ def test_good_folders_may_have_other_names(tmp_path: Path) -> None:
         assert len(open_dataset("folder", root).train) == len(images)
 
 
-def test_defects_inside_a_layouts_good_images_are_refused_too(tmp_path: Path) -> None:
-    touch(tmp_path, "train/good/1.png", "train/good/reject/2.png", "good/1.png", "good/bad/1.png")
-    for layout in ("mvtec", "good_defect"):
-        with pytest.raises(DataError, match=r"train/good/reject.* move them elsewhere"):
-            open_dataset(layout, tmp_path)
+# Formats, places in a folder with these files, and what is said of each.
+FILES = ("disc/train/good/1.png", "disc/train/good/reject/2.png", "bad/good/1.png", "none/a.txt")
+REFUSED = (
+    ("mvtec good_defect", "disc", r"train/good/reject.* move them elsewhere"),
+    ("mvtec folder good_defect visa", "none", "no (training )?images in|there is no list"),
+    ("mvtec", None, r"data\.root isn't set"),
+    ("mvtec folder visa", "nowhere", "nowhere doesn't exist"),
+    ("mvtec", "disk", r"disk doesn't exist; did you mean 'disc'\?"),
+    ("mvtec", "", "no training images"),
+    ("mvtec folder csv visa", "x" * 300, "File name too long"),
+    ("mvtec_ad", "disc", r"did you mean .*'mvtec'"),
+    ("csv", "disc", "names the list"),
+    ("csv", "none.csv", "there is no list"),
+    ("csv", "zip.csv", "line 2 holds a null character: it isn't text in UTF-8"),
+)
 
 
-def test_a_folder_without_training_images(tmp_path: Path) -> None:
-    for layout in set(FORMATS) - {"csv"}:
-        with pytest.raises(DataError):
-            open_dataset(layout, tmp_path)
+def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path, *FILES)
+    (tmp_path / "zip.csv").write_bytes(b"path\nK\x81\x00hler.png\n")
+    for layouts, place, says in REFUSED:
+        for layout in layouts.split():
+            with pytest.raises(DataError, match=says):
+                open_dataset(layout, None if place is None else tmp_path, place)
+    with pytest.raises(DataError, match=r"zip\.csv is a file.* --set data.format=csv"):
+        open_dataset("folder", tmp_path / "zip.csv")
 
 
-def test_missing_folders(tmp_path: Path) -> None:
-    touch(tmp_path, "here/disc/train/good/0.png")
-    for root, category, says in (
-        (None, None, "data.root isn't set"),
-        (tmp_path / "nowhere", None, "doesn't exist"),
-        (tmp_path / "here", "disk", "did you mean 'disc'"),
-        (tmp_path / "here", None, "no training images"),
-    ):
-        with pytest.raises(DataError, match=says):
-            open_dataset("mvtec", root, category)
-
-
-def test_another_format_is_suggested(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"did you mean .*'mvtec'"):
-        open_dataset("mvtec_ad", tmp_path)
-
-
-def test_ground_truth_of_grey_masks(tmp_path: Path) -> None:
-    mask = np.array([[0, 1, 127, 128, 255]] * 2, np.uint8)
-    cv2.imwrite(str(tmp_path / "m.png"), mask)
-    sample = Sample(tmp_path / "i.png", "i.png", "spot", tmp_path / "m.png")
-    np.testing.assert_array_equal(ground_truth(sample, (2, 5)), mask > 0)
-    with pytest.raises(DataError, match=r"m\.png is 5×2 pixels, but its image .*i\.png is 5×3"):
-        ground_truth(sample, (3, 5))
-    assert not ground_truth(Sample(tmp_path / "i.png", "i.png"), (3, 5)).any()
-    missing = Sample(tmp_path / "i.png", "i.png", "spot", tmp_path / "none.png")
+def test_ground_truth_is_what_a_mask_or_several_mark(tmp_path: Path) -> None:
+    grey = np.array([[0, 1, 127, 128, 255], [0, 0, 0, 0, 0]], np.uint8)
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    sample = Sample(tmp_path / "i.png", "i.png", "spot", masks)
+    with pytest.raises(DataError, match="holds no masks"):
+        ground_truth(sample, (2, 5))
+    for name, mask in (("1.png", grey), ("2.png", grey[::-1])):
+        cv2.imwrite(str(masks / name), mask)
+    np.testing.assert_array_equal(ground_truth(sample, (2, 5)), (grey > 0) | (grey[::-1] > 0))
+    one = replace(sample, mask_path=masks / "1.png")
+    np.testing.assert_array_equal(ground_truth(one, (2, 5)), grey > 0)
+    with pytest.raises(DataError, match=r"1\.png is 5×2 pixels, but its image .*i\.png is 5×3"):
+        ground_truth(one, (3, 5))
+    assert not ground_truth(replace(sample, mask_path=None), (3, 5)).any()
     with pytest.raises(ImageError, match=r"none\.png"):
-        ground_truth(missing, (2, 5))
+        ground_truth(replace(sample, mask_path=tmp_path / "none.png"), (2, 5))
 
 
 def test_names_that_are_too_long_or_may_not_be_looked_at(
@@ -395,9 +371,6 @@ def test_names_that_are_too_long_or_may_not_be_looked_at(
     )
     masks = {s.path.name: s.mask_path for s in open_dataset("mvtec", product).test}
     assert masks == {long: None, "1.png": product / "ground_truth/cut/1.png"}
-    for layout in ("mvtec", "folder", "csv", "visa"):
-        with pytest.raises(DataError, match="File name too long"):
-            open_dataset(layout, tmp_path, "x" * 300)
 
     def closed(path: Path, **_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))

@@ -48,15 +48,6 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
         assert {sample.defect_type for sample in dataset.test if sample.is_defect} == kinds
 
 
-def test_masks_beside_folders_of_ones_own_names(tmp_path: Path) -> None:
-    root = _images(tmp_path / "part", ["OK", "NG/cut", "Masks/cut"])
-    found = recognise(root)
-    dataset = open_dataset(found.layout, root)
-    masks = {s.path: s.mask_path for s in dataset.test if s.is_defect}
-    assert masks == {path: root / "Masks" / "cut" / path.name for path in masks}
-    assert masks
-
-
 def test_masks_are_no_parts_wherever_they_lie(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,12 +74,16 @@ def test_names_of_some_files_that_contradict_their_folder_are_refused(tmp_path: 
             open_dataset("good_defect", root)
 
 
-def test_masks_in_a_split_are_those_of_its_images(tmp_path: Path) -> None:
-    folders = [f"{s}/{k}" for s in ("train", "test") for k in ("normal", "anomaly", "masks")]
-    root = _images(tmp_path / "part", folders)
-    defects = [s for s in open_dataset("good_defect", root).test if s.is_defect]
-    assert len(defects) == 12
-    assert all(s.mask_path == s.path.parent.with_name("masks") / s.path.name for s in defects)
+def test_masks_are_found_from_the_folder_around_them(tmp_path: Path) -> None:
+    splits = [f"{s}/{k}" for s in ("train", "test") for k in ("normal", "anomaly", "masks")]
+    for old, new, folders, count in (
+        ("NG", "Masks", ["OK", "NG/cut", "Masks/cut"], 6),
+        ("anomaly", "masks", splits, 12),
+    ):
+        root = _images(tmp_path / old, folders)
+        defects = [s for s in open_dataset(recognise(root).layout, root).test if s.is_defect]
+        assert len(defects) == count
+        assert all(s.mask_path == root / s.name.replace(old, new) for s in defects)
 
 
 def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
@@ -108,18 +103,12 @@ def test_names_that_are_no_text_stay_in_the_list(tmp_path: Path) -> None:
 
 def test_folders_without_images_hold_no_defects(tmp_path: Path) -> None:
     """Runs, as `start .` makes them, and notes."""
-    others: list[str]
-    for layout, others in (("folder", []), ("good_defect", ["NG"])):
+    for others, layout, inner in (([], "folder", "OK"), (["NG"], "good_defect", "")):
         root = _images(tmp_path / layout, ["OK", *others])
         (root / "runs" / "part").mkdir(parents=True)
         found = recognise(root)
-        assert found.layout == layout
+        assert (found.layout, found.root) == (layout, root / inner)
         assert found.reason == "good images in OK" + (", others in NG" if others else "")
-
-
-def test_good_images_alone_in_their_folder(tmp_path: Path) -> None:
-    found = recognise(_images(tmp_path / "part", ["good"]))
-    assert (found.layout, found.root) == ("folder", tmp_path / "part" / "good")
 
 
 def test_a_part_of_a_data_set_is_not_taken_for_good_images(tmp_path: Path) -> None:
@@ -133,15 +122,18 @@ def test_a_part_of_a_data_set_is_not_taken_for_good_images(tmp_path: Path) -> No
 
 
 def test_lists_are_recognised(tmp_path: Path) -> None:
-    folder = tmp_path / "part"
-    folder.mkdir()
-    listing = folder / "list.csv"
-    listing.write_text("path,label\n")
-    assert recognise(listing).layout == "csv"
-    assert recognise(folder).root == listing
-    (folder / "another.csv").write_text("path,label\n")
-    with pytest.raises(DataError, match=r"but lists: give one of them, e\.g\. .*another\.csv"):
-        recognise(folder)
+    listing = tmp_path / "part" / "list.csv"
+    touch(tmp_path, "a.txt", "part/list.csv")
+    for place in (listing, listing.parent):
+        assert (recognise(place).layout, recognise(place).root) == ("csv", listing)
+    touch(tmp_path, "part/another.csv")
+    for place, says in (
+        (listing.parent, r"but lists: give one of them, e\.g\. .*another\.csv"),
+        (tmp_path / "nothing", "doesn't exist"),
+        (tmp_path / "a.txt", "is a file; give the folder"),
+    ):
+        with pytest.raises(DataError, match=says):
+            recognise(place)
 
 
 UNTOLD: list[tuple[list[str], str]] = [
@@ -168,14 +160,6 @@ def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
         root.mkdir(parents=True)
         with pytest.raises(DataError, match=message):
             open_dataset(recognise(_images(root, folders)).layout, root)
-
-
-def test_no_such_folder_and_no_images_at_all(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="doesn't exist"):
-        recognise(tmp_path / "nothing")
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match="is a file; give the folder"):
-        recognise(tmp_path / "a.txt")
 
 
 def _report(
