@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
-from anomaly.cli.commands import share_of
+from anomaly.cli.commands import number
 from anomaly.cli.common import agreed, ask, chosen_device, images_given
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
@@ -46,7 +46,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     """
     if options.production and options.at_most_defective is None and (answer := ask(_SHARE)):
         try:
-            options.at_most_defective = share_of(answer)
+            options.at_most_defective = number(answer)
         except argparse.ArgumentTypeError as error:
             raise AnomalyError(str(error)) from None
     asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})

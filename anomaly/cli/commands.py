@@ -73,20 +73,11 @@ def _one_of(*options: Option, required: bool = True) -> Option:
 
 
 def number(text: str) -> float:
-    """A number of an option, for `argparse`; the error says how to write one with `,` or `%`."""
-    with suppress(ValueError):
-        return float(text)
-    remedy = ""
-    with suppress(ValueError):
-        plain = float(text.replace(",", ".").rstrip("% "))
-        remedy = f"; write {plain / (100 if text.rstrip().endswith('%') else 1):g}"
-    raise argparse.ArgumentTypeError(f"{text!r} is no number{remedy}")
-
-
-def share_of(text: str) -> float:
-    """A share of an option, as a number or in percent."""
+    """A number of an option, for `argparse`: 0.02, or 2%."""
     plain = text.strip()
-    return number(plain[:-1]) / 100 if plain.endswith("%") else number(plain)
+    with suppress(ValueError):
+        return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number; write it like 0.02 or 2%")
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -213,7 +204,7 @@ COMMANDS = {
         _MODEL,
         _several("--good", "good images that it hasn't learned from (default: stored scores)"),
         _several("--production", "production images that nobody has sorted"),
-        _value("--at-most-defective", "of --production, e.g. 5%%", "SHARE", type=share_of),
+        _value("--at-most-defective", "of --production, e.g. 5%%", "SHARE", type=number),
         _several("--defects", "images of defects: counts those caught; none counts as good"),
         _value("--false-reject-rate", "good parts that may be rejected", "R", type=number),
         _value("--review-rate", "good parts that may not be called good", "R", type=number),

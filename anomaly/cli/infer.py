@@ -38,6 +38,7 @@ from anomaly.inference.pipeline import (
     LINES,
     Finished,
     Inputs,
+    Journal,
     Run,
     RunJournal,
     resumable,
@@ -72,14 +73,11 @@ def run(options: argparse.Namespace) -> int:
             watch=options.watch, resume=options.resume, overwrite=options.overwrite
         )
         with Stopping() as stop, ExitStack() as opened:
-            images = len(found.paths) if found else cores()
-            device = chosen_device(options, images=images)
+            device = chosen_device(options, images=len(found.paths) if found else cores())
             model = load_model(options.model, device)
-            if found is None:
-                folders = sorted(str(folder.absolute()) for folder in options.input)
-                about = outputs.about(model, {"folders": folders})
-            else:
-                about = outputs.about(model, {"list of images": found.sha256})
+            folders = sorted(str(folder.absolute()) for folder in options.input)
+            read = {"list of images": found.sha256} if found else {"folders": folders}
+            about = outputs.about(model, read)
             if is_complete:
                 code = RunJournal.finished(options.output, about)
                 print(f"the run in {options.output} is complete; there is nothing to resume")
@@ -94,47 +92,35 @@ def run(options: argparse.Namespace) -> int:
             if not options.resume:
                 outputs.clear(model)
             thumbnails = Thumbnails(len(found.paths) if found else SHOWN)
-            writer = outputs.pictures(model, thumbnails.pixels)
-            scoring = partial(
-                Run,
-                model,
-                outputs,
-                decoders=Decoders(model.loading, writer),
-                stopped=stopped,
-                thumbnails=thumbnails,
-                predict=predict,
-            )
+            decoders = Decoders(model.loading, outputs.pictures(model, thumbnails.pixels))
+
+            def scoring(record: Journal) -> Run:
+                return Run(model, outputs, record, decoders, stopped, thumbnails, predict)
+
             if found is None:
-                return _watch(options, model, outputs, about, scoring)
-            ended = _list(options, found, model, outputs, about, scoring)
+                told = _Told(model, options.model)
+                watched = WatchJournal(outputs, about, told)
+                return _watch(options, watched, scoring(watched), told.tally)
+            journal = RunJournal(outputs, about, found.groups)
+            ended = _list(options, found, journal, scoring(journal))
             return stop.exit_code if ended is None else ended
 
 
-def _list(
-    options: argparse.Namespace,
-    found: Found,
-    model: Model,
-    outputs: Outputs,
-    about: dict[str, object],
-    scoring: Callable[..., Run],
-) -> int | None:
+def _list(options: argparse.Namespace, found: Found, journal: RunJournal, run: Run) -> int | None:
     """Score the images of a list; returns the exit code, None where a signal has stopped it."""
     total = len(found.paths)
-    journal = RunJournal(outputs, about, found.groups)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
-            outputs.write_scale(model)
+            run.outputs.write_scale(run.model)
             mirrored = [] if any(map(is_list, options.input)) else options.input
             names = picture_names(found.paths, mirrored)
-            inputs = Inputs(found.paths, names, found.groups)
-            run = scoring(journal)
             started, earlier = time.perf_counter(), len(journal.done)
-            run.score(inputs, partial(progress, "scoring"))
+            run.score(Inputs(found.paths, names, found.groups), partial(progress, "scoring"))
         speed = (len(journal.done) - earlier) / (time.perf_counter() - started)
         rows = [journal.done[index].row for index in sorted(journal.done)]
         is_complete = len(rows) == total
-        page = _page(options, model, rows, about, run) if is_complete else None
-        tally = Tally(model, rows)
+        page = _page(options, run, rows) if is_complete else ""
+        tally = Tally(run.model, rows)
         print(tally.line(total))
         _print_rows(rows, speed, options.output, page)
         if tally.learned:
@@ -143,8 +129,8 @@ def _list(
                 "score higher. The promise is compared with the other "
                 f"{tally.counts['ok'] - tally.learned}"
             )
-        _print_escapes(model, options.model)
-        if line := _difference(tally, model, options.model):
+        _print_escapes(run.model, options.model)
+        if line := _difference(tally, run.model, options.model):
             log.warning(line)
         if not is_complete:
             print("stopped; continue with --resume")
@@ -154,22 +140,16 @@ def _list(
         return tally.exit_code
 
 
-def _page(
-    options: argparse.Namespace,
-    model: Model,
-    rows: Iterable[Row],
-    about: dict[str, object],
-    run: Run,
-) -> Path | None:
-    """Write results.html if it is wanted."""
+def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
+    """Write results.html if it is wanted; the end of a line that says so."""
     if "page" not in run.outputs.kinds:
-        return None
+        return ""
     named = ", ".join(map(str, options.input))
-    of, learned = About.of(model, options.model), learned_by(model)
-    page: Path = options.output / PAGE
-    text = gallery_html(model.name, of, named, rows, page.parent, run.thumbnails, about, learned)
-    write(page, text)
-    return page
+    of, learned = About.of(run.model, options.model), learned_by(run.model)
+    about, folder = run.record.about, options.output
+    text = gallery_html(run.model.name, of, named, rows, folder, run.thumbnails, about, learned)
+    write(folder / PAGE, text)
+    return f", all shown in {folder / PAGE}"
 
 
 def _difference(tally: Tally, model: Model, folder: Path) -> str:
@@ -193,7 +173,7 @@ def _print_escapes(model: Model, folder: Path) -> None:
                 break
 
 
-def _print_rows(rows: list[Row], speed: float, output: Path, page: Path | None) -> None:
+def _print_rows(rows: list[Row], speed: float, output: Path, page: str) -> None:
     reasons = [
         f"{row.verdict}: {row.path}: {row.reason}" for row in rows if row.verdict and row.reason
     ]
@@ -209,42 +189,38 @@ def _print_rows(rows: list[Row], speed: float, output: Path, page: Path | None) 
         )
     heatmaps = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:
-        shown = f", all shown in {page}" if page else ""
-        print(f"rows in {output / 'results.csv'}{heatmaps}{shown}")
+        print(f"rows in {output / 'results.csv'}{heatmaps}{page}")
 
 
-def _watch(
-    options: argparse.Namespace,
-    model: Model,
-    outputs: Outputs,
-    about: dict[str, object],
-    scoring: Callable[..., Run],
-) -> int:
+class _Told:
+    """Prints a line for each image that arrives, and warns once if too many are flagged."""
+
+    def __init__(self, model: Model, folder: Path) -> None:
+        self.tally = Tally(model)
+        self._difference: Callable[[], str] = partial(_difference, self.tally, model, folder)
+        self._is_warned = False
+
+    def __call__(self, finished: Finished) -> None:
+        self.tally.add(finished.row)
+        print(_line(finished.row), flush=True)
+        if not self._is_warned and (line := self._difference()):
+            log.warning(line)
+            self._is_warned = True
+
+
+def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: Tally) -> int:
     """Score what arrives until a signal comes, a line for each image; returns the exit code.
 
     Raises:
         OutputError: results can't be written; those that could are kept.
     """
-    tally, is_warned = Tally(model), False
-
-    def on_row(finished: Finished) -> None:
-        nonlocal is_warned
-        tally.add(finished.row)
-        print(_line(finished.row), flush=True)
-        if not is_warned and (line := _difference(tally, model, options.model)):
-            log.warning(line)
-            is_warned = True
-
-    journal = WatchJournal(outputs, about, on_row)
-    run = scoring(journal)
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
-        outputs.write_scale(model)
+        run.outputs.write_scale(run.model)
         watch(run, journal, options.input, trouble=log.warning)
-    page = _page(options, model, _rows_so_far(options.output), about, run)
+    page = _page(options, run, _rows_so_far(options.output))
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
-    shown = f", all shown in {page}" if page else ""
-    print(f"{tally.line()}; rows in {options.output / 'results.csv'}{shown}")
+    print(f"{tally.line()}; rows in {options.output / 'results.csv'}{page}")
     return tally.exit_code
 
 

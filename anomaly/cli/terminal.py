@@ -34,15 +34,7 @@ from typing import Any, ClassVar, TextIO
 from anomaly.errors import visible
 
 NOTE, PROGRESS = 27, 22
-for _level, _name in (
-    (logging.ERROR, "error"),
-    (logging.WARNING, "warning"),
-    (NOTE, "note"),
-    (PROGRESS, "progress"),
-    (logging.INFO, "remark"),
-    (logging.DEBUG, "detail"),
-):
-    logging.addLevelName(_level, _name)
+_NAMES = {logging.ERROR: "error", logging.WARNING: "warning", NOTE: "note"}
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +132,7 @@ class _Terminal(logging.Handler):
         stream = sys.stdout if record.levelno == logging.INFO else sys.stderr
         text = self.format(record)
         if record.levelno >= NOTE:
-            text = f"{record.levelname}: {text}"
+            text = f"{_NAMES.get(record.levelno, 'error')}: {text}"
         if stream is sys.stderr and stream.isatty():
             text = f"\r\x1b[K{text}"  # over a line of progress
         print(text, file=getattr(stream, "shown", stream), flush=True)

@@ -76,8 +76,7 @@ infer --model model --output o -> required: --input
 infer --model model --input good --output o --write mask -> invalid choice: 'mask'
 infer --model model --input none.txt --output o -> none.txt can't be read
 calibrate --model model --good nowhere -> --good nowhere doesn't exist
-calibrate --model model --review-rate 2% -> '2%' is no number; write 0.02
-calibrate --model model --threshold 3,6 -> '3,6' is no number; write 3.6
+calibrate --model model --threshold 3,6 -> '3,6' is no number; write it like 0.02 or 2%
 calibrate --model model --threshold high -> 'high' is no number
 calibrate --model model --undo --threshold 1 -> leave other options out
 calibrate --model model --false-reject-rate 1.5 -> between 0 and 1
