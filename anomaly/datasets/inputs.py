@@ -209,28 +209,18 @@ def picture_names(
             is given a thousand times, nobody has to ask for all the earlier ones.
     """
     numbers = {} if numbers is None else numbers
-    folders = [_plain(p) if os.path.isdir(p) else _plain(p).parent for p in inputs]  # noqa: PTH112, never raises
-    common = os.path.commonpath(folders or [_plain(p).parent for p in paths])
-    taken: set[str] = set()
-    names = []
+    folders = [plain(p) if os.path.isdir(p) else plain(p).parent for p in inputs]  # noqa: PTH112, never raises
+    common = os.path.commonpath(folders or [plain(p).parent for p in paths])
+    names: dict[str, str] = {}  # by what is one name on Windows and macOS
     for path in paths:
-        mirrored = _plain(path).relative_to(common)
+        mirrored = plain(path).relative_to(common)
         last = mirrored.stem if mirrored.suffix.lower() == ".png" else mirrored.name
         folder = [f"{p}~" if p.lower().endswith(_OURS) else p for p in mirrored.parts[:-1]]
-        plain = "/".join(map(short_name, (*folder, last)))
-        number = numbers.get(plain, 1)
-        name = f"{plain}.png" if number == 1 else f"{plain}~{number}.png"
-        # Names that differ in case alone are one name on Windows and macOS.
-        while name.casefold() in taken or exists(name):
-            number += 1
-            name = f"{plain}~{number}.png"
-            numbers[plain] = number
-        taken.add(name.casefold())
-        names.append(name)
-    return names
-
-
-def _plain(path: Path) -> Path:
-    """Absolute, and without `..`, which would lead out of the pictures' folder."""
-    # What begins with two slashes lies in no folder that begins with one.
-    return Path(os.path.normpath(path.absolute()).replace("//", "/"))
+        start = "/".join(map(short_name, (*folder, last)))
+        number = numbers.get(start, 1)
+        name = f"{start}.png" if number == 1 else f"{start}~{number}.png"
+        while name.casefold() in names or exists(name):
+            number = numbers[start] = number + 1
+            name = f"{start}~{number}.png"
+        names[name.casefold()] = name
+    return [*names.values()]

@@ -41,9 +41,8 @@ log = logging.getLogger(__name__)
 
 LIST_SUFFIX = ".csv"
 HOW_TO_GET_MVTEC = (
-    "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad (free for non-commercial use), "
-    "unpack it, and point data.root at the folder that holds the categories "
-    "(--set data.root=/path/to/mvtec_ad). `anomaly demo` makes a data set to try things on."
+    "Get MVTec AD from mvtec.com/company/research/datasets/mvtec-ad and name the folder of its "
+    "categories (--set data.root=FOLDER); `anomaly demo` makes a data set to try things on."
 )
 _COLOUR = "rgb"  # the folder of each kind that has MVTec 3D AD's images
 
@@ -63,8 +62,7 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
     """
     if root is None:
         raise DataError(
-            "data.root isn't set: name the folder with your images, "
-            "e.g. --set data.root=/path/to/images"
+            "data.root isn't set: name the folder of your images (--set data.root=FOLDER)"
         )
     if layout not in FORMATS:
         raise DataError(f"unknown data.format {layout!r}; {nearest(layout, FORMATS)}")
@@ -321,12 +319,6 @@ def _own_names(
         return Recognised("mvtec", place, "good images in train, kinds of defects in test")
     answers = _answers(place, labels, open_, ask) if ask else {}
     good = [i for i, label in {**labels, **answers}.items() if label is Label.GOOD]
-    if not good and (Label.DEFECTIVE in labels.values() or answers):
-        raise DataError(
-            f"{place} has folders of defects or tests ({some([*map(_say_folder, labels)])}), but "
-            "none that is named as good. Put the good images into a folder `good`, or give their "
-            "folder alone"
-        )
     dataset = open_by_names(place, answers)
     defects = (sample.path.parent for sample in dataset.test if sample.is_defect)
     others = [path.relative_to(place).as_posix() for path in dict.fromkeys(defects)]

@@ -83,7 +83,7 @@ _ZERO, _ONE = re.compile(r"(0(\.0*)?)?"), re.compile(r"1(\.0*)?")
 _COMMON = 0.9  # share of names from which on a word in them is the product's
 
 
-def label_of(name: str, *, alone: bool = False) -> Label:
+def label_of(name: str) -> Label:
     """Meaning of the name of a folder or file, or of a label in a list.
 
     Words may be coupled by any sign, in camelCase or in any Unicode form. A name is good only if
@@ -91,13 +91,10 @@ def label_of(name: str, *, alone: bool = False) -> Label:
 
     Args:
         name: without its suffix.
-        alone: other words than known ones make it unknown, as in the name of a product.
     """
     said = _kinds(name) - _SILENT
     if not said:
         return Label.PLACE
-    if alone and "other" in said:
-        return Label.UNKNOWN
     if said in ({"mask"}, {"test"}, {"aside"}):
         return Label.ASIDE
     if said == {"good"}:
@@ -208,9 +205,9 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
     """
     top, holding = plain(folder), {plain(image.parent) for image in images}
     known = {f for inner in holding for f in (inner, *inner.parents) if f.is_relative_to(top)}
-    labels = {f: label_of(f.name, alone=f == top) for f in known}
-    if labels.get(top) not in {Label.GOOD, Label.DEFECTIVE, Label.ASIDE}:
-        labels[top] = Label.PLACE  # a product's name says nothing of its parts
+    labels = {f: label_of(f.name) for f in known}
+    if "other" in _kinds(top.name) or labels.get(top) not in {*CLEAR, Label.ASIDE}:
+        labels[top] = Label.PLACE  # a product's name, `hole plate`, says nothing of its parts
     good = {f for f in known if Label.GOOD in {labels.get(g) for g in (f, *f.parents)}}
     bad = {f for f in known if labels[f] in _CONTRARY[wanted]}
     if wanted is Label.GOOD and good:
@@ -220,9 +217,8 @@ def check_names(images: Sequence[Path], folder: Path, wanted: Label) -> None:
         all_in = "" if first == top else f", like all in {top}"
         raise DataError(
             f"the images in {first} would be taken as {wanted}{all_in}, but that folder's name "
-            f"doesn't say so. Move them elsewhere, rename that folder (`{wanted} …`), take folders "
-            "by their names (data.format=good_defect), or write a list with labels "
-            "(data.format=csv)"
+            f"doesn't say so. Move them elsewhere, rename that folder (`{wanted} …`), or sort "
+            "images by folders (data.format=good_defect) or in a list (data.format=csv)"
         )
     check_files(images, folder, wanted)
 
@@ -366,8 +362,8 @@ def _mentions(file: Path) -> set[str]:
 
 
 def plain(path: Path) -> Path:
-    """Absolute, and without `..`."""
-    return Path(os.path.abspath(path))  # noqa: PTH100, `..` goes and links stay
+    """Absolute, without `..` and without the second of two slashes that it begins with."""
+    return Path(os.path.abspath(path).replace("//", "/"))  # noqa: PTH100, links stay
 
 
 def folded(name: str) -> str:

@@ -63,10 +63,12 @@ def test_names_in_every_spelling() -> None:
     assert wrong == {}
 
 
-def test_the_name_of_a_product_says_nothing_of_its_parts() -> None:
+def test_the_name_of_a_product_says_nothing_of_its_parts(tmp_path: Path) -> None:
     assert label_of("hole_plate") is Label.DEFECTIVE
-    assert label_of("hole_plate", alone=True) is Label.UNKNOWN
-    assert label_of("NG_2024", alone=True) is Label.DEFECTIVE
+    touch(tmp_path, "hole_plate/1.png", "NG_2024/1.png")
+    assert _as_folder(tmp_path / "hole_plate")
+    with pytest.raises(DataError, match="NG_2024 would be taken as good"):
+        _as_folder(tmp_path / "NG_2024")
 
 
 FILE_NAMES = [
