@@ -181,7 +181,7 @@ def _tune(options: argparse.Namespace) -> int:
     tuning.write(output)
     better = tuning.judgement.better
     which = "The settings are" if better else "Your settings, unchanged, are"
-    print(f"\n{which} in {output}, all figures in {output.with_suffix('.json')}")
+    print(f"\n{which} in {output}")
     if better:
         print(f"Train with them: anomaly train --config {shlex.quote(str(output))}")
         model = shlex.quote(f"runs/{tuning.config.name}")
@@ -203,9 +203,8 @@ def _tuned(options: argparse.Namespace) -> Path:
         file = (Path() if built_in else original.parent) / f"{original.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
         raise AnomalyError(f"--output {file} must end in .yaml")
-    for each in (file, file.with_suffix(".json")):
-        if each.exists() and not options.overwrite:
-            raise OutputError(f"{each} exists already; give another --output or add --overwrite")
+    if file.exists() and not options.overwrite:
+        raise OutputError(f"{file} exists already; give another --output or add --overwrite")
     return file
 
 

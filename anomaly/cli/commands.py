@@ -223,7 +223,7 @@ COMMANDS = {
         _several("--defects", "known defects (default: those of the test split)", "FOLDER"),
         _value("--budget", "time limit: 90s, 10m (default), 1h", type=_duration, default="10m"),
         _output(
-            "the config to write (default: <config>_tuned.yaml); figures go into a .json beside it",
+            "the config to write (default: <config>_tuned.yaml)",
             "an earlier file",
             required=False,
         ),

@@ -188,6 +188,8 @@ def _report(categories: Sequence[Category], failed: int, output: Path) -> int:
     for reason in first_of(refused):
         log.warning("not scored: %s", reason)
     for category in categories:
+        for line in category.rates:
+            print(line)
         for line in lines(category.weaknesses, category.name if len(categories) > 1 else ""):
             log.info(line)
     print(f"all figures: {output / 'metrics.json'}")

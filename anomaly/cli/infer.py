@@ -20,7 +20,7 @@ from anomaly.cli import annex
 from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
 from anomaly.datasets.inputs import Found, find_inputs, is_list, passed_over, picture_names
-from anomaly.desk.production import flagged_line
+from anomaly.desk.advice import flagged_line
 from anomaly.errors import DataError, first_of, visible
 from anomaly.files.writing import (
     FOLDERS,

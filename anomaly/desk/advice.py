@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from anomaly.calibration.rates import images_needed, percent, supported_rate
+from anomaly.calibration.rates import Rate, binomial, images_needed, percent, supported_rate
+from anomaly.calibration.thresholds import thresholds_from
 from anomaly.desk.judging import LEAST_DEFECTS
-from anomaly.desk.production import compare_flagged
 from anomaly.errors import counted, some
+from anomaly.files.tables import text_table
 from anomaly.scoring.image_statistics import LEAST_IMAGES
 
 if TYPE_CHECKING:
@@ -21,9 +23,18 @@ if TYPE_CHECKING:
     from anomaly.scoring.prediction import Scored
 
 _PRINTED = 3
+_RATES = (0.02, 0.05, 0.1, 0.2)  # of good parts for review
 _LEAST_ALIKE = 3  # images that stand out; fewer may do so by chance
 _FAR = 1.1  # times the reject threshold, above which an image is far from all others
 _FINER_BY = 1.2  # times the pixels a side, below which little is gained
+LEAST_PARTS = 20  # fewer say nothing of a rate
+DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
+# Of a comparison that finds a difference where there is none. Made anew with each of 2,000 parts,
+# some 3 % of lines meet one: bounds of the promise are seldom so far off.
+_CHANCE = 0.01
+_MANY = 2000  # images from which on the chance is bounded, in no time
+
+Comparison = Literal["as promised", "more", "fewer"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,42 @@ def of_images(run: Run, images: Sequence[Scored]) -> tuple[Weakness, ...]:
         *few,
         *_flagged(run, sum(flagged), len(flagged)),
     )
+
+
+def review_rates(run: Run, images: Sequence[Scored]) -> tuple[str, ...]:
+    """A table of what other review rates would do to a test split, and the command for one.
+
+    Thresholds come from the good images that the model's do; the test images only measure them.
+
+    Args:
+        run: of the model that has scored the images.
+        images: none that it has learned from.
+
+    Returns:
+        Lines for people; none where no defect passes, or no rate would catch more.
+    """
+    limits = run.model.thresholds
+    if limits is None or limits.label != "calibrated":
+        return ()
+    present, reject = run.model.rates()
+    rates = sorted({*_RATES, present})
+    counts = {}
+    for rate in rates:
+        new = limits if rate == present else thresholds_from(limits.good, rate, min(rate, reject))
+        flagged = [one for one in images if one.verdict(new) in ("review", "reject")]
+        caught = sum(one.sample.is_defect for one in flagged)
+        counts[rate] = caught, len(flagged) - caught
+    defects = sum(one.sample.is_defect for one in images if one.score is not None)
+    good = sum(not one.sample.is_defect for one in images if one.score is not None)
+    if max(caught for caught, _ in counts.values()) == counts[present][0]:
+        return ()
+    rows = []
+    for rate, (caught, flags) in counts.items():
+        name = f"{percent(rate)} (now)" if rate == present else percent(rate)
+        rows.append((name, f"{caught} of {defects}", f"{flags} of {good}"))
+    command = _command("calibrate", "--model", run.folder, "--review-rate", "RATE")
+    table = text_table([("review rate", "defects caught", "good flagged"), *rows])
+    return (*table, f"another review rate: {command}")
 
 
 def _missed(run: Run, missed: Sequence[Scored], defects: int) -> Iterator[Weakness]:
@@ -230,3 +277,64 @@ def _flagged(run: Run, flagged: int, images: int) -> Iterator[Weakness]:
 
 def _command(*arguments: object) -> str:
     return shlex.join(["anomaly", *map(str, arguments)])
+
+
+def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
+    """Compare the flagged share with the promise: `more`, `fewer` or `as promised`.
+
+    A binomial test against the bounds of the promise. It may be asked again as images come.
+
+    Args:
+        flagged: images above a threshold.
+        images: all of them without a reason for review.
+        promised: what the threshold does to good parts.
+    """
+    if images < LEAST_PARTS:
+        return "as promised"
+    most = promised.at_most + DEFECT_SHARE * (1 - promised.at_most)
+    if _chance(flagged, images, most) < _CHANCE:
+        return "more"
+    if _chance(images - flagged, images, 1 - promised.low) < _CHANCE:
+        return "fewer"
+    return "as promised"
+
+
+def _chance(count: int, images: int, rate: float) -> float:
+    """The chance (for many images a bound) that so many or more images are flagged."""
+    share = count / images
+    if share <= rate:  # or the rate is 1
+        return 1.0
+    if images <= _MANY:
+        return float(binomial(images, rate)[count:].sum())
+    divergence = share * math.log(share / rate)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - rate))
+    return math.exp(-images * divergence)  # Chernoff's bound
+
+
+def flagged_line(
+    flagged: int, images: int, promised: Rate, model: str = "RUN", *, all_good: bool = False
+) -> str:
+    """A warning if more or fewer images are flagged than promised; empty otherwise.
+
+    Args:
+        flagged: as there.
+        images: as there.
+        promised: as there.
+        model: the model's folder, for the command.
+        all_good: whether somebody has said that none of the images is defective.
+    """
+    comparison = compare_flagged(flagged, images, promised)
+    if comparison == "as promised":
+        return ""
+    line = f"{flagged} of {images} images flagged ({percent(flagged / images)}); "
+    line += f"{percent(promised.expected)} expected, at "
+    if comparison == "fewer":
+        line += f"least {percent(promised.low)}. These thresholds let defects pass"
+    else:
+        line += f"most {percent(promised.at_most)} of good parts. "
+        if not all_good:
+            line += "Look at them first: if most are defects, change nothing. If most are good, "
+        line += f"{'T' if all_good else 't'}hese images differ from the training images"
+    command = f"anomaly calibrate --model {shlex.quote(model)} --production FOLDER"
+    return f"{line}: find thresholds for images like these with {command}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,13 +12,16 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.calibration.rates import percent
+from anomaly.calibration.rates import Rate, percent, rate_anywhere
 from anomaly.calibration.thresholds import (
     GoodScores,
+    Threshold,
     ThresholdChange,
     Thresholds,
+    threshold_at,
     thresholds_by_hand,
     thresholds_from,
+    with_pixels,
 )
 from anomaly.datasets import Sample
 from anomaly.desk.change import (
@@ -31,7 +35,6 @@ from anomaly.desk.change import (
     price,
     samples_of,
 )
-from anomaly.desk.production import thresholds_from_production
 from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.splits import content_hash, recorded
 from anomaly.imaging.arrays import ImageLike
@@ -334,3 +337,72 @@ def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
         if any(name in learned for name in found):
             log.warning("the model has still learned from these images; train again without them")
     return good.without(found)
+
+
+def thresholds_from_production(
+    known: GoodScores,
+    production: GoodScores,
+    at_most_defective: float,
+    review_rate: float,
+    reject_rate: float,
+) -> tuple[Thresholds, dict[str, str]]:
+    """Thresholds from production images if some of them may be defective.
+
+    Of n images at most d are defective, wherever they score. So the score that a share r of the
+    good ones exceeds lies between those of the ranks r · (n − d) and r · (n − d) + d from above.
+    The review threshold is put between them: half of the d highest images are left out. The scores
+    of known good images have another lot's shape and are no help here (benchmarks/ACCURACY.md).
+    Only the reject threshold, for which so few images say too little, keeps its distance from the
+    review threshold: their ratio is that of the known scores.
+
+    Args:
+        known: scores of good images, of training say.
+        production: scores of the production images, defects among them.
+        at_most_defective: the share of these images that may be defective.
+        review_rate: as for `thresholds_from`.
+        reject_rate: as for `thresholds_from`.
+
+    Returns:
+        Thresholds with bounds that hold wherever the defects score; and the sha256, by name, of
+        the images left out as defects, the highest first.
+
+    Raises:
+        DataError: the share allows for no defect among so few images.
+    """
+    images = len(production.image)
+    defects = int(at_most_defective * images + 1e-9)
+    if not defects:
+        raise DataError(
+            f"{percent(at_most_defective)} of {images} images is less than one image: give "
+            f"{math.ceil(1 / at_most_defective)} or more, or --at-most-defective 0% where all of "
+            "them are good"
+        )
+    rows = sorted(production.rows(), key=lambda row: row[1])
+    cut = images - max(defects // 2, 1)
+    source = f"{images} production images, at most {defects} of them defective"
+    good = replace(production.with_rows(rows[:cut]), source=source)
+    calibrated, former = (
+        thresholds_from(scores, review_rate, reject_rate) for scores in (good, known)
+    )
+    review, reject = calibrated.to_review, calibrated.to_reject
+    if 0 < former.review < former.image:
+        reject = threshold_at(review.value * former.image / former.review, good.image)
+    review, reject = (
+        replace(threshold, false_rejects=_rate_with_defects(threshold, production.image, defects))
+        for threshold in (review, reject)
+    )
+    taken = {name: sha256 for name, _, _, sha256 in reversed(rows[cut:])}
+    return with_pixels(review, reject, "calibrated", good), taken
+
+
+def _rate_with_defects(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
+    """The false-reject rate of a threshold, with bounds for any scores of the defects.
+
+    As many good images lie above the threshold as images do, or fewer by the defects; there are as
+    many good images as images, or fewer by the defects.
+    """
+    sure = len(scores) - defects
+    above = sum(score > threshold.value for score in scores)
+    most = rate_anywhere(min(above, sure), sure, threshold.false_rejects.expected)
+    least = rate_anywhere(max(above - defects, 0), len(scores), 0.0)
+    return replace(most, low=least.low)

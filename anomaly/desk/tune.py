@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from anomaly.config.schema import METHODS, NAMED_DIGITS, Config, readers
 from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.desk.judging import (
     LEAST_DEFECTS,
-    Floats,
     Judgement,
     Mask,
     Scores,
@@ -30,7 +29,7 @@ from anomaly.desk.judging import (
 )
 from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table
-from anomaly.files.writing import as_json, write
+from anomaly.files.writing import write
 from anomaly.runtime import device_of
 from anomaly.scoring.build import turns_of
 from anomaly.scoring.model import score
@@ -449,37 +448,15 @@ class Tuning:
         return int((trial.scores.defects > limit).sum())
 
     def write(self, file: Path) -> None:
-        """Write the chosen settings as YAML, and all figures as JSON beside it.
+        """Write the chosen settings as YAML, with the table and the reason as comments.
 
         Raises:
             OutputError: there is no room, or no right to.
         """
         values = self.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        head = "".join(f"# {line}\n" for line in ("Written by `anomaly tune`.", self.reason))
-        body = yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100)
-        write(file, head + body)
-        write(file.with_suffix(".json"), as_json(self.to_json()))
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures as plain values."""
-        return {
-            "chosen": self.chosen.name,
-            "reason": self.reason,
-            **asdict(self.judgement),
-            "tried": [
-                {
-                    "changes": trial.name,
-                    "caught": self.caught(trial),
-                    "held_out": trial.scores.held_out.tolist(),
-                    "defects": _plain(trial.scores.defects),
-                    "good": _plain(trial.scores.good),
-                    "seconds": dict(trial.seconds),
-                }
-                for trial in self.tried
-            ],
-            "not_tried": dict(self.skipped),
-            "images": dict(self.tried[0].hashes),
-        }
+        said = ["Written by `anomaly tune`.", *self.lines()]
+        head = "".join(f"# {line}".rstrip() + "\n" for line in said)
+        write(file, head + yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100))
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
         defects, good = trial.scores.defects, trial.scores.good
@@ -500,11 +477,6 @@ def _too_few(parts: int) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s" if seconds <= 120 else f"{seconds / 60:.0f} min"
-
-
-def _plain(scores: Floats) -> list[float | None]:
-    """Scores for JSON, which has no infinity: None for an image with a reason for review."""
-    return [score if math.isfinite(score) else None for score in scores.tolist()]
 
 
 def tune(

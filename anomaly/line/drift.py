@@ -30,7 +30,7 @@ from pydantic import Field
 
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.calibration.thresholds import Threshold, Thresholds
-from anomaly.desk.production import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
+from anomaly.desk.advice import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
 from anomaly.errors import DataError, ModelError
 from anomaly.files.writing import from_json
 from anomaly.line.record import JUDGED, open_to_read, strange

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from anomaly.calibration.rates import Rate, percent, rate_of
-from anomaly.desk.production import DEFECT_SHARE, LEAST_IMAGES, compare_flagged
+from anomaly.desk.advice import DEFECT_SHARE, LEAST_PARTS, compare_flagged
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.tables import csv_text
 from anomaly.files.writing import claim, like, locked, write
@@ -244,8 +244,8 @@ def _promised(
 
 
 def _compared(what: str, count: int, parts: int, rate: Rate) -> str:
-    if parts < LEAST_IMAGES:
-        return f"unknown: fewer than {LEAST_IMAGES} parts"
+    if parts < LEAST_PARTS:
+        return f"unknown: fewer than {LEAST_PARTS} parts"
     compared = compare_flagged(count, parts, rate)
     # Of false rejects only those that people have judged are known.
     return "as promised" if (what, compared) == ("reject", "fewer") else compared

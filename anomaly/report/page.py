@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from anomaly.calibration.rates import percent
 from anomaly.calibration.thresholds import Thresholds
-from anomaly.desk.production import flagged_line
+from anomaly.desk.advice import flagged_line
 from anomaly.errors import counted
 from anomaly.imaging.pool import read_one
 from anomaly.imaging.read import Decoding, read_image

@@ -19,7 +19,7 @@ import numpy as np
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import GOOD, Sample
-from anomaly.desk.advice import Run, Weakness, of_images
+from anomaly.desk.advice import Run, Weakness, of_images, review_rates
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
@@ -85,6 +85,7 @@ class Category:
         tiles: what the page's scripts take as pictures, by the images' places in the test split;
             empty for no report.
         weaknesses: of the model, the most important first.
+        rates: lines on other review rates; none where no defect passes.
     """
 
     evaluation: Evaluation
@@ -96,6 +97,7 @@ class Category:
     seconds: float = 0.0
     tiles: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     weaknesses: tuple[Weakness, ...] = ()
+    rates: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return table([self.evaluation])
@@ -200,7 +202,7 @@ def evaluated(
     data_folder: str,
     *,
     own_split: bool = True,
-    tested: Sequence[object] = ("--defects", "FOLDER", "--good", "FOLDER"),
+    tested: Sequence[object] = ("--defects", "FOLDER"),
     progress: Progress = lambda done, total: None,
     model: str = "",
 ) -> Category:
@@ -211,7 +213,7 @@ def evaluated(
         samples: to test with.
         data_folder: where they are, for people.
         own_split: whether they are the test split of a data set.
-        tested: options that name them, where they aren't.
+        tested: options that name the defects among them, where they aren't.
         progress: called with (done, total).
         model: the model's folder, as the user named it.
 
@@ -241,6 +243,7 @@ def evaluated(
         seconds=seconds,
         tiles=tiles,
         weaknesses=of_images(run, evaluation.scored),
+        rates=review_rates(run, evaluation.scored),
     )
 
 

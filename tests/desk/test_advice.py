@@ -14,7 +14,7 @@ from conftest import FAST, MadeOnce, run_command, write_product
 
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
 from anomaly.datasets import Sample, open_dataset
-from anomaly.desk.advice import Run, lines, of_images, of_training
+from anomaly.desk.advice import Run, lines, of_images, of_training, review_rates
 from anomaly.report.report import evaluated
 from anomaly.scoring.model import score
 from anomaly.scoring.prediction import Scored
@@ -167,3 +167,18 @@ def test_a_defect_among_the_training_images(run: Run) -> None:
     assert shlex.split(first.command)[:2] == ["anomaly", "train"]
     left_out = replace(dirty, record={**dirty.record, "left_out": True})
     assert not any("unlike" in weakness.what for weakness in of_training(left_out))
+
+
+def test_other_review_rates_are_listed_where_they_would_catch_more(run: Run) -> None:
+    limits, (present, reject) = run.model.thresholds, run.model.rates()
+    assert limits is not None
+    between = (thresholds_from(limits.good, 0.2, reject).review + limits.review) / 2
+    good = Scored(Sample(Path("good.png"), "good.png"), 0.0)
+    missed = Scored(Sample(Path("hole.png"), "hole.png", "hole"), between)
+    _, *rows, command = [line.split() for line in review_rates(run, [good, missed])]
+    assert rows[-1] == ["20", "%", "1", "of", "1", "0", "of", "1"]
+    assert f"{present:.0%} 0 of 1".replace("%", " % (now)").split() == [
+        word for row in rows if "(now)" in row for word in row[:6]
+    ]
+    assert command[-2:] == ["--review-rate", "RATE"]
+    assert review_rates(run, [good]) == ()

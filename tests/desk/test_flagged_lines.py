@@ -13,7 +13,7 @@ import pytest
 from conftest import Command, write_part
 
 import anomaly
-from anomaly.desk.production import flagged_line
+from anomaly.desk.advice import flagged_line
 
 PRINTED = re.compile(r"(?:^|: )\s*(anomaly [a-z]+ -.*|anomaly explain .*)$", re.MULTILINE)
 

@@ -6,12 +6,12 @@ from scipy.stats import binom, gamma, norm, rv_continuous
 
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
-from anomaly.desk.production import (
+from anomaly.desk.advice import (
     DEFECT_SHARE,
     compare_flagged,
     flagged_line,
-    thresholds_from_production,
 )
+from anomaly.desk.calibrate import thresholds_from_production
 from anomaly.errors import DataError
 
 PROMISED = rate_of(9, 209, 10 / 210)  # the review threshold of 209 good images
