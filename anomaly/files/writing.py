@@ -41,7 +41,7 @@ from anomaly.errors import AnomalyError, OutputError, closest, unwritable
 log = logging.getLogger(__name__)
 
 HEATMAPS, MASKS, MAPS = "heatmaps", "masks", "maps"
-SCALE, PAGE = "heatmap_scale.png", "results.html"
+PAGE = "results.html"
 JOURNAL = "results.partial.jsonl"
 WATCHED = "results.watched.jsonl"
 DONE = "results.done.json"
@@ -50,7 +50,7 @@ GOLDEN = "golden.json"
 _SUFFIXES = {HEATMAPS: ".png", MASKS: ".png", MAPS: ".tiff"}
 FOLDERS = tuple(_SUFFIXES)
 _TABLES = ("results.csv", "results.jsonl", "regions.csv", "parts.csv")
-INFER = (*_TABLES, PAGE, SCALE, JOURNAL, WATCHED, DONE, *FOLDERS)
+INFER = (*_TABLES, PAGE, JOURNAL, WATCHED, DONE, *FOLDERS)
 TRAIN = ("model", "train.json", "suspects")
 # And what belongs to the model of a run: its golden parts.
 RUN = (*TRAIN, "golden")

@@ -17,7 +17,6 @@ from anomaly.files.writing import (
     JOURNAL,
     MAPS,
     MASKS,
-    SCALE,
     WATCHED,
     claim,
     clear,
@@ -28,7 +27,6 @@ from anomaly.imaging.read import Image
 from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import (
     Thumbnail,
-    colour_bar,
     encode_float32,
     encode_png,
     heatmap,
@@ -140,17 +138,6 @@ class Outputs:
         if self.has_heatmap(prediction.verdict):
             kinds |= {"heatmap", "small"} if "page" in self.kinds else {"heatmap"}
         return Wanted(kinds, name, prediction.verdict == "reject")
-
-    def write_scale(self, model: Model) -> None:
-        """Write the heatmaps' colour bar.
-
-        Raises:
-            OutputError: the disk is full or not writable.
-        """
-        thresholds = model.thresholds
-        if thresholds is not None and self.kinds & {"heatmaps", "flagged-heatmaps"}:
-            bar = colour_bar(480, thresholds.pixel, model.unit, thresholds.review_pixel)
-            write(self.folder / SCALE, encode_png(bar))
 
     def holds_picture(self, name: str) -> bool:
         """True if any picture of a name is in the folder."""

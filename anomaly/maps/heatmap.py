@@ -25,78 +25,6 @@ from numpy.typing import NDArray
 from anomaly.imaging.read import Decoding, Image, read_image
 from anomaly.maps.regions import FAINT, MARKED, AnomalyMap
 
-_PAPER, _INK, _GREY = 255, (30, 30, 30), 128
-_FONT = cv2.FONT_HERSHEY_SIMPLEX
-
-
-def colour_bar(height: int, threshold: float, unit: str, review: float | None = None) -> RgbImage:
-    """What the colours mean, on a mid-grey ground: scores from 0 to twice the threshold.
-
-    Scores are given as they are, and in multiples of the threshold.
-
-    Args:
-        height: in pixels.
-        threshold: the anomaly map's value where marking starts, which isn't the image score's.
-        unit: of the scores.
-        review: a lower value, where the fainter line runs; None where there is none.
-
-    Returns:
-        (height, about 0.4 · height, 3) RGB.
-    """
-    size = height / 400
-    scale, thickness = _scale(height), max(1, round(size))
-    margin, bar, left = round(34 * size), round(26 * size), round(43 * size)
-    labels = _labels(threshold, review, few=height < 200)
-    sizes = [cv2.getTextSize(text, _FONT, scale, thickness)[0] for text in (unit, *labels.values())]
-    line = round(1.4 * max(tall for _, tall in sizes))
-    width = left + max(wide for wide, _ in sizes) + round(14 * size) + 24
-    sheet = np.full((height, width, 3), _PAPER, np.uint8)
-    length = height - 2 * margin
-    sheet[margin : margin + length, margin // 2 : margin // 2 + bar] = _gradient(length)[:, None]
-    lowest = 0
-    for times, text in labels.items():  # from the top
-        y = margin + round((1 - times / 2) * (length - 1))
-        cv2.line(sheet, (left, y), (left + round(5 * size), y), _INK, thickness)
-        lowest = max(y + round(4 * size), lowest + line)  # two thresholds may be close together
-        _write(sheet, text, (left + round(9 * size), lowest), scale, thickness)
-        if text.endswith(("marked", "review")):
-            cv2.line(sheet, (margin // 2, y), (left - 1, y), (255, 255, 255), thickness)
-    _write(sheet, unit, (margin // 2, round(20 * size)), scale, thickness)
-    return sheet
-
-
-def _labels(threshold: float, review: float | None, *, few: bool) -> dict[float, str]:
-    """What stands beside the bar, by multiples of the threshold, the highest first."""
-    names = {0.0: "", 1.0: " marked", 2.0: ""}
-    if review is not None and review < threshold:
-        names[review / threshold] = " review"
-    if not few:
-        names[1.25] = ""
-        if all(abs(at - 0.75) > 0.1 for at in names):
-            names[0.75] = ""
-    return {
-        at: (f"{at * threshold:.3g} = {at:.3g}x" if at else "0") + names[at]
-        for at in sorted(names, reverse=True)
-    }
-
-
-def _scale(height: int) -> float:
-    return max(0.45 * height / 400, 0.2)
-
-
-def _gradient(length: int) -> RgbImage:
-    """(length, 3): the colours as they look over mid-grey, the highest score first."""
-    stops = np.array(colour_stops(256), dtype=np.float64)[::-1]
-    opacity = stops[:, 3:] * OPACITY
-    seen = stops[:, :3] * opacity + _GREY * (1 - opacity)
-    rows = np.linspace(0, len(seen) - 1, length).astype(int)
-    return np.asarray(np.rint(seen[rows]), np.uint8)
-
-
-def _write(sheet: RgbImage, text: str, at: tuple[int, int], scale: float, thickness: int) -> None:
-    cv2.putText(sheet, text, at, _FONT, scale, _INK, thickness, cv2.LINE_AA)
-
-
 RgbImage = NDArray[np.uint8]
 
 OPACITY = 0.65
@@ -114,15 +42,9 @@ def display(image: Image, rows: slice = slice(None)) -> RgbImage:
         (rows, W0, 3) uint8 RGB; deeper images are scaled by their declared full scale.
     """
     pixels = image.pixels[rows]
-    if pixels.dtype == np.uint8:
-        return np.asarray(pixels, dtype=np.uint8)
-    shown = np.empty(pixels.shape, np.uint8)
-    step = max(1, _STRIP_PIXELS // pixels.shape[1])  # floats take four times as much
-    for top in range(0, len(pixels), step):
-        strip = slice(top, top + step)
-        scaled = pixels[strip].astype(np.float32) * np.float32(255 / image.full_scale)
-        shown[strip] = np.clip(np.rint(scaled, out=scaled), 0, 255, out=scaled)
-    return shown
+    if pixels.dtype != np.uint8:
+        pixels = cv2.convertScaleAbs(pixels, alpha=255 / image.full_scale)
+    return np.asarray(pixels, np.uint8)
 
 
 def shrunk(image: Image, size: tuple[int, int]) -> Image:
@@ -150,7 +72,7 @@ def heatmap(
         (H0, W0, 3) RGB.
     """
     height, width = image.size
-    line = _line_width(image.size)
+    line = max(1, round(min(image.size) / 300))
     margin = 2 * line + 2
     rows = max(_STRIP_PIXELS // width, 2 * margin)
     result = np.empty((height, width, 3), np.uint8)
@@ -158,41 +80,35 @@ def heatmap(
         bottom = min(top + rows, height)
         # Lines along the cut itself fall into the margin and go with it.
         wide = slice(max(0, top - margin), min(height, bottom + margin))
-        strip = overlay(display(image, wide), anomaly_map(wide), threshold, areas[wide], line)
+        strip = np.array(display(image, wide))
+        _overlay(strip, anomaly_map(wide), threshold, areas[wide], line)
         result[top:bottom] = strip[top - wide.start : bottom - wide.start]
     return result
 
 
-def overlay(
-    picture: RgbImage,
+def _overlay(
+    result: RgbImage,
     anomaly_map: NDArray[np.float32],
     threshold: float,
-    areas: NDArray[np.uint8] | None = None,
-    line: int | None = None,
-) -> RgbImage:
-    """Lay a heatmap over a picture.
+    areas: NDArray[np.uint8],
+    line: int,
+) -> None:
+    """Lay a heatmap over a picture (H, W, 3), in place; see `heatmap`.
 
     Args:
-        picture: (H0, W0, 3) RGB.
-        anomaly_map: (H0, W0) in score units; NaN where the network didn't look, shown darkened.
-        threshold: the map's value where marking starts, above 0.
-        areas: (H0, W0), what is outlined; see `outlined_areas`. None for nothing.
-        line: width in pixels; by the picture's size unless given.
-
-    Returns:
-        (H0, W0, 3) RGB.
+        result: the picture.
+        anomaly_map: (H, W) in score units; NaN where the network didn't look, shown darkened.
+        threshold: the map's value where marking starts.
+        areas: (H, W), what is outlined.
+        line: width in pixels.
     """
-    result = np.array(picture)
     _tint(result, anomaly_map, threshold)
     hidden = np.isnan(anomaly_map)
     if hidden.any():
         result[hidden] //= 2
-    if areas is not None:
-        width = line or _line_width(picture.shape[:2])
-        if (areas == FAINT).any():
-            _outline(result, areas > 0, width, _FAINT)
-        _outline(result, areas == MARKED, width)
-    return result
+    if (areas == FAINT).any():
+        _outline(result, areas > 0, line, _FAINT)
+    _outline(result, areas == MARKED, line)
 
 
 def _tint(picture: RgbImage, anomaly_map: NDArray[np.float32], threshold: float) -> None:
@@ -240,10 +156,6 @@ def _soft_line(border: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
     return np.asarray(cv2.max(border, soft), np.uint8)
 
 
-def _line_width(size: tuple[int, ...]) -> int:
-    return max(1, round(min(size) / 300))
-
-
 def _around(area: NDArray[np.bool_], margin: int = 0) -> tuple[slice, slice] | None:
     """The rows and columns that hold the True parts, with a margin; None where there are none."""
     left, top, width, height = cv2.boundingRect(area.view(np.uint8))
@@ -254,11 +166,11 @@ def _around(area: NDArray[np.bool_], margin: int = 0) -> tuple[slice, slice] | N
 
 
 def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
-    """The heatmap alone, to be laid over a picture at any opacity (`OPACITY` for `overlay`'s look).
+    """The heatmap alone, to be laid over a picture at any opacity (`OPACITY` for `heatmap`'s look).
 
     Args:
         anomaly_map: (H, W) in score units; NaN where the network didn't look, half black.
-        threshold: as for `overlay`.
+        threshold: as for `heatmap`.
 
     Returns:
         (H, W, 4) RGBA, not premultiplied.
@@ -353,14 +265,14 @@ def encode_float32(anomaly_map: NDArray[np.float32]) -> bytes:
     Lossless, and made smaller in the way that libtiff, tifffile and scikit-image all read as they
     are: the predictor for floats (3) is smaller still, but needs a further package there.
     """
-    settings = [cv2.IMWRITE_TIFF_COMPRESSION, _DEFLATE, cv2.IMWRITE_TIFF_PREDICTOR, _DIFFERENCES]
-    return _encode(".tiff", anomaly_map, settings)
+    settings = (cv2.IMWRITE_TIFF_COMPRESSION, _DEFLATE, cv2.IMWRITE_TIFF_PREDICTOR, _DIFFERENCES)
+    return encoded(".tiff", anomaly_map, *settings)
 
 
 SHOWN = 200  # images with a picture on the page of a run
 _PIXELS = 25_000_000  # of all of them together
 _MOST, _LEAST = 2_000_000, 96 * 96
-_QUALITY = 75
+QUALITY = 75  # of JPEG and WebP
 
 
 @dataclass(frozen=True)
@@ -414,21 +326,17 @@ def pixels_for(count: int, together: int) -> int:
 
 def jpeg(picture: NDArray[np.generic]) -> bytes:
     """A picture (H, W, 3) BGR as a JPEG file: larger than WebP, in a twentieth of its time."""
-    return encoded(".jpg", picture, cv2.IMWRITE_JPEG_QUALITY)
+    return encoded(".jpg", picture, cv2.IMWRITE_JPEG_QUALITY, QUALITY)
 
 
-def encoded(kind: str, picture: NDArray[np.generic], quality: int) -> bytes:
+def encoded(kind: str, picture: NDArray[np.generic], *settings: int) -> bytes:
     """A picture as a file's bytes.
 
     Args:
         kind: the file's extension.
-        picture: (H, W), (H, W, 3) or (H, W, 4) uint8, blue first.
-        quality: OpenCV's number of the setting.
+        picture: (H, W), (H, W, 3) or (H, W, 4), blue first.
+        settings: OpenCV's, each number followed by its value.
     """
-    return _encode(kind, picture, [quality, _QUALITY])
-
-
-def _encode(kind: str, picture: NDArray[np.generic], settings: list[int]) -> bytes:
     done, data = cv2.imencode(kind, np.ascontiguousarray(picture), settings)
     if not done:
         raise ValueError(f"a picture of shape {picture.shape} can't be encoded as {kind}")

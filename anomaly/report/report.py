@@ -26,6 +26,7 @@ from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.maps.heatmap import (
+    QUALITY,
     display,
     encoded,
     layer,
@@ -302,7 +303,7 @@ def _heat(anomaly_map: Map, threshold: float) -> bytes:
     colours = layer(small, threshold)
     if not colours[..., 3].any():
         return b""
-    return encoded(".webp", colours[..., [2, 1, 0, 3]], cv2.IMWRITE_WEBP_QUALITY)
+    return encoded(".webp", colours[..., [2, 1, 0, 3]], cv2.IMWRITE_WEBP_QUALITY, QUALITY)
 
 
 def _outline(mask: Mask, size: tuple[int, int]) -> str:

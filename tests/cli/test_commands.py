@@ -174,7 +174,6 @@ def test_an_existing_output_is_refused_without_overwrite(
     (tmp_path / "out" / "notes.txt").write_text("mine")
     says(0, "infer", [*infer, "--overwrite"])
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "out" / "heatmap_scale.png").is_file()
 
 
 def test_a_split_that_leaves_figures_undefined_says_why(

@@ -106,7 +106,7 @@ def test_a_second_run_replaces_the_first_where_that_is_wanted(
     second = ["--overwrite", "--write", "maps"]
     code, out, _ = command("infer", [*base, *second])
     assert (code, "pictures in" in out) == (3, False)
-    for gone in ("regions.csv", "masks", "heatmaps", "heatmap_scale.png"):
+    for gone in ("regions.csv", "masks", "heatmaps"):
         assert not list(output.glob(f"{gone}/**/*.png")), gone
         assert not (output / gone).is_file(), gone
     assert (output / "maps" / "sub" / "spot.tiff").is_file()

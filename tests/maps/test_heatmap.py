@@ -11,19 +11,26 @@ from anomaly.imaging.read import Image
 from anomaly.maps import heatmap as heatmap_module
 from anomaly.maps.heatmap import (
     OPACITY,
-    colour_bar,
     colour_stops,
     display,
     encode_png,
     heatmap,
     layer,
-    overlay,
 )
 from anomaly.maps.regions import outlined_areas
 
 
 def _grey(height: int, width: int) -> np.ndarray:
     return np.full((height, width, 3), 128, dtype=np.uint8)
+
+
+def overlay(
+    picture: np.ndarray, scores: np.ndarray, threshold: float, areas: np.ndarray | None = None
+) -> np.ndarray:
+    """The heatmap of a picture of 8 bits."""
+    image = Image(picture, 255.0, "rgb8", "png", "")
+    areas = np.zeros(scores.shape, np.uint8) if areas is None else areas
+    return heatmap(image, lambda rows: scores[rows], threshold, areas)
 
 
 def _drawn(
@@ -118,7 +125,7 @@ def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
 def test_what_the_network_did_not_see_is_darkened() -> None:
     anomaly_map = np.zeros((20, 20), dtype=np.float32)
     anomaly_map[:5] = np.nan
-    shown = overlay(_grey(20, 20), anomaly_map, threshold=1.0)
+    shown = overlay(_grey(20, 20), anomaly_map, 1.0)
     assert (shown[:5] == 64).all()
     assert (shown[5:] == 128).all()
 
@@ -165,25 +172,3 @@ def test_png_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
         data = np.frombuffer(encode_png(picture), np.uint8)
         found = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)
         np.testing.assert_array_equal(found[..., ::-1] if len(shape) == 3 else found, picture)
-
-
-@pytest.mark.parametrize("height", [40, 400, 2000])
-def test_the_bar_has_the_colours_that_the_heatmap_has(height: int) -> None:
-    bar = colour_bar(height, 7.0, "distance")
-    assert bar.shape[0] == height
-    size = height / 400
-    column = bar[:, round(34 * size) // 2 + round(10 * size)].astype(int)
-    grey = np.full((1, 1, 3), 128, np.uint8)
-    margin = round(34 * size)
-    length = height - 2 * margin
-    for share in (0.02, 0.3, 0.75, 0.98):
-        score = np.full((1, 1), 14.0 * share, np.float32)
-        seen = overlay(grey, score, 7.0)[0, 0] if share <= 0.5 else _coloured(14.0 * share)
-        found = column[margin + round((1 - share) * (length - 1))]
-        assert np.abs(found - seen.astype(int)).max() <= (40 if height == 40 else 12)
-
-
-def _coloured(score: float) -> np.ndarray:
-    """The overlay's colour in the middle of a wide area, away from its contour."""
-    picture = np.full((41, 41, 3), 128, np.uint8)
-    return np.asarray(overlay(picture, np.full((41, 41), score, np.float32), 7.0)[20, 20])
