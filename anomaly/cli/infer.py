@@ -111,7 +111,6 @@ def _list(options: argparse.Namespace, found: Found, journal: RunJournal, run: R
     total = len(found.paths)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
-            run.outputs.write_scale(run.model)
             mirrored = [] if any(map(is_list, options.input)) else options.input
             names = picture_names(found.paths, mirrored)
             started, earlier = time.perf_counter(), len(journal.done)
@@ -216,7 +215,6 @@ def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: 
     """
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
-        run.outputs.write_scale(run.model)
         watch(run, journal, options.input, trouble=log.warning)
     page = _page(options, run, _rows_so_far(options.output))
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
