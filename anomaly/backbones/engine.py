@@ -57,16 +57,15 @@ class Graph:
         module = installed(engine, f"{file.parent} was exported for")
         self.version = str(module.__version__).partition("-")[0]
 
-    def __call__(self, images: Array, *, together: bool = False) -> list[Array]:
+    def __call__(self, images: Array) -> list[Array]:
         """Run the graph.
 
         Args:
             images: (B, 3, H, W) float32 RGB in [0, 1]; for a graph from pixels (B, H, W, 3) uint8.
-            together: whether as many calls come at once as there are threads, each of which then
-                computes alone; else all threads share one call.
         """
         images = np.ascontiguousarray(images)
-        run = self._for(self._threads if together else 1)
+        # A thread that computes alone is one of as many as the graph has; else all share one call.
+        run = self._for(self._threads if get_threads() == 1 else 1)
         try:
             return run(images)
         except Exception:  # each engine has its own family of errors
@@ -266,8 +265,5 @@ class ExportedNetwork:
         return height, width
 
     def _run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
-        # A thread that computes alone is one of as many as the graph has threads. One image takes
-        # as long alone as among several, and a fraction of their memory.
-        together = get_threads() == 1
-        parts = [self.graph(image[None], together=together)[0] for image in images]
-        return np.concatenate(parts)
+        # One image takes as long alone as among several, and a fraction of their memory.
+        return np.concatenate([self.graph(image[None])[0] for image in images])

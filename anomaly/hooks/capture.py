@@ -188,7 +188,8 @@ class Capture:
                 refuse_hidden(repr(path), output)
                 raise LayerError(f"{path!r} put out {type(output).__name__}, which has no tensor")
             self._calls[path].append(call)
-            self._check_memory()
+            if self._max_bytes is not None:  # a traced tensor's size isn't known
+                self._check_memory(self._max_bytes)
             if last and not self._running:
                 raise LayerError(
                     "the network was called itself, and stop=True ends only passes that the "
@@ -212,12 +213,12 @@ class Capture:
             tensor = tensor.to(self._device, None if whole else self._dtype, copy=self._clone)
         return _Kept(name, tensor, None if tensor.is_inference() else tensor._version)
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, limit: int) -> None:
         held = sum(k.tensor.nbytes for layer in self._calls.values() for c in layer for k in c)
-        if self._max_bytes is not None and held > self._max_bytes:
+        if held > limit:
             raise LayerError(
-                f"captured tensors take {held} bytes, more than max_bytes={self._max_bytes}: name "
-                "fewer layers, lower keep, use a smaller dtype or batch, or read them more often"
+                f"captured tensors take {held} bytes, more than max_bytes={limit}: name fewer "
+                "layers, lower keep, use a smaller dtype or batch, or read them more often"
             )
 
 
