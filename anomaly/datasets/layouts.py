@@ -92,7 +92,7 @@ def folders_in(folder: Path) -> list[str]:
 
 def _good_only(folder: Path) -> Dataset:
     """Good images alone; or good and defective ones, where the names of their files tell."""
-    good, bad = listed(folder, folder), list[Sample]()
+    good, bad = listed(folder), list[Sample]()
     if not good:
         raise DataError(
             f"no images in {folder}{other_files(folder)}; data.root must hold good images to learn "

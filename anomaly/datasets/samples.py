@@ -192,15 +192,14 @@ def _mask_files(mask: Path) -> list[Path]:
     return list_images(mask) if is_folder(mask) else [mask]
 
 
-def listed(folder: Path, root: Path, defect_type: str = GOOD) -> list[Sample]:
+def listed(folder: Path) -> list[Sample]:
     """The images of a folder but masks beside them; none where there is no such folder."""
     files = list_images(folder) if is_folder(folder) else []
     images = without_masks(files)
-    if defect_type == GOOD and len(images) < len(files):
-        mask = next(file for file in files if file not in images)
+    if masks := sorted({*files} - {*images}):
         say = "%s: skipped %d masks that lie beside their images (%s)"
-        log.warning(say, folder, len(files) - len(images), mask.name)
-    return [Sample(p, p.relative_to(root).as_posix(), defect_type) for p in images]
+        log.warning(say, folder, len(masks), masks[0].name)
+    return [Sample(path, path.relative_to(folder).as_posix()) for path in images]
 
 
 def set_apart(good: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:

@@ -217,7 +217,7 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     for folder in map(Path, named):
         if not folder.is_dir():
             raise DataError(f"{folder} isn't a folder; name the one with the training images")
-        in_folders += listed(folder, folder)
+        in_folders += listed(folder)
     of_dataset: list[Sample] = []
     if detector.folder is not None:
         with suppress(DataError):

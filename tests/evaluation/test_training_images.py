@@ -23,13 +23,13 @@ def learned(tmp_path: Path) -> dict[str, str]:
 
 def test_in_any_folder_that_holds_them(learned: dict[str, str], tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "train", tmp_path / "train" / "good"):
-        found = TrainingImages(learned, listed(folder, folder)).find_all()
+        found = TrainingImages(learned, listed(folder)).find_all()
         paths = {name: one.path for name, one in found.items() if isinstance(one, Sample)}
         assert paths == {name: tmp_path / name for name in NAMES}
 
 
 def test_why_one_is_not_there(learned: dict[str, str], tmp_path: Path) -> None:
-    there = TrainingImages(learned, listed(tmp_path, tmp_path))
+    there = TrainingImages(learned, listed(tmp_path))
     (tmp_path / NAMES[0]).write_text("another")
     (tmp_path / NAMES[1]).unlink()
     (tmp_path / NAMES[2]).unlink()
@@ -42,7 +42,7 @@ def test_why_one_is_not_there(learned: dict[str, str], tmp_path: Path) -> None:
 def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / NAMES[0]).rename(tmp_path / "train" / "moved.png")
     (tmp_path / NAMES[2]).write_text((tmp_path / NAMES[1]).read_text())
-    files = listed(tmp_path, tmp_path)
+    files = listed(tmp_path)
     assert TrainingImages(learned, files).find(NAMES[0]) == "not found"
     there = TrainingImages(learned, files, renamed=files)
     first, second, third = there.find_all().values()
@@ -56,7 +56,7 @@ def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: 
 def test_numbers_leave_out_what_was_refused(learned: dict[str, str], tmp_path: Path) -> None:
     """A bank's origins count the images that couldn't be used at training, too."""
     manifest = {"training_images": learned, "refused_images": {"broken.png": 1}}
-    there = TrainingImages(learned, listed(tmp_path, tmp_path))
+    there = TrainingImages(learned, listed(tmp_path))
     (tmp_path / NAMES[2]).unlink()
     samples, missing = there.numbered(manifest)
     places = {number: sample.path for number, sample in samples.items()}

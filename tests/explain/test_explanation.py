@@ -60,7 +60,7 @@ def loaded(model: Model, path: Path) -> NetworkInput:
 
 
 def good_of(model: Model, *folders: Path) -> GoodImages:
-    files = [sample for folder in folders for sample in listed(folder, folder)]
+    files = [sample for folder in folders for sample in listed(folder)]
     return GoodImages(model, TrainingImages(model.manifest["training_images"], files))
 
 
