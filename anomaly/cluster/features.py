@@ -32,9 +32,10 @@ from anomaly.imaging.read import Image
 from anomaly.methods.base import Fitter, PatchSet, Progress, Result, Scorer
 from anomaly.runtime import device_of, use_threads
 from anomaly.scoring.model import Model
-from anomaly.training.cross_fitting import Suspect, Suspects, scores_of
+from anomaly.training.cross_fitting import scores_of
 from anomaly.training.features import (
     CachedFeatures,
+    HeldOutScores,
     TrainingSetup,
     cached_features,
 )
@@ -143,18 +144,15 @@ class _Shards:
         features: CachedFeatures,
         views: Mapping[int, AnyView],
         *,
-        suspects: Suspects | None = None,
-        progress: Callable[[int], None] = lambda done: None,
-    ) -> dict[int, tuple[float, float]]:
+        progress: Callable[[int], None],
+    ) -> dict[int, HeldOutScores]:
         """Have all patches of some images scored; see `cross_fitting.scores_of`."""
-        known: dict[int, tuple[float, float]] = {}
+        known: dict[int, HeldOutScores] = {}
         # On any device, and without what the scorer has derived.
         function = partial(_scores, model.scorer.to("cpu"))
-        for scores, worst in self._on_shards(features.images, function):
+        for scores in self._on_shards(features.images, function):
             known |= scores
             progress(len(known))
-            if suspects is not None:
-                suspects.take(worst)
         return known
 
     def _on_shards(self, images: Container[int], function: Callable[..., Any]) -> Iterator[Any]:
@@ -181,11 +179,9 @@ def _of_patches(
 
 def _scores(
     scorer: Scorer, setup: TrainingSetup, features: CachedFeatures
-) -> tuple[dict[int, tuple[float, float]], tuple[Suspect, ...]]:
-    """Scores of images by a scorer that hasn't seen them, and the most suspicious ones."""
-    views, model = features.views, setup.model(scorer.to(setup.device))
-    suspects = Suspects(views)
-    return scores_of(model, features, views, suspects=suspects), suspects.worst()
+) -> dict[int, HeldOutScores]:
+    """Scores of images by a scorer that hasn't seen them."""
+    return scores_of(setup.model(scorer.to(setup.device)), features, features.views)
 
 
 class ShardWorker:

@@ -284,7 +284,7 @@ def _trial(
     fitter = fitter_of(detector.config).incremental(detector.scorer, known)
     new = replace(detector, scorer=fitter.fit(patches.only(names)))
     if len(names) > 1:
-        good = cross_fit(
+        good, _ = cross_fit(
             new,
             patches,
             fitter,
@@ -295,7 +295,7 @@ def _trial(
         )
     else:  # otherwise the detector stays unchanged
         scored = scores_of(detector, patches.only(names), patches.views)
-        good = good_scores([*names.values()], [*scored.values()], "")
+        good = good_scores([*names.values()], scored.values(), "")
     hashes = tuple(patches.hashes[i] for i in names)  # some may have been used for calibration
     return new, replace(good, hashes=hashes)
 

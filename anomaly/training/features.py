@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.backbones.extractor import Embedder
@@ -55,7 +56,7 @@ _PART = 512
 
 # What `CachedFeatures.each` gives for some of the images and a function of their patches.
 RunEach: TypeAlias = "Callable[[Container[int], Callable[[PatchSet], Any]], Iterator[Any]]"
-Scoring: TypeAlias = Callable[..., dict[int, tuple[float, float]]]
+Scoring: TypeAlias = "Callable[..., dict[int, HeldOutScores]]"
 """Called as `anomaly.training.cross_fitting.scores_of`, with the patches of whole images."""
 
 
@@ -176,6 +177,33 @@ class ImageFacts:
             total = tile if self.statistics is None else self.statistics + tile
             # Half the memory, of thousands of images.
             self.statistics = replace(total, embedding=np.asarray(total.embedding, np.float32))
+
+
+@dataclass(eq=False)
+class HeldOutScores:
+    """Scores of a training image by a model that hasn't learned from it.
+
+    Attributes:
+        image: its number.
+        score: the image score; with tiles, the worst one's.
+        peak: the highest value of the anomaly map; likewise.
+        patches: (h, w) float32, the patch scores; NaN doesn't count. With tiles, the mosaic of
+            theirs. None where nobody will look at them.
+    """
+
+    image: int
+    score: float
+    peak: float
+    patches: NDArray[np.float32] | None
+
+    def add(
+        self, score: float, peak: float, patches: NDArray[np.float32], top: int, left: int
+    ) -> None:
+        """Add a tile, whose patches (h, w) begin at a row and a column of the mosaic."""
+        self.score, self.peak = max(self.score, score), max(self.peak, peak)
+        assert self.patches is not None
+        height, width = patches.shape
+        self.patches[top : top + height, left : left + width] = patches
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,14 +42,12 @@ from anomaly.scoring.image_statistics import TrainingStatistics, outliers_among
 from anomaly.scoring.model import Model
 from anomaly.storage.save import manifest_of
 from anomaly.training.cross_fitting import (
-    Suspect,
-    Suspects,
     cross_fit,
     scores_of,
     split,
     standing_out,
 )
-from anomaly.training.features import CachedFeatures, TrainingSetup, cached_features
+from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSetup, cached_features
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +209,7 @@ class Training:
     detector: Model
     images: tuple[int, ...]
     seconds: dict[str, float]
-    suspects: tuple[Suspect, ...] = ()
+    suspects: tuple[HeldOutScores, ...] = ()
     stand_out: Mapping[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     patches: int = 0
@@ -244,7 +242,7 @@ def _fit(
 
     detector = fitted(features)
     stages.end("scorer")
-    images, suspects = tuple(sorted(features.facts)), Suspects(features.views)
+    images = tuple(sorted(features.facts))
     pictures = features.pictures()
     _warn_of_copies(pictures)
     looks = {i: facts.look for i, facts in features.facts.items()}
@@ -256,8 +254,8 @@ def _fit(
         return Training(detector, images, stages.seconds)
 
     def scored(
-        part: CachedFeatures, used: Collection[int], suspects: Suspects | None
-    ) -> GoodScores:
+        part: CachedFeatures, used: Collection[int]
+    ) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
         return cross_fit(
             detector,
             part,
@@ -265,12 +263,11 @@ def _fit(
             {i: samples[i].name for i in used},
             pictures,
             groups={i: group for i in used if (group := samples[i].group)},
-            suspects=suspects,
             score=features.score or scores_of,
             progress=stages.of("calibration"),
         )
 
-    good = scored(features, images, suspects)
+    good, suspects = scored(features, images)
     scores = standing_out(good)
     # One score of a picture stands for all copies, which are to be named as well.
     outlying = {pictures[i]: s for i in images if (s := scores.get(samples[i].name)) is not None}
@@ -282,13 +279,13 @@ def _fit(
         images = tuple(i for i in images if pictures[i] not in outlying)
         rest = features.only(frozenset(images))
         detector = fitted(rest)
-        good = replace(scored(rest, images, None), stood_out=len(stand_out))
+        good = replace(scored(rest, images)[0], stood_out=len(stand_out))
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
         detector = replace(detector, thresholds=thresholds)
     stages.end("calibration")
-    return Training(detector, images, stages.seconds, suspects.worst(), stand_out)
+    return Training(detector, images, stages.seconds, suspects, stand_out)
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:

@@ -160,9 +160,10 @@ def _draw_suspects(
         if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
             continue
         suspect, sample = training.suspects[rank - 1], samples[loaded.index]
+        assert suspect.patches is not None
         model = detector.config.model
         scores = SourceMap(
-            suspect.patch_scores,
+            suspect.patches,
             loaded.view,
             model.smoothing,
             model.halo_damping,

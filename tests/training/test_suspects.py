@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -14,9 +15,9 @@ from conftest import RUNS, Command, train_arguments, with_note, write_part, writ
 
 from anomaly.calibration.thresholds import GoodScores
 from anomaly.imaging.geometry import Sizing
-from anomaly.methods.base import PatchBatch
+from anomaly.methods.base import PatchBatch, PatchScores
 from anomaly.storage.load import load_model
-from anomaly.training.cross_fitting import COUNT, Suspects, standing_out
+from anomaly.training.cross_fitting import COUNT, scores_of, standing_out, worst
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -78,22 +79,24 @@ def _batches(scores: torch.Tensor, rows: int, columns: int) -> Iterator[Any]:
     for start in range(0, len(tiles), 4):
         images, corners, some = zip(*tiles[start : start + 4], strict=True)
         stacked = torch.stack(some)
-        yield PatchBatch(stacked[..., None], images, corners), stacked, stacked.amax((1, 2))
+        yield PatchBatch(stacked[..., None], images, corners)
 
 
 def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
     view = Sizing(None, None, 32, 32, tile=64, overlap=0).view((192, 192))
     assert [len(axis) for axis in view.axes] == [3, 3]
     scores = torch.rand(13, 6, 9, generator=torch.Generator().manual_seed(0))
-    suspects = Suspects(dict.fromkeys(range(13), view))
-    for batch, patches, images in _batches(scores, 3, 3):
-        suspects.see(batch, patches, images)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(model=SimpleNamespace(halo_damping=0, smoothing=0)),
+        score_patches=lambda e, *_: (PatchScores(e[..., 0]), e.amax((1, 2, 3))),
+    )
+    found = scores_of(model, _batches(scores, 3, 3), dict.fromkeys(range(13), view))
     order = scores.amax((1, 2)).argsort(descending=True)[:COUNT].tolist()
-    found = suspects.worst()
-    assert [s.image for s in found] == order
-    for suspect in found:
-        np.testing.assert_array_equal(suspect.patch_scores, scores[suspect.image])
-        assert suspect.score == scores[suspect.image].max()
+    assert [held.image for held in worst(found)[:COUNT]] == order
+    assert [i for i in found if found[i].patches is not None] == sorted(order)
+    for i in order:
+        np.testing.assert_array_equal(found[i].patches, scores[i])
+        assert found[i].score == scores[i].max()
 
 
 def test_what_stands_out() -> None:
