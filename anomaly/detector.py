@@ -38,7 +38,7 @@ from anomaly.storage.save import save
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.explain.evidence import Explanation
+    from anomaly.explain.page import Explanation
     from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Detector:
         *,
         good: str | Path | None = None,
     ) -> Explanation:
-        """Evidence for an image's score, in pictures: see `anomaly.explain.evidence.Explanation`.
+        """Evidence for an image's score, in pictures: see `anomaly.explain.page.Explanation`.
 
         Args:
             image: as for `predict`.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images, training_names
-from anomaly.explain.page import FACTS, PAGE, claim_folder, explanation_html
+from anomaly.explain.page import Explanation
 from anomaly.explain.saliency import (
     BACKGROUND,
     beside,
@@ -34,15 +33,14 @@ from anomaly.explain.saliency import (
     stacked,
     text_line,
 )
-from anomaly.files.writing import as_json, clear, write
 from anomaly.hooks import capture
 from anomaly.imaging.alignment import Pose
 from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
-from anomaly.inference.rows import RegionRow, region_rows
-from anomaly.maps.heatmap import RgbImage, display, encode_png
+from anomaly.inference.rows import region_rows
+from anomaly.maps.heatmap import RgbImage, display
 from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.model import Model
@@ -52,74 +50,6 @@ MARK = (255, 64, 32)
 _FLAWS = 4  # that are shown
 _CROP = 150
 _CONTEXT = 7  # sides of the patch that a crop shows
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Explanation:
-    """Evidence for an image's score, in pictures and figures.
-
-    Attributes:
-        prediction: what the detector makes of the image.
-        model: name, id and folder of the detector; empty where it is in memory alone.
-        pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
-            `feature_maps_<layer>` for each hooked layer.
-        regions: what is marked, as in regions.csv.
-        patches: place and score of each flagged patch, the region that it is in, and what it was
-            compared with.
-        crops: of each flagged patch a picture, and one of each that it was compared with.
-        notes: what couldn't be shown, and why.
-    """
-
-    prediction: Prediction
-    model: Mapping[str, str]
-    pictures: dict[str, RgbImage]
-    regions: list[RegionRow]
-    patches: list[dict[str, Any]]
-    crops: list[list[RgbImage]]
-    notes: list[str]
-
-    def __repr__(self) -> str:
-        return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
-
-    def _repr_html_(self) -> str:
-        """The page in a frame of its own, for notebooks."""
-        return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="900"></iframe>'
-
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        """Write `explanation.html`, the pictures as PNG files, and `explanation.json`.
-
-        Raises:
-            OutputError: they exist already, or can't be written.
-        """
-        folder = Path(folder)
-        clear(folder, claim_folder(folder, overwrite=overwrite))
-        for name, picture in self.pictures.items():
-            write(folder / f"{name}.png", encode_png(picture))
-        write(folder / PAGE, self.html())
-        write(folder / FACTS, as_json(self.facts()))
-
-    def html(self) -> str:
-        """The page for people, which loads nothing from elsewhere and fits on a sheet of A4."""
-        return explanation_html(self)
-
-    def facts(self) -> dict[str, Any]:
-        """Everything but the pictures themselves as plain values."""
-        prediction, limits = self.prediction, self.prediction.thresholds
-        facts: dict[str, Any] = {
-            "image": prediction.name,
-            "model_id": self.model["model id"],
-            "image_score": prediction.score,
-            "verdict": prediction.verdict,
-            "reason": prediction.reason,
-        }
-        if limits is not None:
-            facts |= {"threshold": limits.image, "threshold_label": limits.label}
-        return facts | {
-            "regions": list(map(asdict, self.regions)),
-            "patches": self.patches,
-            "pictures": [f"{name}.png" for name in self.pictures],
-            "not_shown": self.notes,
-        }
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:

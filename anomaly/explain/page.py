@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from anomaly.calibration.rates import percent, rate_above
-from anomaly.files.writing import claim
+from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.inference.rows import RegionRow
-from anomaly.maps.heatmap import RgbImage, display, jpeg, thumbnail
+from anomaly.maps.heatmap import RgbImage, display, encode_png, jpeg, thumbnail
 from anomaly.report.page import (
     command_line,
     figure_html,
@@ -28,7 +29,6 @@ from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
     from anomaly.calibration.thresholds import Thresholds
-    from anomaly.explain.evidence import Explanation
     from anomaly.scoring.prediction import Prediction
 
 _TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
@@ -37,21 +37,87 @@ _REGIONS = 4  # that are numbered, as many as have crops; explanation.json has a
 _AFFORDABLE = 0.2  # share of good parts above a threshold up to which it is worth proposing
 
 
-def explanation_html(explanation: Explanation) -> str:
-    """The page: verdict, photograph, anomaly map, marked regions, good patches, next steps."""
-    prediction = explanation.prediction
-    name = prediction.name if prediction.path is None else prediction.path.name
-    title = _TITLES.get(prediction.verdict, "No verdict")
-    about = f"<bdi>{escape(prediction.name)}</bdi> · explained {utc_now()}"
-    lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(prediction))
-    content = f"""
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """Evidence for an image's score, in pictures and figures.
+
+    Attributes:
+        prediction: what the detector makes of the image.
+        model: name, id and folder of the detector; empty where it is in memory alone.
+        pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
+            `feature_maps_<layer>` for each hooked layer.
+        regions: what is marked, as in regions.csv.
+        patches: place and score of each flagged patch, the region that it is in, and what it was
+            compared with.
+        crops: of each flagged patch a picture, and one of each that it was compared with.
+        notes: what couldn't be shown, and why.
+    """
+
+    prediction: Prediction
+    model: Mapping[str, str]
+    pictures: dict[str, RgbImage]
+    regions: list[RegionRow]
+    patches: list[dict[str, Any]]
+    crops: list[list[RgbImage]]
+    notes: list[str]
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.prediction!r}: {', '.join(self.pictures)}>"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for notebooks."""
+        return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="900"></iframe>'
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write `explanation.html`, the pictures as PNG files, and `explanation.json`.
+
+        Raises:
+            OutputError: they exist already, or can't be written.
+        """
+        folder = Path(folder)
+        clear(folder, claim_folder(folder, overwrite=overwrite))
+        for name, picture in self.pictures.items():
+            write(folder / f"{name}.png", encode_png(picture))
+        write(folder / PAGE, self.html())
+        write(folder / FACTS, as_json(self.facts()))
+
+    def html(self) -> str:
+        """The page for people: verdict, photograph, anomaly map, regions, good patches, next steps.
+
+        It loads nothing from elsewhere and fits on a sheet of A4.
+        """
+        prediction = self.prediction
+        name = prediction.name if prediction.path is None else prediction.path.name
+        title = _TITLES.get(prediction.verdict, "No verdict")
+        about = f"<bdi>{escape(prediction.name)}</bdi> · explained {utc_now()}"
+        lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(prediction))
+        content = f"""
 <section class="answer {prediction.verdict}"><h2>{title}</h2>{lines}</section>
-<div class="pair">{_photograph(explanation)}{_map(prediction)}</div>
-{_regions(explanation.regions)}
-{"".join(_compared(explanation))}
-<h2>What to do next</h2><ul>{"".join(map(_step, next_steps(explanation)))}</ul>
-<p class="soft small">{_model(explanation)}</p>"""
-    return table_page(f"{title}: {name}", name, about, content, "explained")
+<div class="pair">{_photograph(self)}{_map(prediction)}</div>
+{_regions(self.regions)}
+{"".join(_compared(self))}
+<h2>What to do next</h2><ul>{"".join(map(_step, next_steps(self)))}</ul>
+<p class="soft small">{_model(self)}</p>"""
+        return table_page(f"{title}: {name}", name, about, content, "explained")
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but the pictures themselves as plain values."""
+        prediction, limits = self.prediction, self.prediction.thresholds
+        facts: dict[str, Any] = {
+            "image": prediction.name,
+            "model_id": self.model["model id"],
+            "image_score": prediction.score,
+            "verdict": prediction.verdict,
+            "reason": prediction.reason,
+        }
+        if limits is not None:
+            facts |= {"threshold": limits.image, "threshold_label": limits.label}
+        return facts | {
+            "regions": list(map(asdict, self.regions)),
+            "patches": self.patches,
+            "pictures": [f"{name}.png" for name in self.pictures],
+            "not_shown": self.notes,
+        }
 
 
 def verdict_lines(prediction: Prediction) -> list[str]:

@@ -19,8 +19,8 @@ from browser import Browser
 from conftest import Command
 from kit import table
 
-from anomaly.explain.evidence import Explanation, explained
-from anomaly.explain.page import next_steps, verdict_lines
+from anomaly.explain.evidence import explained
+from anomaly.explain.page import Explanation, next_steps, verdict_lines
 from anomaly.storage.load import load_model
 
 CPU = torch.device("cpu")
