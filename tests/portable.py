@@ -44,7 +44,7 @@ NUMERICAL = [
     "tests/methods/padim",
     "tests/methods/patchcore",
     "tests/maps/test_anomaly_map.py",
-    "tests/backbones/test_optimise.py",
+    "tests/backbones/test_extractor.py",
 ]
 
 
