@@ -21,8 +21,8 @@ from anomaly.cli.terminal import ProgressLine, command_line
 from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import METHODS, Config, readers
 from anomaly.datasets import Dataset, open_dataset
+from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, recognise
-from anomaly.datasets.lists import listing_of
 from anomaly.desk.check import SMALL_SET, Advice, DataReport, Reading, Severity, advice, check
 from anomaly.desk.demo import write_sample_data
 from anomaly.errors import DataError, OutputError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from anomaly.datasets.lists import listing_of, open_list, open_visa
+from anomaly.datasets.inputs import listing_of, open_list, open_visa
 from anomaly.datasets.names import (
     CLEAR,
     Label,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -258,16 +258,14 @@ def check_annotations(good: Sequence[Path], folder: Path) -> None:
     Raises:
         DataError: the message says which files name how many images.
     """
-    inside: dict[Path, list[Path]] = {}
+    inside: dict[Path, dict[str, set[Path]]] = {}
     for image in map(plain, good):
-        inside.setdefault(image.parent, []).append(image)
-    listed = cache(files_in)
-    texts: dict[Path, dict[str, set[Path]]] = {}  # what each may name, by names without suffix
+        inside.setdefault(image.parent, {}).setdefault(folded(image.stem), set()).add(image)
+    listed, mentions = cache(files_in), cache(_mentions)
+    named: dict[Path, set[Path]] = defaultdict(set)
     for place, images in inside.items():
         for text in _texts_around(place, plain(folder), listed):
-            for image in images:
-                texts.setdefault(text, {}).setdefault(folded(image.stem), set()).add(image)
-    named = {text: _named_by(text, images) for text, images in texts.items()}
+            named[text] |= _named_by(text, images, mentions)
     naming = sorted(filter(named.get, named), key=lambda text: (-len(named[text]), text))
     if naming:
         names = sorted({image.name for images in named.values() for image in images})
@@ -322,17 +320,20 @@ def files_in(folder: Path) -> list[Path]:
     return [e for e in entries if e.name not in own and not left_by_system(e.name)]
 
 
-def _named_by(text: Path, images: dict[str, set[Path]]) -> set[Path]:
+def _named_by(
+    text: Path, images: Mapping[str, set[Path]], mentions: Callable[[Path], set[str]]
+) -> set[Path]:
     """The images that a text file names.
 
     Args:
         text: the file.
         images: by their names without suffix, folded.
+        mentions: the words of a text file that may be names.
     """
     if named := images.get(_stem(text.stem)):
         return named
     named, numbers = set[Path](), set[Path]()
-    for mention in _mentions(text):
+    for mention in mentions(text):
         meant = images.get(stem := _stem(mention), set())
         place = plain(text.parent / mention)
         if meant and os.path.lexists(place):  # it or another file

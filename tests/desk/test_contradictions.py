@@ -16,7 +16,7 @@ from PIL import Image as Pillow
 
 import anomaly
 from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.datasets.lists import listing_of
+from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.samples import frames
 from anomaly.desk.check import DataReport, Fault, Reading, Severity, check
 from anomaly.errors import DataError
