@@ -23,7 +23,16 @@ from anomaly.config.schema import METHODS, Config, readers
 from anomaly.datasets import Dataset, open_dataset
 from anomaly.datasets.inputs import listing_of
 from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, recognise
-from anomaly.desk.check import SMALL_SET, Advice, DataReport, Reading, Severity, advice, check
+from anomaly.desk.check import (
+    SMALL_SET,
+    Advice,
+    DataReport,
+    Reading,
+    Severity,
+    advice,
+    check,
+    pose_advice,
+)
 from anomaly.desk.demo import write_sample_data
 from anomaly.errors import DataError, OutputError
 from anomaly.files.writing import at_home, claim, from_json, locked, write
@@ -153,6 +162,10 @@ def _prepare(
         for hint in advice(report)
         if kind in (readers(hint.key) or [kind]) and (tileable or hint.key != "image.tile")
     ]
+    settled = [*options.overrides, *(hint.key for hint in hints)]
+    if not any(one.startswith(("image.align", "image.tile")) for one in settled):
+        one_grid = METHODS[kind].one_grid
+        hints += pose_advice(dataset.train, reading.decoding, one_grid=one_grid)
     for hint in hints:
         log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
     write(config, _config_text(settings.name, taken, network, hints))

@@ -5,12 +5,15 @@ Decodes every image and mask, and trains nothing.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+
+import numpy as np
 
 from anomaly.datasets import Dataset, Sample, ground_truth
 from anomaly.datasets.samples import (
@@ -23,7 +26,8 @@ from anomaly.datasets.samples import (
     strays,
     too_few_different,
 )
-from anomaly.errors import ImageError, first_of
+from anomaly.errors import DataError, ImageError, first_of
+from anomaly.imaging.alignment import grey_picture, learn
 from anomaly.imaging.geometry import ASPECT_TOLERANCE, Region, check_shape, is_strip
 from anomaly.imaging.loading import Look, look_of, to_unusable
 from anomaly.imaging.pool import read_all
@@ -33,6 +37,7 @@ from anomaly.imaging.read import (
     Image,
     aspect_error,
     bits_used,
+    made_of,
     read_image,
     say_bits_used,
 )
@@ -42,6 +47,9 @@ _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 # is small at any ratio; original pixels of the shorter side from which small defects vanish at 256.
 _HANDFUL, SMALL_SET, _LARGE = 8, 50, 2048
 _TILE = 1024
+# Images that show how parts lie; ranges that good parts may lie in, margins included: within 15°
+# any angle of a round part matches as well.
+_POSES, _TURNED, _SHIFTED = 64, math.radians(60), 0.1
 _LEAST_TILE = 64  # the smallest that the settings allow
 _COUNTED = 4  # sizes or kinds of images that a line names
 
@@ -377,7 +385,7 @@ class Advice:
     """
 
     key: str
-    value: float
+    value: float | str
     reason: str
 
 
@@ -404,6 +412,37 @@ def _coreset_ratio(usable: int) -> tuple[float, str]:
     return 0.02, (
         f"{usable} images: keeping 2 % of the patches is nearly as accurate as 10 %, and faster"
     )
+
+
+def pose_advice(
+    samples: Sequence[Sample], decoding: Decoding, *, one_grid: bool
+) -> tuple[Advice, ...]:
+    """Alignment, where good parts lie turned, or shifted and each position is learned separately.
+
+    Patches are compared wherever they lie, unless there is one grid: shifts cost little then.
+
+    Args:
+        samples: good images to learn from.
+        decoding: how files become pixels.
+        one_grid: whether the method learns each position of the image separately (PaDiM).
+    """
+    some_samples = samples[:: max(1, len(samples) // _POSES)]
+    pictures = read_all(partial(made_of, grey_picture, decoding), [s.source for s in some_samples])
+    try:
+        greys = [picture for picture in pictures if isinstance(picture, np.ndarray)]
+        reference, _ = learn(greys, rigid=True)
+    except DataError:  # surfaces have no pose
+        return ()
+    low, high = reference.lowest, reference.highest
+    if math.isinf(high.x):  # too few images show how far parts move
+        return ()
+    if high.turn - low.turn > _TURNED:
+        reason = "good parts lie turned, so each is brought into one pose first"
+        return (Advice("image.align", "rigid", reason),)
+    if one_grid and max(high.x - low.x, high.y - low.y) > _SHIFTED:
+        reason = "good parts lie in several places, so each is brought to one place first"
+        return (Advice("image.align", "shift", reason),)
+    return ()
 
 
 def _shape_advice(report: DataReport) -> Iterator[Advice]:

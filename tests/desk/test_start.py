@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 import yaml
 from conftest import Says, fast, write_part
+from moving_parts import draw, poses
 
 from anomaly.backbones import networks
 from anomaly.backbones.networks import INSTALLED, backbone_at_hand
 from anomaly.config.load import load_config
+from anomaly.datasets import open_dataset
+from anomaly.desk.check import pose_advice
 from anomaly.errors import WeightsError
+from anomaly.imaging.read import Decoding
 from anomaly.storage.load import load_model
 
 Start = Callable[..., str]
@@ -114,6 +118,26 @@ def test_strips_are_seen_in_tiles(start: Start, tmp_path: Path) -> None:
     assert "too thin to be seen as a whole: each is seen in tiles of 64 pixels" in said
     config = yaml.safe_load((tmp_path / "run" / "strips.yaml").read_text())
     assert config["image"] == {"tile": 64}
+
+
+def test_parts_that_lie_turned_are_aligned_and_surfaces_are_not(tmp_path: Path) -> None:
+    for i, (turn, x, y) in enumerate(poses(12, 3, 180)):
+        for name, pose in (("turned", (turn, x, y)), ("shifted", (0.0, 2 * x, 2 * y))):
+            file = tmp_path / name / f"{i}.png"
+            file.parent.mkdir(exist_ok=True)
+            cv2.imwrite(str(file), draw(pose, i))
+        (tmp_path / "surface").mkdir(exist_ok=True)
+        noise = np.random.default_rng(i).integers(0, 255, (160, 200), np.uint8)
+        cv2.imwrite(str(tmp_path / "surface" / f"{i}.png"), noise)
+    for name, one_grid, expected in (
+        ("turned", False, ["rigid"]),
+        ("shifted", False, []),
+        ("shifted", True, ["shift"]),
+        ("surface", True, []),
+    ):
+        good = open_dataset("folder", tmp_path / name).train
+        hints = pose_advice(good, Decoding(), one_grid=one_grid)
+        assert [hint.value for hint in hints] == expected, name
 
 
 def test_a_picture_with_two_labels_ends_it(start: Start, tmp_path: Path) -> None:
