@@ -26,7 +26,7 @@ import cv2
 
 from anomaly.cluster.workers import CRASHED, Actor, Cluster, Workers
 from anomaly.errors import AnomalyError, DataError
-from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
 from anomaly.methods.base import Fitter, PatchSet, Progress, Result, Scorer
@@ -142,7 +142,7 @@ class _Shards:
         self,
         model: Model,
         features: CachedFeatures,
-        views: Mapping[int, AnyView],
+        views: Mapping[int, View],
         *,
         progress: Callable[[int], None],
     ) -> dict[int, HeldOutScores]:

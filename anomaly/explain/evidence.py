@@ -35,7 +35,7 @@ from anomaly.explain.saliency import (
 )
 from anomaly.hooks import capture
 from anomaly.imaging.alignment import Pose
-from anomaly.imaging.geometry import AnyView, AxisView, Tiling, View
+from anomaly.imaging.geometry import AxisView, View
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
@@ -166,7 +166,7 @@ class Box:
     right: float
 
 
-def patch_box(view: AnyView, grid: tuple[int, int], row: int, column: int) -> Box:
+def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
     """The box of a patch in the original image, or in the part where the view is one of it.
 
     Args:
@@ -223,7 +223,7 @@ def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, f
 
 
 def worst_patches(
-    scores: NDArray[np.float32], places: Sequence[tuple[float, float]], view: AnyView
+    scores: NDArray[np.float32], places: Sequence[tuple[float, float]], view: View
 ) -> dict[tuple[int, int], int | None]:
     """The patches at the peaks of the four worst flaws.
 
@@ -285,11 +285,11 @@ def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -
         grid: (h, w) of its patch grid; with tiles, of their mosaic.
         patch: (row, column) in that grid.
     """
-    if not isinstance(item.view, Tiling):
+    if item.view.whole:
         return item
     rows, columns = item.view.axes
     row, column = patch[0] * len(rows) // grid[0], patch[1] * len(columns) // grid[1]
-    view = View(rows[row], columns[column])
+    view = View((rows[row],), (columns[column],))
     pixels = item.render(view)
     return replace(item, view=view, pixels=pixels, tile=(row, column), whole=item.view)
 

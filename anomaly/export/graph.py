@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import cv2
 import numpy as np
@@ -24,7 +24,7 @@ from anomaly.backbones.networks import build, load_state
 from anomaly.config.schema import METHODS
 from anomaly.errors import ModelError
 from anomaly.hooks import HookSet, capture
-from anomaly.imaging.geometry import View, resampling_matrix
+from anomaly.imaging.geometry import resampling_matrix
 from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
 from anomaly.methods.base import PatchScores
 from anomaly.scoring.image_score import network_map
@@ -359,13 +359,13 @@ class PixelsToVerdict(nn.Module):
         super().__init__()
         self.embed, self.score = embed, detector.scorer.graph()
         self._detector, self._camera = detector, camera
-        self._view = view = cast(View, detector.loading.sizing.view(camera))
+        self._view = view = detector.loading.sizing.view(camera)
         self._grid = grid = detector.embedder.grid(view.size)
-        self._resample = [_tensor(resampling_matrix(axis)) for axis in (view.rows, view.columns)]
+        self._resample = [_tensor(resampling_matrix(axis)) for (axis,) in view.axes]
         smoothing = detector.config.model.smoothing
         self._map_axes = [
             _tensor(map_matrix(count, axis, smoothing))
-            for count, axis in zip(grid, (view.rows, view.columns), strict=True)
+            for count, (axis,) in zip(grid, view.axes, strict=True)
         ]
         self._inside: Tensor | None = None
         self._seen: Tensor | bool = True

@@ -97,63 +97,22 @@ class AxisView:
         return slice(int(kept[0]), int(kept[-1]) + 1)
 
 
+Axis: TypeAlias = tuple[AxisView, ...]
+
+
 @dataclass(frozen=True)
 class View:
-    """How one image is turned into the network's input: `rows` and `columns` apart.
+    """How one image is turned into the network's input: as a whole, or a large one in tiles.
 
-    Where the part's pose was found, both are of the part's coordinates, in which all images of one
-    size have equal views; the way back to the image's own is `pose`.
-    """
-
-    rows: AxisView
-    columns: AxisView
-    pose: Pose | None = field(default=None, compare=False)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(H, W) of the network's input."""
-        return self.rows.size, self.columns.size
-
-    @property
-    def source(self) -> tuple[int, int]:
-        """(H0, W0) of the original image."""
-        return self.rows.source, self.columns.source
-
-    @property
-    def axes(self) -> tuple[Axis, Axis]:
-        """Rows and columns, in one piece each."""
-        return (self.rows,), (self.columns,)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the network sees all of the image at once."""
-        return True
-
-    def shrunk(self, times: float) -> View:
-        """The view of the same image with at most so many times the network's pixels on an axis.
-
-        The other axis has as many or more, for the image keeps its aspect, and an image that is
-        smaller its size.
-        """
-        pair = self.rows, self.columns
-        share = max(times * axis.resized / axis.source for axis in pair)
-        if share >= 1:
-            return self
-        rows, columns = (replace(axis, source=round(share * axis.source)) for axis in pair)
-        pose = self.pose and self.pose.shrunk((rows.source, columns.source))
-        return View(rows, columns, pose)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How one large image is turned into several inputs of equal size: tiles, row by row.
-
-    A tile's grid of patches is one block of the mosaic that stands for the whole image.
+    Tiles have equal size and are taken row by row; the patch grid of each is one block of the
+    mosaic that stands for the whole image. Where the part's pose was found, rows and columns are of
+    the part's coordinates, in which all images of one size have equal views; the way back to the
+    image's own is `pose`.
 
     Attributes:
-        rows: the tiles' extents along the image's height, in order; neighbours overlap.
+        rows: extents along the image's height, in order; one, or those of tiles, which overlap.
         columns: along its width.
-        pose: as a view's.
+        pose: of the part; None where the image is seen as it is.
     """
 
     rows: Axis
@@ -162,7 +121,7 @@ class Tiling:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(H, W) of each tile, as the network sees it."""
+        """(H, W) of the network's input, of each tile."""
         return self.rows[0].size, self.columns[0].size
 
     @property
@@ -172,23 +131,33 @@ class Tiling:
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
-        """Rows and columns, in pieces."""
+        """Rows and columns."""
         return self.rows, self.columns
 
     @property
     def whole(self) -> bool:
-        """Whether one tile holds all of the image."""
+        """Whether the network sees all of the image at once."""
         return len(self.rows) == len(self.columns) == 1
 
     def tiles(self) -> Iterator[tuple[int, int, View]]:
         """Row, column and view of each tile."""
         for i, rows in enumerate(self.rows):
             for j, columns in enumerate(self.columns):
-                yield i, j, View(rows, columns, self.pose)
+                yield i, j, View((rows,), (columns,), self.pose)
 
+    def shrunk(self, times: float) -> View:
+        """The view of the same image with at most so many times the network's pixels on an axis.
 
-Axis: TypeAlias = tuple[AxisView, ...]
-AnyView: TypeAlias = View | Tiling
+        The other axis has as many or more, for the image keeps its aspect. An image that is smaller
+        or cut into tiles keeps its size.
+        """
+        pair = self.rows[0], self.columns[0]
+        share = max(times * axis.resized / axis.source for axis in pair)
+        if share >= 1 or not self.whole:
+            return self
+        rows, columns = (replace(axis, source=round(share * axis.source)) for axis in pair)
+        pose = self.pose and self.pose.shrunk((rows.source, columns.source))
+        return View((rows,), (columns,), pose)
 
 
 @dataclass(frozen=True)
@@ -224,7 +193,7 @@ class Sizing:
             return self.crop or self.resize, self.crop or self.resize
         return None if self.aspect is None else self._kept_aspect(self.aspect)
 
-    def view(self, source: tuple[int, int]) -> AnyView:
+    def view(self, source: tuple[int, int]) -> View:
         """The view of an image of (H0, W0) pixels.
 
         Raises:
@@ -232,25 +201,22 @@ class Sizing:
                 that of the others, and has to be.
         """
         if self.tile is not None:
-            return Tiling(self._tiles(source[0], self.tile), self._tiles(source[1], self.tile))
+            return View(self._tiles(source[0], self.tile), self._tiles(source[1], self.tile))
         check_shape(source)
         if self.resize is None:
-            rows, columns = self._kept_aspect(self._accepted(source))
-            if max(rows, columns) > _LONGEST_INPUT:
+            height, width = sides = self._kept_aspect(self._accepted(source))
+            if max(sides) > _LONGEST_INPUT:
                 raise DataError(
-                    f"its {source[1]}×{source[0]} pixels would be {columns}×{rows} for the "
+                    f"its {source[1]}×{source[0]} pixels would be {width}×{height} for the "
                     f"network, but a side may have at most {_LONGEST_INPUT}; lower image.area, or "
                     "cut it into pieces"
                 )
-            return View(
-                AxisView(source[0], rows, 0, rows), AxisView(source[1], columns, 0, columns)
-            )
-        size = self.crop or self.resize
-        offset = (self.resize - size) // 2
-        return View(
-            AxisView(source[0], self.resize, offset, size),
-            AxisView(source[1], self.resize, offset, size),
-        )
+            axes = [AxisView(*both, 0, both[1]) for both in zip(source, sides, strict=True)]
+        else:
+            size = self.crop or self.resize
+            offset = (self.resize - size) // 2
+            axes = [AxisView(length, self.resize, offset, size) for length in source]
+        return View((axes[0],), (axes[1],))
 
     def _accepted(self, source: tuple[int, int]) -> float:
         """H/W that an image is brought to."""
@@ -283,7 +249,7 @@ class Sizing:
         return tuple(AxisView(side, size, 0, size, start) for start in starts)
 
 
-def patch_size(view: AnyView, grid: tuple[int, ...]) -> tuple[float, float]:
+def patch_size(view: View, grid: tuple[int, ...]) -> tuple[float, float]:
     """(height, width) of a patch in original pixels.
 
     Args:
@@ -311,7 +277,7 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
     Returns:
         (H, W, 3) float32 RGB in [0, 1].
     """
-    rows, columns = view.rows, view.columns
+    (rows,), (columns,) = view.axes
     # Area averaging of float32 keeps 16-bit detail and makes equal pictures of different depth
     # render equal; 8-bit arithmetic would round in between.
     down, across = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
@@ -429,7 +395,7 @@ class Region:
             mask = self.look.inside(size, strip)
         return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
 
-    def patches(self, layout: AnyView, grid: tuple[int, int]) -> Mask:
+    def patches(self, layout: View, grid: tuple[int, int]) -> Mask:
         """Which patches count: those at least half of whose original pixels do.
 
         Args:
@@ -445,7 +411,7 @@ class Region:
         return _patches(self, layout, grid)
 
 
-def counted(region: Region | None, layout: AnyView, grid: tuple[int, int]) -> Mask:
+def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
     """Mask (h, w) of an image's patches that count; of the whole mosaic if it is tiled.
 
     Where the part was moved, a patch counts only if its middle lies in the photograph.
@@ -475,7 +441,7 @@ def counted(region: Region | None, layout: AnyView, grid: tuple[int, int]) -> Ma
     return mask
 
 
-def beyond(region: Region, layout: AnyView) -> tuple[float, float]:
+def beyond(region: Region, layout: View) -> tuple[float, float]:
     """Pixels (across, down) that a region reaches beyond the photograph; 0 or less if none.
 
     Args:
@@ -499,7 +465,7 @@ def _ends(region: Region, size: tuple[int, int]) -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=32)
-def _patches(region: Region, layout: AnyView, grid: tuple[int, int]) -> Mask:
+def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
     size = layout.source
     (above, below), (left, right) = (
         _edges(pieces, count) for pieces, count in zip(layout.axes, grid, strict=True)

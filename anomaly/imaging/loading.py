@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.alignment import Reference
-from anomaly.imaging.geometry import AnyView, Region, Sizing, Tiling, View, counted, render
+from anomaly.imaging.geometry import Region, Sizing, View, counted, render
 from anomaly.imaging.read import (
     Decoding,
     Image,
@@ -89,25 +89,25 @@ class NetworkInput:
         index: its place in the list of files.
         sha256: of the file's bytes.
         view: how `pixels` was made from it; a large image's tiles are still to be made.
-        pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` is a tiling.
+        pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` has tiles.
         render: makes one more view of it.
         path: the file; None for pixels that came from memory.
         image: the decoded file; None where another process has it.
         tile: row and column of this tile; (0, 0) for a whole image.
-        whole: the tiling that this tile belongs to; None for a whole image.
+        whole: the view that this tile belongs to; None for a whole image.
         turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
         look: what tells the image from others; None where nobody asked for it.
     """
 
     index: int
     sha256: str
-    view: AnyView
+    view: View
     pixels: NDArray[np.float32]
     render: Callable[[View], NDArray[np.float32]]
     path: Path | None = None
     image: Image | None = None
     tile: tuple[int, int] = (0, 0)
-    whole: Tiling | None = None
+    whole: View | None = None
     turn: int = 0
     look: Look | None = None
 
@@ -124,7 +124,7 @@ class NetworkInput:
         return self.image
 
     @property
-    def layout(self) -> AnyView:
+    def layout(self) -> View:
         """How the image, not just this tile, was turned into the network's input."""
         return self.whole or self.view
 
@@ -140,7 +140,7 @@ class NetworkInput:
 
     def tiles(self, batch_size: int) -> Iterator[list[NetworkInput]]:
         """The tiles of a large image, rendered a batch at a time; itself where it has none."""
-        if not isinstance(self.view, Tiling):
+        if self.view.whole:
             yield [self]
             return
         whole = self.view
@@ -203,7 +203,7 @@ def load(
         if loading.reference is not None:
             view = replace(view, pose=loading.reference.pose(image))
         render = partial(paint, name, image)
-        pixels = NO_PIXELS if isinstance(view, Tiling) else render(view)
+        pixels = render(view) if view.whole else NO_PIXELS
         look = look_of(image) if looks else None
         return NetworkInput(index, image.sha256, view, pixels, render, path, image, look=look)
     except Exception as error:  # a shift mustn't end because of one image
@@ -292,7 +292,7 @@ def by_shape(
         for shape, group in list(waiting.items()):
             if item.index - group[0].index >= _SPAN * batch_size:
                 yield waiting.pop(shape)
-        if isinstance(item.view, Tiling):
+        if not item.view.whole:
             yield [item]
             continue
         group = waiting.setdefault(item.view.size, [])

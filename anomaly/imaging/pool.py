@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from anomaly.errors import AnomalyError, ImageError, OutputError, why
 from anomaly.imaging import read
-from anomaly.imaging.geometry import Tiling, View
+from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -576,7 +576,7 @@ class Worker:
             held = sum(kept.pixels.nbytes for kept in self._kept.values())
             while held > _KEPT_BYTES and len(self._kept) > 1:
                 held -= self._kept.popitem(last=False)[1].pixels.nbytes
-        handed = self._task.keep_image or isinstance(loaded.view, Tiling)
+        handed = self._task.keep_image or not loaded.view.whole
         return replace(loaded, image=loaded.image if handed else None, render=_elsewhere)
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:

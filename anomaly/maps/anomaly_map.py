@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.imaging.arrays import Array, module_of
-from anomaly.imaging.geometry import AnyView, Axis, AxisView, Region, Tiling, patch_size
+from anomaly.imaging.geometry import Axis, AxisView, Region, View, patch_size
 from anomaly.runtime import one_blas_thread
 
 # Farther than the blur reaches from every patch that counts, there is nothing to show.
@@ -53,7 +53,7 @@ class SourceMap:
     """
 
     scores: NDArray[np.float32]
-    view: AnyView
+    view: View
     smoothing: float
     halo_damping: float
     region: Region | None
@@ -96,7 +96,7 @@ class SourceMap:
 
         An image that is cut into tiles keeps its size, as a smaller one does.
         """
-        view = self.view if isinstance(self.view, Tiling) else self.view.shrunk(_PIXELS_SHOWN)
+        view = self.view.shrunk(_PIXELS_SHOWN)
         if view is self.view:
             return self
         return replace(self, view=view, values=None)
@@ -179,17 +179,17 @@ def _highest_beside(scores: Array, axis: int) -> Array:
     return highest.swapaxes(0, axis)
 
 
-def _one_pixel_a_patch(view: AnyView, grid: tuple[int, ...]) -> Tiling:
+def _one_pixel_a_patch(view: View, grid: tuple[int, ...]) -> View:
     """The view of an image whose pixels are the patches' centres, tile by tile."""
     rows, columns = (
         tuple(AxisView(n, piece.size, 0, piece.size, i * n) for i, piece in enumerate(pieces))
         for pieces, n in ((p, count // len(p)) for p, count in zip(view.axes, grid, strict=True))
     )
-    return Tiling(rows, columns)
+    return View(rows, columns)
 
 
 def source_map(
-    scores: NDArray[np.float32], view: AnyView, smoothing: float, strip: slice | None = None
+    scores: NDArray[np.float32], view: View, smoothing: float, strip: slice | None = None
 ) -> NDArray[np.float32]:
     """The anomaly map of one image in its own pixels.
 

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.imaging.arrays import Array, as_numpy, like, module_of
-from anomaly.imaging.geometry import AnyView, Region, counted
+from anomaly.imaging.geometry import Region, View, counted
 from anomaly.imaging.loading import NetworkInput, turned
 from anomaly.maps.anomaly_map import upsample_and_smooth
 
 # How an image became the network's input, which tile of it this is, and how that was turned, see
 # `anomaly.imaging.loading`.
-Piece: TypeAlias = tuple[AnyView, tuple[int, int], int]
+Piece: TypeAlias = tuple[View, tuple[int, int], int]
 
 
 def network_map(
@@ -156,7 +156,7 @@ def _sizes(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.intp]
     return np.asarray(labels, np.int32), sizes
 
 
-def area_on_map(area: float, layout: AnyView) -> int:
+def area_on_map(area: float, layout: View) -> int:
     """An area of the photograph in pixels of the network's map, 1 at least."""
     for pieces in layout.axes:
         area *= pieces[0].resized / pieces[0].source

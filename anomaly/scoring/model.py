@@ -21,7 +21,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.alignment import Reference
 from anomaly.imaging.arrays import Array, ImageLike, as_numpy, is_one, module_of, sources
-from anomaly.imaging.geometry import AnyView, Region, Tiling, beyond
+from anomaly.imaging.geometry import Region, View, beyond
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -252,7 +252,7 @@ class Model(ImageStages):
             DataError: the region to look at holds none of an image's patches, or the scorer
                 doesn't take its grid.
         """
-        if isinstance(batch[0].view, Tiling):
+        if not batch[0].view.whole:
             return [self._prediction(item, self._tiles_scored(item)) for item in batch]
         return [self._prediction(*both) for both in zip(batch, self._scored(batch), strict=True)]
 
@@ -303,7 +303,7 @@ class Model(ImageStages):
             reason=self.review_reason(item.view, scored.statistics),
         )
 
-    def review_reason(self, view: AnyView, statistics: ImageStatistics) -> str:
+    def review_reason(self, view: View, statistics: ImageStatistics) -> str:
         """The reason for which an image isn't called good whatever its score; empty without one.
 
         Args:
@@ -319,7 +319,7 @@ class Model(ImageStages):
             reasons.append(learned.deviation(statistics, turned=turned))
         return "; ".join(filter(None, reasons))
 
-    def uninspected(self, view: AnyView) -> str:
+    def uninspected(self, view: View) -> str:
         """Reason for review where a moved part's `image.region` reaches beyond the photograph.
 
         Half a patch is no matter. Without `image.region` all of the frame counts, and any shift

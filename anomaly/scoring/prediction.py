@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets import Sample
 from anomaly.errors import ImageError, ModelError
-from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image, described
@@ -60,7 +60,7 @@ class Prediction:
     path: Path | None
     sha256: str
     image: Image | None
-    view: AnyView
+    view: View
     patch_scores: NDArray[np.float32]
     nearest: NDArray[np.int64] | None
     score: float

@@ -12,7 +12,7 @@ import numpy as np
 from anomaly.calibration.thresholds import GoodScores
 from anomaly.datasets.samples import too_few_different
 from anomaly.imaging.arrays import as_numpy
-from anomaly.imaging.geometry import AnyView
+from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
 from anomaly.methods.base import Fitter, Fold, PatchBatch, Progress
@@ -52,7 +52,7 @@ def standing_out(good: GoodScores) -> dict[str, float]:
 def scores_of(
     model: Model,
     batches: Iterable[PatchBatch],
-    views: Mapping[int, AnyView],
+    views: Mapping[int, View],
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[int, HeldOutScores]:
@@ -93,7 +93,7 @@ def worst(scores: Mapping[int, HeldOutScores]) -> list[HeldOutScores]:
     return sorted(scores.values(), key=lambda held: -held.score)
 
 
-def patch_pieces(batch: PatchBatch, views: Mapping[int, AnyView]) -> list[Piece]:
+def patch_pieces(batch: PatchBatch, views: Mapping[int, View]) -> list[Piece]:
     """Where the images or tiles of a batch come from.
 
     Args:

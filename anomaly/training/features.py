@@ -21,7 +21,7 @@ from torch import Tensor
 from anomaly.backbones.extractor import Embedder
 from anomaly.datasets.samples import none_usable
 from anomaly.errors import WriteError, unwritable
-from anomaly.imaging.geometry import AnyView, Region
+from anomaly.imaging.geometry import Region, View
 from anomaly.imaging.loading import (
     Look,
     NetworkInput,
@@ -165,7 +165,7 @@ class ImageFacts:
     """
 
     sha256: str
-    view: AnyView
+    view: View
     look: Look
     patches: int = 0
     statistics: ImageStatistics | None = None
@@ -245,7 +245,7 @@ class CachedFeatures(PatchSet):
         return {i: facts.sha256 for i, facts in self.facts.items()}
 
     @property
-    def views(self) -> dict[int, AnyView]:
+    def views(self) -> dict[int, View]:
         """How each image was turned into the network's input, by image number."""
         return {i: facts.view for i, facts in self.facts.items()}
 
@@ -505,7 +505,7 @@ class _Writer:
 def _patch_batch(
     embeddings: Tensor,
     names: Sequence[Piece],
-    views: Mapping[int, AnyView],
+    views: Mapping[int, View],
     region: Region | None,
 ) -> PatchBatch:
     height, width = embeddings.shape[1:3]

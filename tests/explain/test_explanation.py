@@ -42,7 +42,7 @@ from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model
 
 CPU = torch.device("cpu")
-VIEW = View(AxisView(70, 70, 0, 70), AxisView(90, 90, 0, 90))  # patches of 10 pixels
+VIEW = View((AxisView(70, 70, 0, 70),), (AxisView(90, 90, 0, 90),))  # patches of 10 pixels
 
 
 def fit(good: Path, image: dict[str, Any] | None = None, **model: Any) -> Model:
@@ -86,7 +86,7 @@ def test_the_patch_of_a_peak_is_the_nearest_one_that_counts() -> None:
     assert worst_patches(scores, [(61.5, 33.5)], VIEW) == {(3, 6): 1}
     assert worst_patches(scores, (), VIEW) == {(0, 0): None}
     scores = np.array([[np.nan, 1, 2], [np.nan, 5, np.nan]], np.float32)
-    view = View(AxisView(20, 20, 0, 20), AxisView(30, 30, 0, 30))
+    view = View((AxisView(20, 20, 0, 20),), (AxisView(30, 30, 0, 30),))
     assert worst_patches(scores, (), view) == {(1, 1): None}
     assert worst_patches(scores, [(1.5, 1.5), (24.5, 9.0)], view) == {(0, 1): 1, (0, 2): 2}
 
@@ -166,8 +166,8 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
         assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         box = patch_box(item.view, (height, width), *patch)
         tile = tile_of(item, (height, width), patch)
-        assert tile.view.rows.start <= box.top < box.bottom <= tile.view.rows.stop
-        assert tile.view.columns.start <= box.left < box.right <= tile.view.columns.stop
+        assert tile.view.rows[0].start <= box.top < box.bottom <= tile.view.rows[0].stop
+        assert tile.view.columns[0].start <= box.left < box.right <= tile.view.columns[0].stop
         assert good.crop(near[0]).shape == (150, 150, 3)
     # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
     box = patch_box(item.view, (height, width), *patches[0])

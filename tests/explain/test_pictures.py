@@ -11,7 +11,7 @@ from anomaly.explain import saliency as pictures
 from anomaly.explain.evidence import MARK, Box, patch_box, patch_crop
 from anomaly.imaging.geometry import AxisView, View
 
-VIEW = View(AxisView(300, 100, 10, 80), AxisView(200, 100, 10, 80))
+VIEW = View((AxisView(300, 100, 10, 80),), (AxisView(200, 100, 10, 80),))
 
 
 def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:

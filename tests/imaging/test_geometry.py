@@ -35,8 +35,8 @@ def test_a_strip_of_any_length_is_seen_in_tiles() -> None:
 def test_crop_is_centred() -> None:
     view = Sizing(256, 224, 256, 16).view((900, 600))
     assert view.size == (224, 224)
-    assert view.rows.visible() == slice(56, 844)  # 16 · 900/256 = 56.25
-    assert view.columns.visible() == slice(37, 562)  # 16 · 600/256 = 37.5: pixel 37's centre
+    assert view.rows[0].visible() == slice(56, 844)  # 16 · 900/256 = 56.25
+    assert view.columns[0].visible() == slice(37, 562)  # 16 · 600/256 = 37.5: pixel 37's centre
 
 
 @pytest.mark.parametrize("size", [(100, 100), (517, 301), (64, 900), (900, 64), (30, 31)])
@@ -50,8 +50,8 @@ def test_render_keeps_a_mark_at_its_place(size: tuple[int, int]) -> None:
     weight = seen / seen.sum()
     row = (weight.sum(1) * (np.arange(224) + 0.5)).sum()
     column = (weight.sum(0) * (np.arange(224) + 0.5)).sum()
-    assert view.rows.to_source(np.array([row]))[0] == pytest.approx(top + 1.5, abs=0.2)
-    assert view.columns.to_source(np.array([column]))[0] == pytest.approx(left + 1.5, abs=0.3)
+    assert view.rows[0].to_source(np.array([row]))[0] == pytest.approx(top + 1.5, abs=0.2)
+    assert view.columns[0].to_source(np.array([column]))[0] == pytest.approx(left + 1.5, abs=0.3)
 
 
 def test_depth_does_not_change_the_picture() -> None:

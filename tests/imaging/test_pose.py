@@ -14,7 +14,7 @@ from moving_parts import SIZE, draw, place, poses
 from anomaly.errors import DataError
 from anomaly.imaging.alignment import Motion, Pose, Reference, grey_picture, learn
 from anomaly.imaging.arrays import source_of
-from anomaly.imaging.geometry import Sizing, View, counted, render
+from anomaly.imaging.geometry import Sizing, counted, render
 from anomaly.imaging.read import DEFAULT, Image
 
 _MOTION = st.builds(Motion, st.floats(-3, 3), st.floats(-20, 20), st.floats(-20, 20))
@@ -72,7 +72,6 @@ def test_the_network_sees_every_part_as_the_middle_one_lies() -> None:
     known = poses(16, 5)
     reference, index = learned(known)
     view = Sizing(None, None, 128, 32).view(SIZE)
-    assert isinstance(view, View)
     expected = render(draw(known[index], 1), 255, view)
     for i, pose in enumerate(known):
         pixels = draw(pose, 50 + i)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from anomaly.errors import DataError
-from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing, View
+from anomaly.imaging.geometry import DrawnMask, Polygons, Region, Sizing
 from anomaly.imaging.loading import UnusableImage
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -65,11 +65,10 @@ def test_a_patch_counts_when_half_of_it_does() -> None:
     fine = np.kron(mask, np.ones((8, 8)))
     for sizing in (Sizing(64, None, 64, 8), Sizing(80, 64, 64, 8)):
         view = sizing.view(mask.shape)
-        assert isinstance(view, View)
         found = Region(DrawnMask(mask), None).patches(view, (8, 8))
         rows, columns = (
             np.rint(axis.to_source(np.linspace(0, axis.size, 9)) * 8).astype(int)
-            for axis in (view.rows, view.columns)
+            for (axis,) in view.axes
         )
         for i, j in itertools.product(range(8), range(8)):
             part = fine[rows[i] : rows[i + 1], columns[j] : columns[j + 1]].mean()

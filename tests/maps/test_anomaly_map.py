@@ -78,7 +78,7 @@ def test_a_peak_comes_back_to_the_pixel_it_stands_for(
     height: int, width: int, crop: int | None, at: tuple[float, float]
 ) -> None:
     view = Sizing(256, crop, 256, 8).view((height, width))
-    grid = view.rows.size // 8, view.columns.size // 8
+    grid = view.rows[0].size // 8, view.columns[0].size // 8
     row, column = int(at[0] * (grid[0] - 1)), int(at[1] * (grid[1] - 1))
     scores = np.zeros(grid, dtype=np.float32)
     scores[row, column] = 1
@@ -86,12 +86,12 @@ def test_a_peak_comes_back_to_the_pixel_it_stands_for(
     assert anomaly_map.shape == (height, width)
     found = np.unravel_index(np.nanargmax(anomaly_map), anomaly_map.shape)
     expected = (
-        view.rows.to_source(np.array([row * 8 + 4.0]))[0],
-        view.columns.to_source(np.array([column * 8 + 4.0]))[0],
+        view.rows[0].to_source(np.array([row * 8 + 4.0]))[0],
+        view.columns[0].to_source(np.array([column * 8 + 4.0]))[0],
     )
     # The patch centre lies between pixels, and an outer patch is as high up to its border.
     for axis, got, want, index, count in zip(
-        (view.rows, view.columns), found, expected, (row, column), grid, strict=True
+        (view.rows[0], view.columns[0]), found, expected, (row, column), grid, strict=True
     ):
         pixel = axis.source / axis.resized
         slack = 5 * pixel if index in (0, count - 1) else max(pixel, 1.0)
@@ -173,7 +173,7 @@ def test_the_map_for_a_picture_is_the_map_shrunk(moved: bool) -> None:
     corners = np.array([(60, 30), (400, 50), (250, 290)]) / (420, 300)
     region = Region(Polygons((tuple(map(tuple, corners.tolist())),)), None)
     pose = Pose(Motion(0.2, 12.0, -7.0), size) if moved else None
-    view = View(AxisView(300, 64, 0, 64), AxisView(420, 64, 0, 64), pose)
+    view = View((AxisView(300, 64, 0, 64),), (AxisView(420, 64, 0, 64),), pose)
     scores = np.random.default_rng(0).random((8, 8), np.float32)
     whole = SourceMap(scores, view, 4.0, 0.5, region)
     small = whole.shrunk()

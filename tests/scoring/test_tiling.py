@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kit import bgr, tiny
 
 import anomaly
-from anomaly.imaging.geometry import Sizing, Tiling
+from anomaly.imaging.geometry import Sizing, View
 from anomaly.maps.anomaly_map import source_map
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
@@ -26,7 +26,6 @@ def test_tiles_cover_every_pixel(height: int, width: int, tile: int, percent: in
     assume(max(height, width) <= 64 * min(height, width))  # thinner ones are refused
     overlap = tile * percent // 200
     tiling = Sizing(None, None, 64, 8, tile=tile, overlap=overlap).view((height, width))
-    assert isinstance(tiling, Tiling)
     assert tiling.source == (height, width)
     for pieces, length in zip(tiling.axes, (height, width), strict=True):
         assert pieces[0].start == 0
@@ -38,7 +37,7 @@ def test_tiles_cover_every_pixel(height: int, width: int, tile: int, percent: in
         assert len(pieces) == 1 or (len(pieces) - 2) * (tile - overlap) + tile < length
 
 
-def _mosaic(tiling: Tiling, field: np.ndarray, grid: int) -> np.ndarray:
+def _mosaic(tiling: View, field: np.ndarray, grid: int) -> np.ndarray:
     """What tiles would score if the score were this field (H0, W0) at a patch's centre."""
     positions = [
         np.concatenate([p.to_source((np.arange(grid) + 0.5) * p.size / grid) for p in pieces])
