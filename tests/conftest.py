@@ -338,7 +338,7 @@ def served(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     models = tmp_path_factory.mktemp("line") / "models"
     shutil.copytree(run_folder, models / "disc")
-    with serving(models, body_bytes=2_000_000) as running:
+    with serving(models) as running:
         yield running
 
 

@@ -312,7 +312,6 @@ COMMANDS = {
         _path("--token-file", "holds the token that requests need (or $ANOMALY_TOKEN)", "FILE"),
         _value("--webhook", "also post every row there (or $ANOMALY_WEBHOOK)", "URL"),
         _value("--mqtt", "also publish at mqtt://HOST:PORT/TOPIC (or $ANOMALY_MQTT)", "URL"),
-        _value("--max-body", "largest image file (64)", "MB", type=number, default=64),
         _value(
             "--keep-good",
             "share of good parts whose picture is kept; flagged parts' always are (0.02)",

@@ -27,16 +27,15 @@ _T = TypeVar("_T")
 # Beginnings of a form, of JSON, of an address that holds the data, of a PNG or JPEG as base64.
 _TEXT = (b"--", b"{", b"[", b'"', b"data:", b"iVBOR", b"/9j/")
 _START = 64
+_IS_TEXT = (
+    "the body is a form or text (JSON or base64), not an image file; send the file as it is: "
+    "curl --data-binary @part.png"
+)
 _ANSWER_SECONDS = 60.0
 _LONGEST_NAME = 255
 _REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
-# Of a route that answers with a picture.
-_JPEG: dict[str, Any] = {
-    "response_class": Response,
-    "responses": {200: {"content": {"image/jpeg": {}}}},
-}
-Include = Literal["heatmap", "mask", "regions"]
+_Include = Literal["heatmap", "mask", "regions"]
 Number = Annotated[int, Path(ge=1, lt=2**63, description="id of the part")]
 
 
@@ -78,15 +77,8 @@ async def _misunderstood(request: Request, error: Exception) -> Response:
     """400 for an invalid parameter; 422 is for images that can't be scored."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    if first["type"] in ("json_invalid", "model_attributes_type"):
-        message = "the body isn't a JSON object; send one with Content-Type: application/json"
-        return JSONResponse({"detail": message}, 400)
-    where = ".".join(map(str, first["loc"][1:])) or "the body"
-    legal = first.get("ctx", {}).get("expected")
-    fault = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(
-        first["type"], f"can't be {str(first.get('input'))[:40]!r}"
-    )
-    return JSONResponse({"detail": f"{where} {fault}" + (f"; give {legal}" if legal else "")}, 400)
+    where = ".".join(map(str, first["loc"]))
+    return JSONResponse({"detail": f"{where}: {first['msg']}"}, 400)
 
 
 async def _in_trouble(request: Request, error: Exception) -> Response:
@@ -99,35 +91,25 @@ def _score_routes(app: FastAPI, service: InspectionService) -> None:
     async def score(
         request: Request,
         name: str,
-        include: Annotated[
-            tuple[Include, ...], Query(description="what to return besides the row")
-        ] = (),
+        include: Annotated[tuple[_Include, ...], Query(description="besides the row")] = (),
     ) -> JSONResponse:
         slot = _slot(service, name)
         if service.stopping:
             raise BusyError(STOPPING)
         has_none = slot.now and slot.now.model.thresholds is None
         if has_none and {"mask", "regions"} & {*include}:
-            raise HTTPException(
-                400,
-                f"{name} has no thresholds, so it has no masks or regions; include only the "
-                "heatmap",
-            )
+            reason = f"{name} has no thresholds, so it has no masks or regions"
+            raise HTTPException(400, reason)
         data = await anext(request.stream())  # the server passes it whole
         if data[:_START].lstrip().startswith(_TEXT):
-            raise HTTPException(
-                415,
-                "the body is a form or text (JSON or base64), not an image file; send the file as "
-                "it is: curl --data-binary @part.png",
-            )
+            raise HTTPException(415, _IS_TEXT)
         filename = _shown_name(request.query_params.get("name", ""))
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 part = asyncio.wrap_future(slot.submit(data, filename, include))
                 answer = await asyncio.shield(part)
         except TimeoutError:
-            reason = f"no answer within {_ANSWER_SECONDS:g} s; the part will still be recorded"
-            raise HTTPException(504, reason) from None
+            raise HTTPException(504, "no answer in time; the part will still be recorded") from None
         return JSONResponse(answer, 200 if answer["status"] == "ok" else 422)
 
 
@@ -146,22 +128,19 @@ def _shown_name(name: str) -> str:
 def _model_routes(app: FastAPI, service: InspectionService) -> None:
     look, check = InTurn(), InTurn()
 
-    @app.get("/v1/models", summary="The models")
+    @app.get("/v1/models", summary="The models: states, thresholds, drift")
     def models() -> dict[str, Any]:
-        return {"models": [slot.short() for slot in service.models.values()]}
+        return {"models": [slot.facts() for slot in service.models.values()]}
 
-    @app.get("/v1/models/{name}", summary="One model: settings, thresholds and promised rates")
+    @app.get("/v1/models/{name}", summary="One model")
     def model(name: str) -> dict[str, Any]:
-        return _slot(service, name).long()
+        return _slot(service, name).facts()
 
     @app.get("/v2/health/live", summary="Whether the service runs")
     async def live() -> dict[str, bool]:  # async: all threads may be busy
         return {"live": True}
 
-    @app.get(
-        "/v2/health/ready",
-        summary="Whether all models are ready and results can be recorded",
-    )
+    @app.get("/v2/health/ready", summary="Whether parts can be scored and recorded")
     async def ready() -> JSONResponse:
         health = await check(service.health)
         return JSONResponse(health, 200 if health["ready"] else 503)
@@ -200,15 +179,12 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/parts", summary="The newest parts, the newest first")
     async def parts(
         limit: Annotated[int, Query(ge=1, le=500)] = 60,
-        before: Annotated[
-            int | None, Query(ge=1, lt=2**63, description="only parts with a lower id")
-        ] = None,
+        before: Annotated[int | None, Query(ge=1, lt=2**63, description="a higher id")] = None,
         verdict: Literal["", "good", "review", "reject"] = "",
         model: _Model = "",
     ) -> JSONResponse:
-        return await read(
-            lambda: JSONResponse({"parts": service.parts(before, verdict, limit, model)})
-        )
+        found = await read(service.parts, before, verdict, limit, model)
+        return JSONResponse({"parts": found})
 
     @app.get("/v1/parts/{number}", summary="One part")
     async def part(number: Number) -> dict[str, Any]:
@@ -216,15 +192,11 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
             raise HTTPException(404, f"there is no part {number}")
         return row
 
-    @app.get("/v1/parts/{number}/heatmap", summary="A part's heatmap, reduced in size", **_JPEG)
+    @app.get("/v1/parts/{number}/heatmap", summary="A part's heatmap, reduced in size")
     async def heatmap(number: Number) -> Response:
         return _picture(number, await read(service.heatmap, number))
 
-    @app.get(
-        "/v1/parts/{number}/photograph",
-        summary="A part's image as a JPEG of at most 4 megapixels",
-        **_JPEG,
-    )
+    @app.get("/v1/parts/{number}/photograph", summary="A part's image as a JPEG")
     async def photograph(number: Number) -> Response:
         return _picture(number, await draw(service.photograph, number))
 

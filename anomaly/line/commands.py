@@ -33,8 +33,6 @@ from anomaly.storage.folder import (
 from anomaly.storage.load import load_model
 from anomaly.training.runs import training_record
 
-_TOKEN_VARIABLE = "ANOMALY_TOKEN"
-_SINK_VARIABLES = ("ANOMALY_WEBHOOK", "ANOMALY_MQTT")
 _EARLIER, _WITHDRAWN = "earlier", "withdrawn"
 # In the order in which they move: nobody finds a new model without its golden parts.
 _BESIDE = ("train.json", "suspects", "golden")
@@ -70,14 +68,7 @@ def _serve(options: argparse.Namespace) -> int:
             sent = "".join(f" and sent to {sink.shown}" for sink in sinks)
             print(f"every answer is written to {record}{sent}", flush=True)
             stop.at_work = True
-            serve(
-                make_app(service),
-                service,
-                listener,
-                token,
-                lambda: stop.signal is not None,
-                round(options.max_body * 1e6),
-            )
+            serve(make_app(service), service, listener, token, lambda: stop.signal is not None)
             stop.at_work = False
         log.info("stopped; all accepted parts are answered and recorded")
     return 0
@@ -95,30 +86,22 @@ def _check_serve(options: argparse.Namespace) -> None:
             f"serve needs {', '.join(missing)}, which aren't installed: "
             "pip install 'anomaly[serve]'"
         )
-    for name, value, low, high in (
-        ("--port", options.port, 0, 65535),
-        ("--max-body", options.max_body, 0.001, 4000),
-        ("--keep-good", options.keep_good, 0, 1),
-        ("--keep-pictures", options.keep_pictures, 0, 10**7),
-    ):
-        if not low <= value <= high:
-            raise AnomalyError(f"{name} is {value}; it must be {low} to {high}")
+    if not 0 <= options.keep_good <= 1:
+        raise AnomalyError(f"--keep-good is {options.keep_good}; it must be 0 to 1")
+    if options.keep_pictures < 0:
+        raise AnomalyError(f"--keep-pictures is {options.keep_pictures}; it must be 0 or more")
 
 
 def _token(options: argparse.Namespace) -> str:
     """The token; empty without one."""
-    token, origin = os.environ.get(_TOKEN_VARIABLE, "").strip(), f"${_TOKEN_VARIABLE}"
-    if options.token_file is not None:
+    token, origin = os.environ.get("ANOMALY_TOKEN", "").strip(), "$ANOMALY_TOKEN"
+    if (file := options.token_file) is not None:
         try:
-            token, origin = options.token_file.read_text("utf-8-sig").strip(), options.token_file
+            token, origin = file.read_text("utf-8-sig").strip(), file
         except (OSError, ValueError) as error:
-            reason = why(error)
-            raise AnomalyError(
-                f"--token-file {options.token_file} can't be read: {reason}"
-            ) from None
-        if not token:
-            raise AnomalyError(f"--token-file {origin} is empty")
-    if token and (len(token) < 16 or not token.isascii() or not token.isprintable()):
+            raise AnomalyError(f"--token-file {file} can't be read: {why(error)}") from None
+    long = len(token) >= 16 and token.isascii() and token.isprintable()
+    if not long and (token or file is not None):
         raise AnomalyError(
             f"the token in {origin} must have 16 characters or more, all plain ASCII: "
             "openssl rand -hex 16 makes one"
@@ -129,7 +112,7 @@ def _token(options: argparse.Namespace) -> str:
         if not token:
             raise AnomalyError(
                 f"--host {options.host} opens the service to other machines, which needs a token; "
-                f"give --token-file, or set ${_TOKEN_VARIABLE}"
+                "give --token-file, or set $ANOMALY_TOKEN"
             )
         log.log(
             NOTE,
@@ -140,24 +123,16 @@ def _token(options: argparse.Namespace) -> str:
 
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
-    webhook, mqtt = (os.environ.get(name, "").strip() for name in _SINK_VARIABLES)
-    sinks: list[Sink] = []
-    if url := options.webhook or webhook:
-        sinks.append(Webhook(url))
-    if url := options.mqtt or mqtt:
-        sinks.append(Mqtt(url))
-    return sinks
+    webhook = options.webhook or os.environ.get("ANOMALY_WEBHOOK", "").strip()
+    mqtt = options.mqtt or os.environ.get("ANOMALY_MQTT", "").strip()
+    return [*map(Webhook, filter(None, [webhook])), *map(Mqtt, filter(None, [mqtt]))]
 
 
 def _record(options: argparse.Namespace) -> Path:
-    if options.record is not None:
-        return Path(options.record)
-    if (options.models / "manifest.json").is_file():
-        raise OutputError(
-            f"{options.models} is a model folder, which can't hold the record; give another "
-            "place with --record FILE"
-        )
-    return Path(options.models) / "line.sqlite"
+    """The record, by default beside the models."""
+    models: Path = options.models
+    is_model = (models / MANIFEST).is_file()  # which stays as it is
+    return options.record or (models.parent if is_model else models) / "line.sqlite"
 
 
 def _deploy(options: argparse.Namespace) -> int:
@@ -207,16 +182,11 @@ def _doubts(model: Model, line: Path) -> list[str]:
     print("\n".join(change.lines()))
     name = training_record(line).get("name", model.name)
     if name != model.name:
-        log.warning(
-            "the new version is named %s, the previous one %s; check that both are for the same "
-            "product",
-            model.name,
-            name,
-        )
+        log.warning("the new version is named %s, the line's %s: the same part?", model.name, name)
     return list(change.doubts)
 
 
-def deploy(new: Path, run: Path) -> None:
+def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
     """Copy a model into a run, which keeps its previous version.
 
     Its golden parts, the previous version's missed defects and the facts of its training, above
@@ -225,6 +195,7 @@ def deploy(new: Path, run: Path) -> None:
     Args:
         new: the model folder.
         run: created if missing.
+        kind: the folder in the run for its previous version.
 
     Raises:
         OutputError: the run holds this model already, can't be written, or is a folder of runs.
@@ -245,7 +216,7 @@ def deploy(new: Path, run: Path) -> None:
             for part in beside:
                 _copy(part, draft / part.name)
             carry_missed(run / "golden", draft / "golden", _id(draft))
-            _move(run, _numbered(run, _EARLIER))
+            _move(run, _numbered(run, kind))
             _move(draft, run)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -274,9 +245,7 @@ def back(run: Path) -> None:
     """
     with _changing(run):
         before = earlier(run)
-        carry_missed(run / "golden", before / "golden", _id(before))
-        _move(run, _numbered(run, _WITHDRAWN))
-        _move(before, run)
+        deploy(before / "model", run, _WITHDRAWN)
         shutil.rmtree(before)
 
 

@@ -16,7 +16,6 @@ by that of independent parts (design effect: Kish 1965).
 from __future__ import annotations
 
 import math
-import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -62,10 +61,6 @@ class Level:
     value: float
     promised: Annotated[float, Field(gt=0, lt=1)]
     limit: float
-
-    def gain(self, above: bool) -> float:
-        """The log-likelihood ratio that a part adds to the sum."""
-        return gains(self.promised)[above]
 
 
 def gains(promised: float) -> tuple[float, float]:
@@ -138,7 +133,7 @@ class Watched:
         if self.sum == 0.0 and self.alarm is None:
             # A rise must not pass for likeness, so the parts from here on don't count for it.
             self.since, self.alike = number, self._latest
-        self.sum = max(0.0, self.sum + self.level.gain(above))
+        self.sum = max(0.0, self.sum + gains(self.level.promised)[above])
         if self.alarm is None and self.sum >= self.level.limit * self.alike:
             self.alarm = number
         if (number + 1) % _BLOCK == 0:
@@ -198,10 +193,9 @@ class Promise:
         cls, limits: Thresholds, same_scores: Collection[str], caught: float | None = None
     ) -> Promise:
         """The promise of a model's thresholds; the arguments as the attributes."""
-        review, reject = limits.to_review, limits.to_reject
-        rates = review.false_rejects, reject.false_rejects
-        levels = levels_of(limits)
-        return cls({"review": rates[0], "reject": rates[1]}, levels, sorted(same_scores), caught)
+        review, reject = limits.to_review.false_rejects, limits.to_reject.false_rejects
+        rates: dict[Literal["review", "reject"], Rate] = {"review": review, "reject": reject}
+        return cls(rates, levels_of(limits), sorted(same_scores), caught)
 
     @classmethod
     def of(cls, line: str, file: Path) -> Promise:
@@ -221,23 +215,20 @@ class Drift:
 
     Args:
         levels: as `levels_of` gives them.
+        scores: of parts, in order; `add` takes more.
     """
 
-    def __init__(self, levels: Sequence[Level]) -> None:
+    def __init__(self, levels: Sequence[Level], scores: Iterable[float] = ()) -> None:
         self.watched = [Watched(level) for level in levels]
         self.parts = 0
+        for score in scores:
+            self.add(score)
 
     def add(self, score: float) -> None:
         """Add the next part's image score."""
         for watched in self.watched:
             watched.add(score, self.parts)
         self.parts += 1
-
-    def add_all(self, scores: Iterable[float]) -> Drift:
-        """Add image scores in order."""
-        for score in scores:
-            self.add(score)
-        return self
 
     @property
     def alarm(self) -> Watched | None:
@@ -250,16 +241,12 @@ class Drift:
         lines = []
         for watched in self.watched:
             share = percent(watched.above / self.parts) if self.parts else "–"
-            line = (
-                f"above the {watched.level.name} ({watched.level.value:.4g}): {share} of "
-                f"{self.parts} "
-                f"parts; expected: at most {percent(watched.level.promised)}"
-            )
+            most = percent(watched.level.promised)
+            line = f"above the {watched.level.name} ({watched.level.value:.4g}): {share} of "
+            line += f"{self.parts} parts; expected: at most {most}"
             if watched.alarm is not None:
-                line += (
-                    f". Alarm at part {watched.alarm + 1}; the rise began at part "
-                    f"{watched.since + 1}"
-                )
+                line += f". Alarm at part {watched.alarm + 1}; the rise began at part "
+                line += f"{watched.since + 1}"
             lines.append(line)
         return lines
 
@@ -281,7 +268,7 @@ class Drift:
 
 # Images that a person has called defects are left out, however often they were scored.
 _RECORDED = f"""
-SELECT id, time, score FROM parts WHERE model_id = ? AND score IS NOT NULL
+SELECT id, score FROM parts WHERE model_id = ? AND score IS NOT NULL
 AND COALESCE (json_extract (line, '$.reason'), '') = '' AND sha256 NOT IN (
     SELECT sha256 FROM {JUDGED} WHERE verdict = 'defect') ORDER BY id DESC LIMIT {HORIZON}
 """
@@ -308,12 +295,7 @@ class RecordedDrift:
             db.execute("BEGIN")
             newest = db.execute(_NEWEST).fetchone()
             if newest != self._newest:
-                scores = [score for _, score in _recorded(db, self._ids)]
-                self._drift, self._newest = Drift(self._levels).add_all(scores), newest
+                found = [row for own in self._ids for row in db.execute(_RECORDED, (own,))]
+                scores = [score for _, score in sorted(found)[-HORIZON:]]
+                self._drift, self._newest = Drift(self._levels, scores), newest
         return self._drift
-
-
-def _recorded(db: sqlite3.Connection, model_ids: Collection[str]) -> list[tuple[str, float]]:
-    """Time and score of a model's newest parts, the oldest first."""
-    parts = sorted(part for model_id in model_ids for part in db.execute(_RECORDED, (model_id,)))
-    return [(time, score) for _, time, score in parts[-HORIZON:]]

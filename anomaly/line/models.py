@@ -36,7 +36,6 @@ from anomaly.inference.rows import region_rows, row_of
 from anomaly.line.drift import Promise, RecordedDrift
 from anomaly.line.record import Answer, Record
 from anomaly.runtime import get_threads, program_threads
-from anomaly.scoring.build import to_dict
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 from anomaly.storage.load import load_model
@@ -238,9 +237,7 @@ class ModelSlot:
                 reason = self.trouble or "it is still being loaded"
                 raise BusyError(f"{self.name} can't be used: {reason}")
             if len(self._parts) >= self._most:
-                raise BusyError(
-                    f"{self._most} parts are waiting for {self.name}, which is the limit; try again"
-                )
+                raise BusyError(f"{self._most} parts are waiting for {self.name}; try again")
             part = _Part(next(self._numbers), data, name, wanted, self.now)
             self._parts[part.index] = part
         self._begin()
@@ -308,15 +305,15 @@ class ModelSlot:
         result: Prediction | UnusableImage,
         drawn: Future[Pictures | UnusableImage],
     ) -> None:
+        pictures: Pictures | UnusableImage
         if (error := drawn.exception()) is not None:
-            result = UnusableImage(part.index, "failed", f"drawing failed: {why(error)}")
-        elif isinstance(pictures := drawn.result(), Pictures):
-            self._put(part, result, pictures)
-            return
+            pictures = UnusableImage(part.index, "failed", f"drawing failed: {why(error)}")
         else:
+            pictures = drawn.result()
+        if isinstance(pictures, UnusableImage):
             reason = pictures.reason.removeprefix(f"image {part.index}: ")
-            result = replace(pictures, reason=reason)
-        self._put(part, result, Pictures())
+            result, pictures = replace(pictures, reason=reason), Pictures()
+        self._put(part, result, pictures)
 
     def _put(self, part: _Part, result: Prediction | UnusableImage, pictures: Pictures) -> None:
         row = row_of(result, part.version.model, part.name, part.begun)
@@ -330,12 +327,8 @@ class ModelSlot:
             del self._parts[part.index]
         self._begin()
         if (error := number.exception()) is not None:
-            part.done.set_exception(
-                OutputError(
-                    f"the part couldn't be recorded, so it has no verdict ({why(error)}); send it "
-                    "again"
-                )
-            )
+            reason = f"the part isn't recorded, so it has no verdict ({why(error)}); send it again"
+            part.done.set_exception(OutputError(reason))
             return
         row = answer.row
         answered: dict[str, Any] = {**asdict(row), "id": number.result()}
@@ -354,29 +347,16 @@ class ModelSlot:
         finally:
             part.done.set_result(answered)
 
-    def short(self) -> dict[str, Any]:
-        """Its entry in the list of models."""
-        now = self.now
-        short: dict[str, Any] = {"name": self.name, "state": self.state}
-        short |= {"refused": self.refused, "reason": self.trouble}
-        if now is not None:
-            short |= {"model_id": now.model.model_id, "model_name": now.model.name}
-            short |= {"method": now.model.method, "unit": now.model.unit}
-        return short
-
-    def long(self) -> dict[str, Any]:
-        """All its facts: also settings, thresholds, and how these were found."""
-        now, long = self.now, {**self.short(), "drift": self.drifted(), "checked": ""}
-        if now is not None:
-            limits = now.model.thresholds
-            long |= {
-                "checked": now.checked,
-                "config": to_dict(now.model.config),
-                "thresholds": None if limits is None else limits.to_json(),
-                "calibration": [] if limits is None else limits.lines(),
-                "training_images": len(now.model.manifest.get("training_images", ())),
-            }
-        return long
+    def facts(self) -> dict[str, Any]:
+        """State, model, checks, and what the thresholds promise and keep."""
+        facts = {"name": self.name, "state": self.state, "refused": self.refused}
+        facts |= {"reason": self.trouble, "checked": "", "drift": self.drifted()}
+        if (now := self.now) is not None:
+            model, limits = now.model, now.model.thresholds
+            facts |= {"model_id": model.model_id, "model_name": model.name, "method": model.method}
+            facts |= {"unit": model.unit, "checked": now.checked}
+            facts["calibration"] = [] if limits is None else limits.lines()
+        return facts
 
     def drifted(self) -> dict[str, Any]:
         """The drift of its newest parts, as in a report.
@@ -429,12 +409,8 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
     Two results differ if a file was written in between.
     """
     golden = folder.parent / "golden" if folder.name == "model" else folder / "golden"
-    stamp: list[object] = []
-    for place in (folder, golden):
-        try:
-            for file in sorted(place.rglob("*")):
-                stat = file.stat()
-                stamp.append((str(file), stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        except OSError:  # being replaced right now
-            stamp.append(place)
-    return tuple(stamp)
+    with suppress(OSError):  # a folder that is being replaced right now is like an empty one
+        files = [file for place in (folder, golden) for file in sorted(place.rglob("*"))]
+        found = [(file, file.stat()) for file in files]
+        return tuple((str(file), s.st_mtime_ns, s.st_size, s.st_ino) for file, s in found)
+    return ()

@@ -24,15 +24,12 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import TypeAdapter
 
 from anomaly.datasets import Sample
 from anomaly.errors import DataError, OutputError, visible, why
@@ -49,10 +46,10 @@ _TABLES = """
 SELECT type, name, sql FROM sqlite_schema WHERE type <> 'index'
 AND lower (tbl_name) IN ('parts', 'pictures', 'promises', 'feedback', 'outboxes')
 """
-_ROW = TypeAdapter(Row)
-_ADD = """
-INSERT INTO parts (model, model_id, time, sha256, status, verdict, score, line)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+# The lines of results.jsonl as parts, in the order of their times.
+_TAKE = """
+INSERT INTO parts (model, line)
+SELECT json_extract (line, '$.model_name'), line FROM lines ORDER BY json_extract (line, '$.time')
 """
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
 _RECEIVER = """
@@ -60,6 +57,9 @@ INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts
 """
 _KEEP = """
 INSERT OR IGNORE INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)
+"""
+_DROP = """
+DELETE FROM pictures WHERE part = (SELECT part FROM pictures ORDER BY asked, part LIMIT 1)
 """
 _PROMISE = "INSERT OR IGNORE INTO promises VALUES (?, ?)"
 # Each person's last judgement of an image counts, unless that person has withdrawn it.
@@ -155,7 +155,6 @@ class Record:
         self._places: tuple[object, ...] = ()
         with self._explained():
             self._db = _opened(file)
-            self._held = self._db.execute(_HELD).fetchone()[0]  # bytes of pictures
             self._places = _places(file)
 
     def close(self) -> None:
@@ -197,7 +196,9 @@ class Record:
 
     def _add(self, db: sqlite3.Connection, answer: Answer) -> int:
         row = answer.row
-        number = int(db.execute(_ADD, _columns(answer.model, row)).lastrowid or 0)
+        line = json.dumps(asdict(row), allow_nan=False)
+        added = db.execute("INSERT INTO parts (model, line) VALUES (?, ?)", (answer.model, line))
+        number = added.lastrowid or 0
         asked = row.verdict != "good"
         drawn = random.Random(number).random()
         if row.status == "ok" and (asked or drawn < self._keeping.goods):
@@ -208,13 +209,9 @@ class Record:
         self, db: sqlite3.Connection, part: int, asked: bool, file: bytes, heatmap: bytes
     ) -> None:
         """Keep a part's picture; the oldest others are deleted until all fit."""
-        added = db.execute(_KEEP, (part, asked, len(file) + len(heatmap), file, heatmap)).rowcount
-        self._held += added * (len(file) + len(heatmap))
-        while self._held > self._keeping.megabytes * 1_000_000:
-            oldest = "SELECT part, bytes FROM pictures ORDER BY asked, part LIMIT 1"
-            part, size = db.execute(oldest).fetchone()
-            db.execute("DELETE FROM pictures WHERE part = ?", (part,))
-            self._held -= size
+        db.execute(_KEEP, (part, asked, len(file) + len(heatmap), file, heatmap))
+        while db.execute(_HELD).fetchone()[0] > self._keeping.megabytes * 1_000_000:
+            db.execute(_DROP)
 
     def add_feedback(
         self,
@@ -317,16 +314,9 @@ class Record:
             self._check_place()
             if self._trouble and shutil.disk_usage(self.file.parent).free < self._needed:
                 raise OutputError(self._trouble)
-            held = self._held
             self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._db:  # ends the transaction
                 yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                self._held = held
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
             self._check_place()
             if self._trouble:
                 log.warning("%s can be written again", self.file)
@@ -378,7 +368,7 @@ def _opened(file: Path) -> sqlite3.Connection:
 def open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a record to read. It needn't be writable; others may be writing to it.
 
-    Each value is of its column's type. `line` in `parts` is a `Row` as a dictionary.
+    Each value is of its column's type; `line` in `parts` is a `Row` as JSON.
 
     Raises:
         DataError: the file can't be read, isn't a record, was copied without its log, or holds
@@ -417,19 +407,14 @@ def open_rows(file: Path) -> Iterator[sqlite3.Connection]:
         lines = file.read_text("utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise DataError(f"{file} can't be read: {why(error)}") from None
-    rows = [_read(file, line) for line in lines if line]
     with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(_schema())
-        for row in sorted(rows, key=attrgetter("time")):
-            db.execute(_ADD, _columns(row.model_name, row))
+        db.executescript(_schema() + "CREATE TEMP TABLE lines (line TEXT);")
+        db.executemany("INSERT INTO lines VALUES (?)", ((line,) for line in lines if line))
+        try:
+            db.execute(_TAKE)
+        except sqlite3.Error:
+            raise strange(file, "line") from None
         yield db
-
-
-def _columns(model: str, row: Row) -> tuple[Any, ...]:
-    """A row's values in the table of parts."""
-    line = json.dumps(asdict(row), allow_nan=False)
-    found = (row.model_id, row.time, row.image_sha256, row.status, row.verdict, row.image_score)
-    return model, *found, line
 
 
 def _foreign(db: sqlite3.Connection) -> str:
@@ -451,14 +436,6 @@ def _own_tables() -> frozenset[tuple[str, ...]]:
 
 def _schema() -> str:
     return files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
-
-
-def _read(file: Path, line: str) -> Row:
-    """A row as JSON."""
-    try:
-        return _ROW.validate_python(from_json(line))
-    except (TypeError, ValueError):
-        raise strange(file, "line") from None
 
 
 def strange(file: Path, what: str) -> DataError:
@@ -503,10 +480,10 @@ class Confirmed:
         lost: number of judged parts whose picture isn't kept.
     """
 
-    good: list[Sample] = field(default_factory=list)
-    defects: list[Sample] = field(default_factory=list)
-    past: list[Sample] = field(default_factory=list)
-    lost: int = 0
+    good: list[Sample]
+    defects: list[Sample]
+    past: list[Sample]
+    lost: int
 
 
 def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> Confirmed:

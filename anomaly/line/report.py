@@ -175,8 +175,8 @@ def report(
         DataError: there is no record.
     """
     with parts_of(record, period) as db:
-        lines = db.execute("SELECT model_id, line AS promise FROM promises")
-        promises = {own: Promise.of(line, record) for own, line in lines} | dict(more or {})
+        found = db.execute("SELECT model_id, line FROM promises")
+        promises = {own: Promise.of(line, record) for own, line in found} | dict(more or {})
         tables = dict(zip(_NAMES, _tables(db, promises), strict=True))
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]
@@ -267,8 +267,7 @@ def _drifts(db: sqlite3.Connection, promises: _Promises) -> Iterator[tuple[str, 
     for own in promises.keys() - replaced:
         ids, levels = promises[own].same_scores, promises[own].levels
         query = f"SELECT score FROM scores WHERE model_id IN ({', '.join('?' * len(ids))})"
-        drift = Drift(levels)
-        if drift.add_all(score for (score,) in db.execute(query, ids)).parts:
+        if (drift := Drift(levels, (score for (score,) in db.execute(query, ids)))).parts:
             yield own, drift
 
 

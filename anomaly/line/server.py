@@ -31,7 +31,8 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 MOST_AT_ONCE = 256  # requests; for health and figures there is always room
 _IDLE_SECONDS = 15  # that a connection stays open for the next request
 _HEAD_BYTES = 32768
-_SHORT_BYTES = 64_000  # of a body that is no image
+_IMAGE_BYTES = 256_000_000  # of one image file
+_SHORT_BYTES = 64_000  # of any other body
 _HELD_BYTES = 512_000_000  # of all bodies being received or waiting for their answers
 _RECEIVE_SECONDS = 30.0  # until a body is complete
 _DRAIN_SECONDS = 1.0
@@ -75,7 +76,6 @@ def serve(
     listener: socket.socket,
     token: str,
     stopped: Callable[[], bool],
-    body_bytes: int = 64_000_000,
 ) -> None:
     """Answer requests until stopped; all accepted parts are answered, see `_Server`.
 
@@ -85,10 +85,9 @@ def serve(
         listener: as `listening` gives it.
         token: that each request has to send; empty for none. See `Guard`.
         stopped: whether to stop; called ten times a second.
-        body_bytes: most bytes of one image file.
     """
     config = uvicorn.Config(
-        Guard(app, token, service, body_bytes),
+        Guard(app, token, service),
         http="h11",
         log_config=None,
         log_level="error",  # a warning for each bad request would let anybody fill the log
@@ -153,15 +152,12 @@ class Guard:
         token: shown as `Authorization: Bearer TOKEN`, or as the password that a browser asks for
             beside a name; empty for none, and only this machine may ask.
         service: counts the bytes held.
-        body_bytes: most bytes of one image file.
     """
 
-    def __init__(self, app: App, token: str, service: InspectionService, body_bytes: int) -> None:
+    def __init__(self, app: App, token: str, service: InspectionService) -> None:
         self._app = app
         self._token = token
         self._service = service
-        self._body_bytes = body_bytes
-        self._most_held = max(_HELD_BYTES, 2 * body_bytes)  # one is scored, another one waits
         self._at_work = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -226,7 +222,7 @@ class Guard:
         """
         service = self._service
         image = scope["method"] == "POST" and scope["path"].endswith("/score")
-        most = self._body_bytes if image else _SHORT_BYTES
+        most = _IMAGE_BYTES if image else _SHORT_BYTES
         shown = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
         too_long = HTTPException(413, f"the body is longer than {shown}, which is the limit")
         if int(headers.get(b"content-length", 0)) > most:  # h11 has seen that it is a number
@@ -243,7 +239,7 @@ class Guard:
                     service.held += len(pieces[-1])
                     if held > most:
                         raise too_long
-                    if service.held > self._most_held:
+                    if service.held > _HELD_BYTES:
                         raise _busy("too many images are waiting")
                     more = message["more_body"]
             pieces = [b"".join(pieces)]

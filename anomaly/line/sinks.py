@@ -85,14 +85,10 @@ class Webhook:
         self.shown, self.name = _names(parts, port)
         self._where = parts.scheme, str(parts.hostname), port
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._headers = {
-            "Content-Type": "application/json",
-            "User-Agent": f"anomaly/{__version__}",
-            "Connection": "close",
-        }
-        if parts.username is not None:
-            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            basic = base64.b64encode(login.encode()).decode()
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._headers["User-Agent"] = f"anomaly/{__version__}"
+        if login := _login(parts):
+            basic = base64.b64encode(":".join(login).encode()).decode()
             self._headers["Authorization"] = f"Basic {basic}"
 
     def send(self, message: bytes, key: str) -> None:
@@ -183,10 +179,8 @@ class Mqtt:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         client.on_connect = lambda *answer: answers.put(answer[3])
         client.connect_timeout = _SECONDS
-        if self._parts.username is not None:
-            client.username_pw_set(
-                unquote(self._parts.username), unquote(self._parts.password or "")
-            )
+        if login := _login(self._parts):
+            client.username_pw_set(*login)
         if self._parts.scheme == "mqtts":
             client.tls_set_context(ssl.create_default_context())
         client.connect(str(self._parts.hostname), self._port, keepalive=30)
@@ -213,6 +207,13 @@ def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult
             " and a valid host, without spaces"
         )
     return parts, port
+
+
+def _login(parts: SplitResult) -> tuple[str, str] | None:
+    """User and password of an address."""
+    if parts.username is None:
+        return None
+    return unquote(parts.username), unquote(parts.password or "")
 
 
 def _names(parts: SplitResult, port: int) -> tuple[str, str]:

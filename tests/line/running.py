@@ -91,7 +91,6 @@ def serving(
     token: str = "",
     record: Path | None = None,
     keeping: Keeping | None = None,
-    body_bytes: int = 64_000_000,
     sinks: Sequence[Sink] = (),
 ) -> Iterator[Served]:
     """A service in a thread, once each of its models is ready or has failed."""
@@ -104,7 +103,7 @@ def serving(
     stop, listener = threading.Event(), listening("127.0.0.1", 0)
     with service:
         app = make_app(service)
-        arguments = app, service, listener, token, stop.is_set, body_bytes
+        arguments = app, service, listener, token, stop.is_set
         thread = threading.Thread(target=serve, args=arguments)
         thread.start()
         try:

@@ -91,7 +91,7 @@ def alarm_of(rng: np.random.Generator, scores: np.ndarray, images: int = 209) ->
     """The part that raises an alarm, of 2,000 with 1 % defects; infinite without one."""
     defects = np.where(rng.random(HORIZON) < 0.01, 4, 1)
     levels = levels_of(thresholds_of(rng, images))
-    alarm = Drift(levels).add_all((np.exp(0.2 * scores) * defects).tolist()).alarm
+    alarm = Drift(levels, (np.exp(0.2 * scores) * defects).tolist()).alarm
     return math.inf if alarm is None or alarm.alarm is None else alarm.alarm
 
 

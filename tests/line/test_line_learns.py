@@ -49,7 +49,7 @@ def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: C
     judged = [len([*(new / "judged" / kind).iterdir()]) for kind in ("good", "defect")]
     assert judged == [8, 2]
     code, _, err = command("update", [*arguments, "--overwrite"])
-    assert (code, "isn't from an earlier run, so it isn't written over" in err) == (2, True)
+    assert (code, "isn't from an earlier run, so it isn't deleted" in err) == (2, True)
     assert "learned 8 good images" in out
     assert "known defects caught: 5 of 5 before, 5 after" in out  # the test split's, too
     assert "past parts flagged: 1 of 1 before, 0 after" in out

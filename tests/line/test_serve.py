@@ -108,8 +108,6 @@ def test_what_is_asked_of_models_and_health(served: Served) -> None:
     (one,) = served.get("/v1/models")["models"]
     assert (one["name"], one["state"], one["method"]) == ("disc", "ready", "PatchCore")
     model = served.get("/v1/models/disc")
-    assert model["thresholds"]["label"] == "calibrated"
-    assert model["config"]["image"]["area"] == 64
     assert any("reject threshold" in line for line in model["calibration"])
 
 
@@ -143,10 +141,15 @@ def test_people_say_what_a_part_is(served: Served, product: Path) -> None:
         status, answer = served.post(f"/v1/parts/{number}/feedback", verdict="good")
         assert (status, wanted in answer["detail"]) == (409, True)
     for method, path, body, wanted in (
-        ("POST", f"{part}/feedback", b'{"verdict": "perhaps"}', "can't be 'perhaps'"),
-        ("POST", f"{part}/feedback", b"{", "isn't a JSON object"),
-        ("POST", f"{part}/feedback", b"[1]", "isn't a JSON object"),
-        ("POST", f"{SCORE}?include=everything", b"x", "can't be 'everything'"),
+        (
+            "POST",
+            f"{part}/feedback",
+            b'{"verdict": "perhaps"}',
+            "should be 'good', 'defect' or",
+        ),
+        ("POST", f"{part}/feedback", b"{", "JSON decode error"),
+        ("POST", f"{part}/feedback", b"[1]", "should be a valid dictionary"),
+        ("POST", f"{SCORE}?include=everything", b"x", "should be 'heatmap', 'mask' or 'regions'"),
         ("GET", f"/v1/parts/{2**70}", None, "number"),
         ("GET", "/v1/counts?since=hello", None, "ISO 8601"),
         ("GET", "/v1/counts?since=0001-01-01T00:00%2B23:00", None, "ISO 8601"),

@@ -66,8 +66,9 @@ def guarded(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "_IDLE_SECONDS", 2)
         patch.setattr(server, "_RECEIVE_SECONDS", 3.0)
-        patch.setattr(server, "_HELD_BYTES", 0)  # so it is twice a body's
-        with serving(folder, token=TOKEN, body_bytes=1_000_000, sinks=[sink]) as served:
+        patch.setattr(server, "_IMAGE_BYTES", 1_000_000)
+        patch.setattr(server, "_HELD_BYTES", 2_000_000)
+        with serving(folder, token=TOKEN, sinks=[sink]) as served:
             yield served
 
 
@@ -214,7 +215,7 @@ def test_a_stranger_is_refused_before_the_body_is_read(guarded: Served, served: 
     long = [start + b"Content-Length: 5000000000\r\n\r\n", start + CHUNKED + b"\r\n" + CHUNK * 70]
     with ThreadPoolExecutor() as pool:
         for answer in pool.map(partial(told, served.port), long):
-            assert b"2 MB" in answer
+            assert b"1 MB, which is the limit" in answer
 
 
 def test_a_body_of_just_the_limit_is_read(guarded: Served) -> None:

@@ -122,7 +122,7 @@ def test_a_bad_version_isnt_deployed(
     (line / "disc" / "train.json").write_text(json.dumps(summary | {"name": "lid"}))
     code, _, err = command("deploy", [*to, "--model", other])
     assert (code, "calls good: another product?" in err) == (1, True)  # it rejects everything
-    assert "is named disc, the previous one lid; check that both are for the same" in err
+    assert "is named disc, the line's lid: the same part?" in err
     for place, said in ((line, "the runs disc, which a model in it"), (bad / "model", "a model f")):
         with pytest.raises(OutputError, match=said):
             deploy(other / "model", place)

@@ -1,8 +1,12 @@
 -- The tables of a record. Every statement may be run again.
 CREATE TABLE IF NOT EXISTS parts (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, model_id TEXT NOT NULL,
-    time TEXT NOT NULL, sha256 TEXT NOT NULL, status TEXT NOT NULL, verdict TEXT NOT NULL,
-    score REAL, line TEXT NOT NULL CHECK (json_type (line) = 'object')) STRICT;
+    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, line TEXT NOT NULL,
+    model_id TEXT NOT NULL AS (json_extract (line, '$.model_id')) STORED,
+    time TEXT NOT NULL AS (json_extract (line, '$.time')) STORED,
+    sha256 TEXT NOT NULL AS (json_extract (line, '$.image_sha256')) STORED,
+    status TEXT NOT NULL AS (json_extract (line, '$.status')) STORED,
+    verdict TEXT NOT NULL AS (json_extract (line, '$.verdict')) STORED,
+    score REAL AS (json_extract (line, '$.image_score')) STORED CHECK (ABS (score) < 9e999)) STRICT;
 CREATE INDEX IF NOT EXISTS parts_by_time ON parts (time, model, status, verdict);
 CREATE INDEX IF NOT EXISTS parts_by_verdict ON parts (verdict, id);
 CREATE INDEX IF NOT EXISTS parts_by_image ON parts (sha256, id);
@@ -11,6 +15,7 @@ CREATE INDEX IF NOT EXISTS parts_by_version ON parts (model_id, id);
 CREATE TABLE IF NOT EXISTS pictures (
     part INTEGER PRIMARY KEY REFERENCES parts (id), asked INTEGER NOT NULL, bytes INTEGER NOT NULL,
     file BLOB NOT NULL, heatmap BLOB) STRICT;
+CREATE INDEX IF NOT EXISTS pictures_by_age ON pictures (asked, part, bytes);
 CREATE TABLE IF NOT EXISTS feedback (
     id INTEGER PRIMARY KEY AUTOINCREMENT, part INTEGER REFERENCES parts (id),
     sha256 TEXT NOT NULL, who TEXT NOT NULL, verdict TEXT NOT NULL, defect_type TEXT NOT NULL,
