@@ -110,17 +110,13 @@ def test_nothing_behind_the_last_wanted_layer_runs() -> None:
 
 
 def test_calling_the_network_itself_under_an_early_stop_is_an_error() -> None:
-    network = build(["conv", "relu", "conv"])
-    x = torch.zeros(1, 3, 4, 4)
-    reached = []
+    network, x = build(["conv", "relu", "conv"]), torch.zeros(1, 3, 4, 4)
     with capture(network, "1", stop=True) as captured:
-        with pytest.raises(LayerError, match=r"call captured\.run"):
-            network(x)
-        captured.run(x)
-        with pytest.raises(LayerError, match=r"call captured\.run"):
-            network(x)
-        reached.append(captured.pop()["1"].shape)
-    assert reached == [(1, 3, 4, 4)]
+        for _ in range(2):
+            with pytest.raises(LayerError, match=r"call captured\.run"):
+                network(x)
+            captured.run(x)
+        assert captured.pop()["1"].shape == (1, 3, 4, 4)
     assert live_hooks(network) == 0
 
 
@@ -137,26 +133,6 @@ def test_copies_of_a_hooked_network_carry_no_hooks() -> None:
             captured.pop()
 
 
-def test_no_two_outputs_share_a_name() -> None:
-    class Keys(nn.Module):
-        def forward(self, x: Tensor) -> object:
-            return {
-                "a.b": x,
-                "a": {"b": x + 1},
-                "c": {"0": x + 2, 0: x + 3},
-                "'a": x + 4,
-                "": x + 5,
-            }
-
-    network = nn.ModuleList([Keys()])
-    with capture(network, "0") as captured:
-        network[0](torch.zeros(1))
-        values = captured.pop()
-    assert {name: float(value) for name, value in values.items()} == {
-        "0:'a.b'": 0, "0:a.b": 1, "0:c.0": 2, "0:c.[0]": 3, '0:"\'a"': 4, "0:''": 5,
-    }  # fmt: skip
-
-
 def test_nested_captures_stop_where_each_one_wants() -> None:
     network = build(["conv", "relu", "conv", "norm"])
     x = torch.randn(1, 3, 4, 4)
@@ -171,23 +147,18 @@ def test_nested_captures_stop_where_each_one_wants() -> None:
     assert live_hooks(network) == 0
 
 
-def test_it_is_open_once_and_runs_only_then() -> None:
-    network = build(["conv", "relu"])
-    with capture(network, "0") as captured:
-        with pytest.raises(LayerError, match="already open"):
-            captured.__enter__()
-        assert live_hooks(network) == 1
-    with pytest.raises(LayerError, match="nothing is hooked"):
-        captured.run(torch.zeros(1))
-
-
-def test_pop_empties_so_that_stale_maps_cannot_leak() -> None:
+def test_it_is_open_once_runs_only_then_and_is_empty_once_read() -> None:
     network = build(["conv", "relu"])
     with capture(network, ["0", "1"]) as captured:
+        with pytest.raises(LayerError, match="already open"):
+            captured.__enter__()
+        assert live_hooks(network) == 2
         captured.run(torch.zeros(1, 3, 4, 4))
         assert set(captured.pop()) == {"0", "1"}
         with pytest.raises(LayerError, match="'0', '1' didn't run"):
             captured.pop()
+    with pytest.raises(LayerError, match="nothing is hooked"):
+        captured.run(torch.zeros(1))
 
 
 def test_without_clone_an_overwritten_output_is_an_error_and_others_are_not_copied() -> None:
@@ -260,21 +231,27 @@ class Pair(NamedTuple):
     second: Tensor
 
 
+def put_out(x: Tensor, kind: str) -> object:
+    return {
+        "dict": {"out": x, "aux": {"low": x + 1}, "note": "not a tensor"},
+        "keys": {"a.b": x, "a": {"b": x}, "c": {"0": x, 0: x}, "'a": x, "": x},
+        "list": [x, None, x + 2],
+        "default dict": defaultdict(list, out=x),
+        "named tuple": Pair(x, x + 3),
+        "none": None,
+    }[kind]
+
+
 class Several(nn.Module):
     def forward(self, x: Tensor, kind: str) -> object:
-        return {
-            "dict": {"out": x, "aux": {"low": x + 1}, "note": "not a tensor"},
-            "list": [x, None, x + 2],
-            "default dict": defaultdict(list, out=x),
-            "named tuple": Pair(x, x + 3),
-            "none": None,
-        }[kind]
+        return put_out(x, kind)
 
 
 def test_outputs_of_several_tensors_have_a_name_each() -> None:
     network, x = nn.ModuleList([Several()]), torch.ones(2, requires_grad=True)
     named = {
         "dict": ["0:out", "0:aux.low"],
+        "keys": ["0:'a.b'", "0:a.b", "0:c.0", "0:c.[0]", '0:"\'a"', "0:''"],
         "list": ["0:0", "0:2"],
         "default dict": ["0:out"],
         "named tuple": ["0:0", "0:1"],
@@ -285,30 +262,28 @@ def test_outputs_of_several_tensors_have_a_name_each() -> None:
                 output = network[0](x, kind=kind)
                 values = captured.pop()
             assert list(values) == names
-            assert type(output) is type(Several()(x, kind))
+            assert type(output) is type(put_out(x, kind))
             assert all(value.requires_grad == grad for value in values.values())
     with capture(network, "0"), pytest.raises(LayerError, match="'0' put out NoneType"):
         network[0](x, kind="none")
 
 
-def test_grad_needs_autograd_and_excludes_conversions() -> None:
+def test_senseless_options_are_refused() -> None:
     network = build(["conv"])
+    for options, says in (
+        *(({"grad": True, key: value}, "grad=True keeps the very tensor")
+          for key, value in (("dtype", torch.float16), ("device", "cpu"), ("clone", False))),
+        ({"keep": 0}, "keep at least"),
+        ({"dtype": "float16"}, "give one of torch's"),
+        *(({"device": device}, "is no device") for device in ("gpu", [])),
+    ):  # fmt: skip
+        with pytest.raises(LayerError, match=says):
+            capture(network, "0", **options)  # type: ignore[arg-type]
+    with pytest.raises(LayerError, match="name at least one"):
+        capture(network, [])
     refused = pytest.raises(LayerError, match="needs autograd")
     with torch.no_grad(), refused, capture(network, "0", grad=True) as captured:
         captured.run(torch.zeros(1, 3, 4, 4))
-    for options in ({"dtype": torch.float16}, {"device": "cpu"}, {"clone": False}):
-        with pytest.raises(LayerError, match="grad=True keeps the very tensor"):
-            capture(network, "0", grad=True, **options)
-
-
-def test_senseless_options_are_refused() -> None:
-    network = build(["conv"])
-    for layers, keep in (([], 1), ("0", 0)):
-        with pytest.raises(LayerError, match="at least"):
-            capture(network, layers, keep=keep)
-    for wrong in ({"dtype": "float16"}, {"device": "gpu"}, {"device": []}):
-        with pytest.raises(LayerError, match=r"is no device|give one of torch's"):
-            capture(network, "0", **wrong)  # type: ignore[arg-type]
 
 
 def test_forward_passes_of_other_threads_are_not_heard() -> None:

@@ -118,18 +118,18 @@ def test_backward_hooks_on_every_layer_of_a_network_change_nothing(name: str) ->
     assert live_hooks(network) == 0
 
 
-def test_forward_hooks_get_extra_arguments_and_replace_outputs() -> None:
-    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    x = torch.randn(4, 3)
+def test_forward_hooks_get_extra_arguments_and_replace_inputs_and_outputs() -> None:
+    network, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
 
-    def blend(module: nn.Module, inputs: Any, output: Tensor, factor: float, *, add: float) -> Any:
-        assert inputs[0] is x
-        return output * factor + add
+    def blend(module: nn.Module, inputs: Any, output: Tensor, layers: float, *, hook: float) -> Any:
+        """Extra arguments may have any name."""
+        return output * layers + hook
 
     with HookSet(network) as hooks:
-        hooks.forward("[0]", blend, 2.0, add=1.0)
+        hooks.forward("[0]", blend, 2.0, hook=1.0)
+        hooks.forward_pre("0", lambda module, inputs, by: inputs[0] + by, 1.0)
         got = network(x)
-    torch.testing.assert_close(got, network[1](network[0](x) * 2.0 + 1.0))
+    torch.testing.assert_close(got, network[1](network[0](x + 1) * 2.0 + 1.0))
 
 
 class Scaled(nn.Module):
@@ -153,14 +153,6 @@ def test_hooks_with_kwargs_see_and_replace_keyword_arguments() -> None:
         assert network["scaled"](torch.ones(1), scale=3.0).item() == 5.0
     assert seen == [({"scale": 5.0}, "note")]
     assert network["scaled"](torch.ones(1), scale=3.0).item() == 3.0
-
-
-def test_forward_pre_hooks_replace_inputs() -> None:
-    network = nn.Sequential(nn.Linear(3, 3))
-    x = torch.randn(4, 3)
-    with HookSet(network) as hooks:
-        hooks.forward_pre("0", lambda module, inputs, by: inputs[0] + by, 1.0)
-        torch.testing.assert_close(network(x), network[0].forward(x + 1))
 
 
 def test_backward_hooks_clip_and_scale_what_flows_on() -> None:
@@ -490,14 +482,6 @@ def test_an_output_whose_tensors_are_hidden_is_refused() -> None:
             network[0](torch.ones(1, requires_grad=True))
     with capture(network, "0"), pytest.raises(LayerError, match=f"'0' {said}"):
         network[0](torch.ones(1))
-
-
-def test_extra_arguments_may_have_any_name() -> None:
-    network = nn.Linear(2, 2)
-    with HookSet(network) as hooks:
-        hooks.forward("", lambda module, inputs, output, layers, hook: output * layers * hook,
-                      layers=0, hook=1)  # fmt: skip
-        assert not network(torch.ones(1, 2)).any()
 
 
 def test_accumulated_gradients_are_seen_as_a_sum() -> None:
