@@ -369,7 +369,7 @@ def picture_names(
         start = "/".join(map(short_name, (*folder, last)))
         number = numbers.get(start, 1)
         name = f"{start}.png" if number == 1 else f"{start}~{number}.png"
-        while name.casefold() in names or _is_there(name):
+        while name.casefold() in names or exists(name):
             number = numbers[start] = number + 1
             name = f"{start}~{number}.png"
         names[name.casefold()] = name
