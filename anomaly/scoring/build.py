@@ -61,7 +61,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     side: int = getattr(image, key)
     height = width = side
     if key == "area":
-        sizing = loading_of(config, max(extractor.strides), None, None, patch).sizing
+        sizing = loading_of(config, extractor, None, None).sizing
         # Whatever squares it divides its maps into, one of two neighbouring multiples won't fit.
         height = max(1, round(side / sizing.multiple)) * sizing.multiple
         width = height if image.tile else height + sizing.multiple
@@ -187,23 +187,21 @@ def decoding_of(image: ImageConfig) -> Decoding:
 
 def loading_of(
     config: Config,
-    coarsest_stride: int,
+    extractor: FeatureExtractor,
     region: Region | None,
     aspect: float | None,
-    patch: int | None = None,
     reference: Reference | None = None,
 ) -> Preprocessing:
     """How a config turns files into network inputs.
 
     Args:
         config: all settings.
-        coarsest_stride: the largest of the hooked layers'.
+        extractor: the network, whose strides and patches images have to fit.
         region: what of each image counts; None for all of it.
         aspect: H/W that images have to have; None for any.
-        patch: side of the patches that the network cuts images into; None for any size.
         reference: says where the part lies in each image; None for `image.align: none`.
     """
-    multiple = max(coarsest_stride, _LEAST_MULTIPLE)
+    multiple, patch = max(*extractor.strides, _LEAST_MULTIPLE), extractor.patch
     if patch and multiple % patch:
         multiple = patch
     image = config.image

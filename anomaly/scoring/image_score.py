@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -119,41 +120,16 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
     levels = np.sort(counted[counted > -np.inf])[::-1]
     if not len(levels):
         return 0
-    area = min(area, int(_sizes(counted > -np.inf)[1].max()))
-    # So many pixels are needed at least. Regions are few at high levels, where looking costs least.
-    low = high = area - 1
-    while (large := _large(counted, levels[high], area)) is None:
-        low, high = high + 1, min(2 * high + 1, len(levels) - 1)
-    while low < high:
-        middle = (low + high) // 2
-        higher = _large(large, levels[middle], area)
-        if higher is None:
-            low = middle + 1
-        else:
-            high, large = middle, higher
-    return int(np.flatnonzero(counted == levels[low])[0])
+    area = min(area, _largest(counted > -np.inf))
+    # So many pixels are needed at least; a lower level's largest region is no smaller.
+    place = bisect_left(levels, area, area - 1, key=lambda level: _largest(counted >= level))
+    return int(np.flatnonzero(counted == levels[place])[0])
 
 
-def _large(values: NDArray[np.float32], level: np.float32, area: int) -> NDArray[np.float32] | None:
-    """The box around the regions of an area at a level, -inf elsewhere; None where there is none.
-
-    Above the level, nothing else can hold a region of that area.
-    """
-    labels, sizes = _sizes(values >= level)
-    if not (large := sizes >= area).any():
-        return None
-    mask = large[labels]
-    left, top, width, height = cv2.boundingRect(mask.view(np.uint8))
-    box = np.s_[top : top + height, left : left + width]
-    return np.where(mask[box], values[box], np.float32(-np.inf))
-
-
-def _sizes(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
-    """The labels of a mask's 8-connected regions, and how many pixels each has; 0 for label 0."""
-    _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
-    sizes = np.bincount(np.asarray(labels).ravel())
-    sizes[0] = 0
-    return np.asarray(labels, np.int32), sizes
+def _largest(mask: NDArray[np.bool_]) -> int:
+    """How many pixels the largest 8-connected region of a mask has."""
+    _, _, boxes, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=8)
+    return int(boxes[1:, cv2.CC_STAT_AREA].max(initial=0))
 
 
 def area_on_map(area: float, layout: View) -> int:

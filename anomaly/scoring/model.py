@@ -84,15 +84,7 @@ class ImageStages:
     @cached_property
     def loading(self) -> Preprocessing:
         """Preprocessing that makes network inputs of files."""
-        network = self.extractor
-        return loading_of(
-            self.config,
-            max(network.strides),
-            self.region,
-            self.aspect,
-            network.patch,
-            self.reference,
-        )
+        return loading_of(self.config, self.extractor, self.region, self.aspect, self.reference)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

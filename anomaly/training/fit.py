@@ -73,9 +73,8 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
     sizes = _image_sizes(samples) if config.one_aspect or smallest else []
     # Where the model needs one for all, that of most images.
     aspect = median(h / w for h, w in sizes) if config.one_aspect and sizes else None
-    stride, patch = max(extractor.strides), extractor.patch
     reference = reference_of(config, samples)
-    loading = loading_of(config, stride, region, aspect, patch, reference)
+    loading = loading_of(config, extractor, region, aspect, reference)
     precision: str = config.precision
     if precision == "auto":
         trial = _trial_images(samples, loading)

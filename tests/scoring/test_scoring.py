@@ -55,5 +55,6 @@ def test_a_tile_without_a_score_leaves_the_image_without_one() -> None:
 
 def test_kept_aspects_fill_whole_patches_of_every_layer() -> None:
     for stride, size in ((16, (352, 192)), (64, (384, 192))):  # from 362 × 181
-        sizing = loading_of(parse_config({}, "a test"), stride, None, None).sizing
+        network: Any = SimpleNamespace(strides=(stride,), patch=None)
+        sizing = loading_of(parse_config({}, "a test"), network, None, None).sizing
         assert sizing.view((600, 300)).size == size  # type: ignore[union-attr]
