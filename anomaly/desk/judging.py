@@ -27,8 +27,8 @@ LEAST_DEFECTS = 6  # parts; with fewer no difference is beyond chance
 _FOLDS, _DIVISIONS = 5, 3
 _DRAWS = 2000
 # The usual level. Signs know little of what the fifths have in common: where 12 settings are alike,
-# one passes in 4 to 8 % of cases. A stricter level keeps settings that miss 6 of 35 castings' defects
-# where others catch all.
+# one passes in 4 to 8 % of cases, and its expected catch is 1 to 3 points too high. At a stricter
+# level, settings of castings stay that miss 6 of 35 defects where others catch all.
 _CHANCE = 0.05
 
 
