@@ -53,6 +53,10 @@ def _several(name: str, text: str, metavar: str = "PATH", **more: Any) -> Option
     return _value(name, text, metavar, action="extend", nargs="+", **kind)
 
 
+def _number(name: str, text: str, metavar: str, default: float | None = None) -> Option:
+    return _value(name, text, metavar, type=number, default=default)
+
+
 def _choice(name: str, choices: tuple[str, ...], text: str, **more: Any) -> Option:
     return _value(name, text, choices=choices, **more)
 
@@ -113,17 +117,15 @@ def _output(text: str, replaces: str = "an earlier run", **more: Any) -> Option:
     return add
 
 
-def _settings(text: str) -> Option:
-    return _value("--set", text, "KEY=VALUE", dest="overrides", action="append", default=[])
-
-
-def _ray(text: str) -> Option:
-    where = "on the workers of this Ray cluster (auto, HOST:PORT, ray://…), or of one that is"
-    return _value("--ray", f"{text} {where} started here (local)", "ADDRESS")
-
-
+_SET = _value(
+    "--set",
+    "override a setting, e.g. --set model.kind=padim; may be repeated",
+    "KEY=VALUE",
+    dest="overrides",
+    action="append",
+    default=[],
+)
 _CONFIG = _value("--config", "a YAML file, or a bare name looked up in configs/", required=True)
-_SET = _settings("override a setting, e.g. --set model.kind=padim; may be repeated")
 _MODEL = _path("--model", "the run's folder, or its model/ folder", required=True)
 _ANY_MODEL = _path("--model", "a run's folder, or its model/ folder")
 _NETWORK = _value("--backbone", "any torchvision classification network", "NAME")
@@ -131,6 +133,7 @@ _WEIGHTS = _value("--weights", "of --backbone: imagenet, random, or a .safetenso
 _DEVICE = _choice(
     "--device", ("auto", "cpu", "cuda"), "auto takes the GPU where there is one", default="auto"
 )
+_RAY = _value("--ray", "compute on this Ray cluster (auto, HOST:PORT, ray://…, local)", "ADDRESS")
 _WRITTEN = ("heatmaps", "flagged-heatmaps", "page", "masks", "regions", "maps", "none")
 _IMAGES = "image files and folders of them"
 
@@ -142,7 +145,7 @@ COMMANDS = {
         _path("folder", "your images, or a CSV list of them"),
         _value("--format", "layout of the folder, if it isn't recognised: mvtec, folder, …"),
         _output("output folder (default: runs/<name>)", "an earlier start", required=False),
-        _settings("a setting of your own, e.g. --set name=part; may be repeated"),
+        _SET,
         _DEVICE,
         home="cli.start",
     ),
@@ -170,7 +173,7 @@ COMMANDS = {
         _SET,
         _output("the run's folder (default: runs/<name>)", required=False),
         _flag("--no-calibrate", "skip thresholds; results will have no verdicts"),
-        _ray("compute features and scores"),
+        _RAY,
         _DEVICE,
     ),
     "evaluate": _command(
@@ -178,23 +181,11 @@ COMMANDS = {
         "evaluate --model runs/part --output figures/part",
         "evaluate --model line/part --golden golden",
         _several("--model", "runs, their model/ folders, or folders of runs", required=True),
-        _output(
-            "where the reports go", "earlier reports, or the record of --golden", required=False
-        ),
+        _output("where the reports go", "earlier reports or golden scores", required=False),
         _several("--good", "good images to test with, instead of the data set's", "FOLDER"),
         _several("--defects", "defects to test with; subfolders name their types", "FOLDER"),
-        _path(
-            "--golden",
-            "instead, name the parts in here whose score or verdict isn't as recorded",
-            "FOLDER",
-        ),
-        _value(
-            "--tolerance",
-            "of --golden: largest change of a score (0.01, which is 1 %%)",
-            "SHARE",
-            type=number,
-            default=0.01,
-        ),
+        _path("--golden", "instead, compare these parts with their recorded scores", "FOLDER"),
+        _number("--tolerance", "of --golden: largest change of a score (1%%)", "SHARE", 0.01),
         _DEVICE,
     ),
     "calibrate": _command(
@@ -204,12 +195,12 @@ COMMANDS = {
         _MODEL,
         _several("--good", "good images that it hasn't learned from (default: stored scores)"),
         _several("--production", "production images that nobody has sorted"),
-        _value("--at-most-defective", "of --production, e.g. 5%%", "SHARE", type=number),
+        _number("--at-most-defective", "of --production, e.g. 5%%", "SHARE"),
         _several("--defects", "images of defects: counts those caught; none counts as good"),
-        _value("--false-reject-rate", "good parts that may be rejected", "R", type=number),
-        _value("--review-rate", "good parts that may not be called good", "R", type=number),
-        _value("--threshold", "reject above this image score", "X", type=number),
-        _value("--review-threshold", "review above this (default: X)", "Y", type=number),
+        _number("--false-reject-rate", "good parts that may be rejected", "R"),
+        _number("--review-rate", "good parts that may not be called good", "R"),
+        _number("--threshold", "reject above this image score", "X"),
+        _number("--review-threshold", "review above this (default: X)", "Y"),
         _flag("--undo", "bring the previous thresholds back", "store_const", const=True),
         _flag("--yes", "save even if known defects would pass, or the threshold rises too far"),
         home="cli.change",
@@ -222,11 +213,7 @@ COMMANDS = {
         _SET,
         _several("--defects", "known defects (default: those of the test split)", "FOLDER"),
         _value("--budget", "time limit: 90s, 10m (default), 1h", type=_duration, default="10m"),
-        _output(
-            "the config to write (default: <config>_tuned.yaml)",
-            "an earlier file",
-            required=False,
-        ),
+        _output("the config to write (<config>_tuned.yaml)", "an earlier file", required=False),
         _DEVICE,
         home="cli.change",
     ),
@@ -236,11 +223,7 @@ COMMANDS = {
         "update --model runs/part --feedback line.sqlite --output runs/part_2",
         _MODEL,
         _several("--good", "images that a person has confirmed as good"),
-        _path(
-            "--feedback",
-            "the record of serve: judged parts are learned, and kept in judged/",
-            "FILE",
-        ),
+        _path("--feedback", "the record of serve: also learns parts that were judged", "FILE"),
         _several("--defects", "images of defects: the update may lose none that is caught now"),
         _output("the new run's folder; the old one isn't changed"),
         _flag("--include-suspects", "also learn images that look unlike all others"),
@@ -260,7 +243,7 @@ COMMANDS = {
             _flag("--resume", "continue an interrupted run there"),
             required=False,
         ),
-        _ray("compute scores"),
+        _RAY,
         _several(
             "--write",
             "any of heatmaps, flagged-heatmaps (of images not called good), page (results.html), "
@@ -279,11 +262,7 @@ COMMANDS = {
         _path("image", "one image file", "IMAGE"),
         _output("for the page and the pictures (default: explained/IMAGE)", required=False),
         _several("--good", "folders of the training images, if these moved", "FOLDER"),
-        _flag(
-            "--keep",
-            "this missed defect becomes a golden part; once it is caught, calibrate, "
-            "update and deploy refuse to lose it",
-        ),
+        _flag("--keep", "make this missed defect a golden part, which no later model may lose"),
     ),
     "export": _command(
         "write a trained model for ONNX Runtime or OpenVINO",
@@ -312,20 +291,8 @@ COMMANDS = {
         _path("--token-file", "holds the token that requests need (or $ANOMALY_TOKEN)", "FILE"),
         _value("--webhook", "also post every row there (or $ANOMALY_WEBHOOK)", "URL"),
         _value("--mqtt", "also publish at mqtt://HOST:PORT/TOPIC (or $ANOMALY_MQTT)", "URL"),
-        _value(
-            "--keep-good",
-            "share of good parts whose picture is kept; flagged parts' always are (0.02)",
-            "SHARE",
-            type=number,
-            default=0.02,
-        ),
-        _value(
-            "--keep-pictures",
-            "space for pictures; then the oldest are deleted, good parts first (2000)",
-            "MB",
-            type=int,
-            default=2000,
-        ),
+        _number("--keep-good", "share of good parts whose pictures are kept (2%%)", "SHARE", 0.02),
+        _number("--keep-pictures", "space for pictures, good parts' go first (2000)", "MB", 2000),
         _DEVICE,
         home="line.commands",
     ),
