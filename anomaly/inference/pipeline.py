@@ -397,8 +397,8 @@ class Run:
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
         for batch in batches:
-            drawing = wait(_pictures(batch), end - time.monotonic() if self.stopped() else None)
-            if drawing.not_done:
+            left = end - time.monotonic() if self.stopped() else None
+            if wait([drawn.pictures for drawn in batch], left).not_done:
                 break  # a resumed run will score it again
             try:
                 if batch and batch[-1].ends_batch:
@@ -410,7 +410,6 @@ class Run:
 
     def _record(self, batch: Sequence[Drawn], inputs: Inputs) -> None:
         """Record a batch once all its pictures are written, or can't be."""
-        wait(_pictures(batch))
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:
@@ -428,10 +427,6 @@ class Run:
                 self.thumbnails.keep(heatmap, bool(result.reason), result.score, pictures.small)
         group, begun = inputs.groups.get(path, ""), inputs.begun.pop(i)
         return Finished(i, row_of(result, self.model, path, begun, heatmap, group), regions)
-
-
-def _pictures(batch: Iterable[Drawn]) -> list[Future[Pictures | UnusableImage]]:
-    return [drawn.pictures for drawn in batch]
 
 
 @contextmanager

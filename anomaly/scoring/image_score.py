@@ -128,8 +128,8 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
 
 def _largest(mask: NDArray[np.bool_]) -> int:
     """How many pixels the largest 8-connected region of a mask has."""
-    _, _, boxes, _ = cv2.connectedComponentsWithStats(mask.view(np.uint8), connectivity=8)
-    return int(boxes[1:, cv2.CC_STAT_AREA].max(initial=0))
+    _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
+    return int(np.bincount(np.asarray(labels).ravel())[1:].max(initial=0))
 
 
 def area_on_map(area: float, layout: View) -> int:

@@ -25,7 +25,7 @@ from anomaly.datasets import Sample
 from anomaly.datasets.samples import contradiction, near_copies
 from anomaly.errors import ConfigError, DataError, some
 from anomaly.imaging.alignment import Reference, grey_picture, learn
-from anomaly.imaging.geometry import Region, Sizing, patch_size
+from anomaly.imaging.geometry import patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
@@ -97,34 +97,25 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
         weights_sha256=weights_sha256,
     )
     if smallest is not None:
-        check_smallest_defect(config, sizes, loading.sizing, setup.embedder.grid, region)
+        check_smallest_defect(setup, sizes)
     return setup
 
 
-def check_smallest_defect(
-    config: Config,
-    sizes: Iterable[tuple[int, int]],
-    sizing: Sizing,
-    grid_of: Callable[[tuple[int, int]], tuple[int, int]],
-    region: Region | None,
-) -> None:
+def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]) -> None:
     """Refuse a smallest defect that is below a patch, or as large as an image.
 
     Args:
-        config: all settings, `model.smallest_defect` among them.
+        setup: of a model with `model.smallest_defect`.
         sizes: (H0, W0) of the training images.
-        sizing: gives each its view.
-        grid_of: gives (h, w) of the patches for (H, W) of a network input.
-        region: what of each image counts; None for all of it.
 
     Raises:
         ConfigError: it is; the message gives the smallest area that can be measured.
     """
-    area = smallest_area(config)
+    area, region = smallest_area(setup.config), setup.region
     for size in sorted(set(sizes)):
         try:
-            view = sizing.view(size)
-            grid = grid_of(view.size)
+            view = setup.loading.sizing.view(size)
+            grid = setup.embedder.grid(view.size)
             patches = grid[0] * grid[1] if region is None else int(region.patches(view, grid).sum())
         except DataError:
             continue  # such an image is refused, with its reason, where it is read

@@ -1,6 +1,7 @@
 """The smallest defect: its level against brute force, in every score, and what is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,13 @@ def _check(smallest: dict[str, Any], **image: Any) -> None:
         return size[0] // 8, size[1] // 8
 
     config = parse_config({"model": {"smallest_defect": smallest}, "image": image}, "a test")
-    check_smallest_defect(config, [(60, 120)], sizing, grid_of, region)
+    setup: Any = SimpleNamespace(
+        config=config,
+        region=region,
+        loading=SimpleNamespace(sizing=sizing),
+        embedder=SimpleNamespace(grid=grid_of),
+    )
+    check_smallest_defect(setup, [(60, 120)])
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
