@@ -562,22 +562,14 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a pass of its own: a list or a dict of modules has none."""
-    return type(module).forward is not nn.Module.forward
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:
     for name, child in list(module.named_children()):
         inner = f"{path}.{name}" if path else name
-        tensors = _tensors(child)
+        tensors = [*child.parameters(), *child.buffers()]
         wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
         unused = tensors and not wanted and not any(id(t) in used for t in tensors)
-        if unused and _is_called(child):  # else its members, which somebody goes through
+        # A list or a dict of modules has no pass of its own: somebody goes through its members.
+        if unused and type(child).forward is not nn.Module.forward:
             module.register_module(name, PassThrough())
         else:
             _drop_unused(child, used, keep, inner)

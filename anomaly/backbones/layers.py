@@ -258,7 +258,7 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
     for side in probes(network):
         with suppress(LayerError):
             table = layer_table(network, side)
-            found = _at_strides(table, side) or _quarters(_blocks(table))
+            found = _at_strides(table, side) or _late_blocks(table)
             if found:
                 return found[-count:]
     raise ConfigError(
@@ -269,37 +269,30 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 
 
 def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
-    """The last layers at strides 4, 8 and 16; empty unless all three lie whole strides apart."""
+    """The last layers at strides 4, 8 and 16; empty unless all three lie whole strides apart.
+
+    They are a network's parts and their parts; inside these, strides change early.
+    """
     latest: dict[int, str] = {}
-    for x in _parts(table):
-        layout = x.layout
+    for x in sorted(table, key=_FINISHED):
+        layout = x.layout if x.path and x.runs == 1 and x.path.count(".") <= 1 else None
         if layout and (layout.axes == "tokens" or layout.stride * (x.shape or ())[-2] == side):
             latest[layout.stride] = x.path
     return tuple(latest[s] for s in (4, 8, 16)) if latest.keys() >= {4, 8, 16} else ()
 
 
-def stages(table: Sequence[Layer]) -> list[str]:
-    """The last feature map of each stride from 4 up, in running order."""
-    latest = {x.stride: x for x in _parts(table) if x.stride is not None and x.stride >= 4}
-    return [layer.path for layer in sorted(latest.values(), key=_FINISHED)]
+def _late_blocks(table: Sequence[Layer]) -> tuple[str, ...]:
+    """A transformer's blocks after half, three quarters and all of it; empty for other networks.
 
-
-def _parts(table: Sequence[Layer]) -> list[Layer]:
-    """A network's parts and their parts, by when they end; inside these, strides change early."""
-    parts = [x for x in table if x.path and x.runs == 1 and x.path.count(".") <= 1]
-    return sorted(parts, key=_FINISHED)
-
-
-def _blocks(table: Sequence[Layer]) -> list[str]:
-    """The outermost layers of one kind that put out tokens (1, N, C), four at least."""
+    Blocks are the outermost layers of one kind that put out tokens (1, N, C), four at least.
+    """
     blocks: dict[tuple[int, str, str], list[str]] = {}
     for x in sorted(table, key=_FINISHED):
         if x.shape is not None and len(x.shape) == 3:
             key = x.path.count("."), x.path.rpartition(".")[0], x.kind
             blocks.setdefault(key, []).append(x.path)
     several = [key for key, layers in blocks.items() if len(layers) >= 4]
-    return blocks[min(several)] if several else []
-
-
-def _quarters(blocks: Sequence[str]) -> tuple[str, ...]:
-    return tuple(blocks[len(blocks) * q // 4 - 1] for q in (2, 3, 4)) if blocks else ()
+    if not several:
+        return ()
+    outermost = blocks[min(several)]
+    return tuple(outermost[len(outermost) * quarter // 4 - 1] for quarter in (2, 3, 4))

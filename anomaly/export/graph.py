@@ -36,7 +36,6 @@ from anomaly.scoring.image_statistics import (
     TrainingStatistics,
 )
 from anomaly.scoring.model import Model
-from anomaly.storage.load import graph_names
 
 _RESAMPLE = torch.ops.aten._upsample_bicubic2d_aa.vec
 
@@ -224,7 +223,7 @@ def write_graph(
         example, free = torch.randint(0, 256, (2, *camera, 3), dtype=torch.uint8), {0: free[0]}
     with torch.no_grad():
         module(example)  # values that are computed once aren't traced
-    described, name = module.described(), graph_names(engine, stem)[0]
+    described, name = module.described(), f"{stem}{ENGINES[engine][2]}"
     file = folder / f"{stem}.onnx"
     _trace(module, example, free, list(described), file)
     inputs, outputs = _tidied(file, described)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anomaly.backbones.engine import ENGINES, ExportedNetwork, Graph
+from anomaly.backbones.engine import ExportedNetwork, Graph
 from anomaly.config.load import parse_config, parse_yaml
 from anomaly.config.schema import Config
 from anomaly.errors import AnomalyError, ConfigError, ModelError, needs_training
@@ -237,9 +237,3 @@ def exported_stages(
         "scorer": array_scorer_of(config, read_tensors(folder / SCORER)),
         "device": CPU,
     }
-
-
-def graph_names(engine: str, stem: str) -> tuple[str, ...]:
-    """The files that an engine's graph consists of; the first is the one to load."""
-    ending = ENGINES[engine][2]
-    return (f"{stem}.xml", f"{stem}.bin") if ending == ".xml" else (f"{stem}{ending}",)
