@@ -150,7 +150,7 @@ def _split_within(inner: Path) -> str:
 
 
 def open_by_names(
-    folder: Path, answers: Mapping[Path, Label] | None = None, *, published: bool = False
+    folder: Path, labels: Mapping[Path, Label] | None = None, *, published: bool = False
 ) -> Dataset:
     """Images by the names of their folders, in these of splits (`train/good`) and without.
 
@@ -159,17 +159,15 @@ def open_by_names(
 
     Args:
         folder: its own name doesn't count.
-        answers: what folders hold whose names don't tell, relative to `folder`; those that are
-            neither good nor defective are left out.
+        labels: as `labels_in` gives them, and what somebody knows of those whose names don't tell.
         published: as in `labels_in`.
 
     Raises:
         DataError: a folder's name doesn't tell, there are no good images, or the names of files or
             texts beside them contradict their folder's.
     """
-    labels = labels_in(folder, published=published)
+    labels = labels or labels_in(folder, published=published)
     masks = sorted({mask for inner in labels for mask in _masks_in(inner)})
-    labels |= answers or {}
     if open_ := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
         raise undecided(folder, [_say_folder(inner) for inner in open_])
     files = list_images(folder)
@@ -317,16 +315,14 @@ def _own_names(
     published = {*labels_in(place, published=True).values()} if open_ else set()
     if open_ and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:
         return Recognised("mvtec", place, "good images in train, kinds of defects in test")
-    answers = _answers(place, labels, open_, ask) if ask else {}
-    good = [i for i, label in {**labels, **answers}.items() if label is Label.GOOD]
-    dataset = open_by_names(place, answers)
-    defects = (sample.path.parent for sample in dataset.test if sample.is_defect)
-    others = [path.relative_to(place).as_posix() for path in dict.fromkeys(defects)]
-    reason = f"good images in {some([i.as_posix() for i in good], most=8)}"
+    known = {**labels, **(_answers(place, labels, open_, ask) if ask else {})}
+    good = [inner for inner, label in known.items() if label is Label.GOOD]
+    others = [inner for inner, label in known.items() if label is Label.DEFECTIVE]
+    reason = f"good images in {some([*map(_say_folder, good)], most=8)}"
     if others:
-        reason += f", others in {some(others, most=8)}"
-    if answers:
-        return Recognised("csv", place, reason, listing_of(dataset))
+        reason += f", others in {some([*map(_say_folder, others)], most=8)}"
+    if open_:
+        return Recognised("csv", place, reason, listing_of(open_by_names(place, known)))
     tops = {inner.parts[0] for inner in good}
     if not others and Label.ASIDE not in labels.values() and not any(map(split_of, tops)):
         return Recognised("folder", place / tops.pop() if len(tops) == 1 else place, reason)
