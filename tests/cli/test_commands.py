@@ -1,6 +1,7 @@
 """Commands from end to end, and what is wrong told in one clear message."""
 
 import argparse
+import ast
 import json
 import os
 import shlex
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
@@ -17,6 +19,7 @@ import torch
 from conftest import REPOSITORY, Command, Says, train_arguments, write_part, write_product
 from kit import contents, table, with_data
 
+from anomaly import cli
 from anomaly.backbones.weights import search_folders
 from anomaly.cli import COMMANDS, layers
 from anomaly.errors import ModelError
@@ -303,3 +306,20 @@ def test_a_user_without_name_or_home(
     assert "~/run" in says(2, "infer", ["--model", "~/run", *arguments[2:]])
     assert all(folder.parts[0] != "~" for folder in search_folders())
     assert not Path("~").exists()
+
+
+def test_every_command_has_its_function() -> None:
+    assert all(callable(cli._run_of(command)) for command in cli.COMMANDS)
+
+
+def test_what_the_core_asks_of_an_annex_is_there() -> None:
+    asked = []
+    for file in (REPOSITORY / "anomaly").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            function = node.func if isinstance(node, ast.Call) else None
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if name == "annex" and isinstance(node, ast.Call):
+                asked += [a.value for a in node.args if isinstance(a, ast.Constant)]
+    assert len(asked) >= 4
+    for name in asked:
+        assert find_spec(f"anomaly.{name}"), name

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,13 @@ from anomaly.runtime import (
 CPU = torch.device("cpu")
 
 
+def lanes(task: Callable[[Any], Any], items: Iterable[Any], device: torch.device) -> list[Any]:
+    return list(in_parallel(task, items, device))
+
+
+WAYS = (parallel_map, lanes)
+
+
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     """Torch's threads, which are as many afterwards."""
@@ -31,19 +39,29 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_results_in_the_order_of_the_items() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_results_in_the_order_of_the_items(way: Callable[..., list[Any]]) -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for count in (0, 1, 2, 57):
-            assert parallel_map(lambda i: i * i, range(count), CPU) == [i * i for i in range(count)]
+            assert way(lambda i: i * i, range(count), CPU) == [i * i for i in range(count)]
+    names = way(lambda _: threading.current_thread().name, range(9), torch.device("cuda"))
+    assert set(names) == {threading.current_thread().name}  # a GPU takes one after another
+    assert lanes(lambda _: torch.get_num_threads(), [0], CPU) == [2]  # one item alone has all
 
 
-def test_each_thread_computes_alone_and_the_setting_comes_back() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_each_thread_computes_alone_and_the_setting_comes_back(
+    way: Callable[..., list[Any]],
+) -> None:
     both = threading.Barrier(2, timeout=60)
-    parallel_map(lambda _: both.wait(), range(2), CPU)  # one thread alone would wait for ever
-    assert set(parallel_map(lambda _: torch.get_num_threads(), range(20), CPU)) == {1}
+    way(lambda _: both.wait(), range(2), CPU)  # one thread alone would wait for ever
+    assert set(way(lambda _: torch.get_num_threads(), range(20), CPU)) == {1}
+    assert threading.get_ident() not in way(lambda _: threading.get_ident(), range(20), CPU)
     with ThreadPoolExecutor(1) as later:
         assert later.submit(torch.get_num_threads).result() == 2
+    with pytest.raises(ZeroDivisionError):
+        way(lambda i: 1 // (13 - i), range(30), CPU)
 
 
 def test_a_thread_that_comes_while_others_compute_alone_has_all_threads() -> None:
@@ -56,40 +74,11 @@ def test_a_thread_that_comes_while_others_compute_alone_has_all_threads() -> Non
         assert torch.get_num_threads() == 1
 
 
-def test_an_error_comes_out() -> None:
-    with pytest.raises(ZeroDivisionError):
-        parallel_map(lambda i: 1 // (13 - i), range(30), CPU)
-
-
 def test_inference_mode_holds_in_all_threads() -> None:
     for inference in (True, False):
         with torch.inference_mode(inference), parallel_pool(CPU) as hand_out:
             results = hand_out(lambda i: torch.zeros(3) + i, range(20))
         assert {t.is_inference() for t in results} == {inference}
-
-
-def test_a_gpu_takes_one_piece_after_another() -> None:
-    names = parallel_map(lambda _: threading.current_thread().name, range(9), torch.device("cuda"))
-    assert set(names) == {threading.current_thread().name}
-
-
-def test_lanes_give_results_in_order_from_threads_that_compute_alone() -> None:
-    seen = set()
-
-    def task(i: int) -> tuple[int, int]:
-        time.sleep(0.002 * (i % 3))
-        seen.add(threading.get_ident())
-        return i, torch.get_num_threads()
-
-    results = list(in_parallel(task, iter(range(20)), CPU))
-    assert results == [(i, 1) for i in range(20)]
-    assert len(seen) == 2
-    assert threading.get_ident() not in seen
-
-
-def test_a_single_item_in_lanes_gets_all_threads() -> None:
-    assert list(in_parallel(lambda _: torch.get_num_threads(), [0], CPU)) == [2]
-    assert list(in_parallel(lambda x: x, [], CPU)) == []
 
 
 def test_no_further_ahead_than_there_are_lanes() -> None:
