@@ -21,7 +21,8 @@ from anomaly.config.schema import Config
 from anomaly.datasets import Dataset, Sample, check_inputs
 from anomaly.datasets.inputs import find_inputs
 from anomaly.datasets.samples import strays
-from anomaly.desk.calibrate import Asked, recalibrated
+from anomaly.desk.calibrate import Asked, recalibrate
+from anomaly.desk.change import samples_of
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
@@ -203,7 +204,10 @@ class Detector:
             ImageError: an array can't be used as an image.
         """
         asked = Asked(reject_rate, review_rate, threshold, review_threshold)
-        return Detector(recalibrated(self.model, good_images, asked, force=force))
+        asked.check(good=good_images is not None, production=False)
+        decoding = self.model.loading.decoding
+        good = [] if good_images is None else samples_of(good_images, decoding)
+        return Detector(recalibrate(self.model, asked, good=good).agreed(force=force))
 
     def update(
         self,
@@ -231,17 +235,13 @@ class Detector:
             ImageError: an array can't be used as an image.
         """
         with _extra_train("Detector.update"):
-            from anomaly.desk.update import updated
+            from anomaly.desk.update import update
 
-        return Detector(
-            updated(
-                self.model,
-                good_images,
-                defects=defects,
-                include_suspects=include_suspects,
-                force=force,
-            )
-        )
+        decoding = self.model.loading.decoding
+        good = samples_of(good_images, decoding)
+        bad = [] if defects is None else samples_of(defects, decoding, "defects")
+        made = update(self.model, good, defects=bad, include_suspects=include_suspects)
+        return Detector(made.agreed(force=force))
 
     def explain(
         self,

@@ -33,11 +33,9 @@ from anomaly.desk.change import (
     fresh,
     known_parts,
     price,
-    samples_of,
 )
 from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.splits import content_hash, recorded
-from anomaly.imaging.arrays import ImageLike
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
 from anomaly.storage.folder import HISTORY
@@ -255,15 +253,6 @@ def _doubt(before: Thresholds | None, new: Thresholds) -> str:
     if moved and moved.caution and not moved.is_doubtful:
         log.warning(moved.caution)
     return moved.caution if moved and moved.is_doubtful else ""
-
-
-def recalibrated(
-    detector: Model, good: str | Path | Iterable[ImageLike] | None, asked: Asked, *, force: bool
-) -> Model:
-    """A detector with other thresholds; see `Detector.calibrate`."""
-    asked.check(good=good is not None, production=False)
-    images = [] if good is None else samples_of(good, detector.loading.decoding)
-    return recalibrate(detector, asked, good=images).agreed(force=force)
 
 
 def _good_scores(scored: Sequence[Scored]) -> GoodScores:

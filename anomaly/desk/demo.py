@@ -1,25 +1,427 @@
-"""The sample set's photographs: the camera over the plate, masks of defects, and the files."""
+"""The demo's product: a brushed steel plate with a slot and four socket screws, on a rubber mat.
+
+The plate and its defects are drawn as a scene, which a camera photographs; a mask shows what of a
+defect can be seen. Nothing of it is a photograph.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from anomaly.desk import plate
-from anomaly.desk.plate import Field, grid, white
 from anomaly.errors import ConfigError, OutputError
 from anomaly.files.writing import write
 from anomaly.runtime import cores
 from anomaly.storage.folder import appearing
+
+Field = NDArray[np.floating[Any]]
+"""float32 throughout: numpy's stubs lose sight of that in a product with a Python float."""
+
+
+@lru_cache(maxsize=2)
+def grid(side: int) -> tuple[Field, Field]:
+    """The x and y of every pixel's centre, (S, S) each, in shares of the side from the middle."""
+    axis = ((np.arange(side) + 0.5) / side - 0.5).astype(np.float32)
+    x, y = np.meshgrid(axis, axis)
+    # One grid serves every image.
+    x.setflags(write=False)
+    y.setflags(write=False)
+    return x, y
+
+
+def white(rng: Generator, shape: tuple[int, ...]) -> Field:
+    """Independent noise, mean 0 and standard deviation 1, to be blurred.
+
+    Uniform, not normal: after any blur nobody can tell, and it costs a tenth of the time.
+    """
+    byte = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape)
+    return (byte - np.float32(127.5)) / np.float32(73.9)
+
+
+# Lengths are shares of the scene's side.
+HALF_WIDTH, HALF_HEIGHT, _CORNER = 0.395, 0.345, 0.036
+SLOT_LENGTH, SLOT_RADIUS = 0.113, 0.0247
+SCREW_AT = (0.324, 0.270)
+SCREW_RADIUS = 0.035
+_CHAMFER = 0.0056
+
+_STEEL = np.array([0.600, 0.595, 0.585], np.float32)
+_RUBBER = np.array([0.95, 1.00, 1.06], np.float32)
+_SCREW_STEEL = np.array([0.98, 1.00, 1.02], np.float32)
+_BRIGHT_SIDE = 0.75 * np.pi
+"""The direction in which a countersink is brightest: down and to the left, in radians."""
+
+_COARSE = 4
+"""Clouds are drawn on every fourth pixel, which is fine enough for anything smooth."""
+
+
+@dataclass(frozen=True)
+class Screw:
+    """A countersunk socket screw, or its empty hole.
+
+    Attributes:
+        x, y: centre.
+        turn: angle of the hexagon, in radians.
+        glint: direction of the highlight on the turned head, in radians.
+        tone: brightness of the head against its fellows.
+        wear: 0 sound, 1 stripped.
+        missing: there is only the hole.
+    """
+
+    x: float
+    y: float
+    turn: float
+    glint: float
+    tone: float
+    wear: float = 0.0
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Plate:
+    """Everything that the light falls on.
+
+    Attributes:
+        outline: (S, S) signed distance to the plate's edges, negative on the metal.
+        relief: (S, S) height of the surface, in scene pixels.
+        brush: (S, S) brushing, mean 0 and standard deviation 1.
+        gloss: (S, S) factor on the reflected light.
+        film: (3, 1, 1) or (3, S, S) factor on its colour, linear RGB.
+        mat: (S, S) brightness of the rubber mat.
+        screws: the four screws.
+        lamp: x, y and strength of the soft box's reflection.
+    """
+
+    outline: Field
+    relief: Field
+    brush: Field
+    gloss: Field
+    film: Field
+    mat: Field
+    screws: tuple[Screw, ...]
+    lamp: tuple[float, float, float]
+
+    @property
+    def side(self) -> int:
+        """The side S of the plate, in scene pixels."""
+        return int(self.outline.shape[0])
+
+
+def draw(rng: Generator, side: int) -> Plate:
+    """A good plate in a scene of `side` pixels."""
+    brush = (
+        0.62 * streaks(rng, side, side // 8)
+        + 0.62 * streaks(rng, side, side // 2, 0.7)
+        + 0.48 * streaks(rng, side, side, 3.0)
+    )
+    grit = cv2.GaussianBlur(white(rng, (side, side)), (0, 0), 1.6) * 0.020
+    mat = np.maximum(0.030 + grit + 0.0012 * clouds(rng, side, side / 9, 2), 0.004)
+    return Plate(
+        outline=_outline(side),
+        relief=clouds(rng, side, side / 2) * (side * 0.0006),
+        brush=brush,
+        gloss=1 + 0.012 * clouds(rng, side, side / 3, 3),
+        film=np.exp(rng.uniform(-0.015, 0.015, (3, 1, 1))).astype(np.float32),
+        mat=mat,
+        screws=tuple(_screw(rng, x, y) for y in (-1, 1) for x in (-1, 1)),
+        lamp=(rng.uniform(-0.18, -0.02), rng.uniform(-0.35, -0.15), rng.uniform(0.95, 1.05)),
+    )
+
+
+@lru_cache(maxsize=2)
+def _outline(side: int) -> Field:
+    """Signed distance to the plate's outer edge and to its slot, negative on the metal."""
+    x, y = grid(side)
+    body = _rounded_box(x, y, (HALF_WIDTH, HALF_HEIGHT), _CORNER)
+    slot = _rounded_box(x, y, (SLOT_LENGTH, SLOT_RADIUS), SLOT_RADIUS)
+    outline = np.maximum(body, -slot)
+    outline.setflags(write=False)
+    return outline
+
+
+def _rounded_box(x: Field, y: Field, half: tuple[float, float], corner: float) -> Field:
+    """Signed distance to a rectangle with rounded corners, negative inside."""
+    dx = np.abs(x) - (half[0] - corner)
+    dy = np.abs(y) - (half[1] - corner)
+    outside = distance(np.maximum(dx, 0), np.maximum(dy, 0))
+    return outside + np.minimum(np.maximum(dx, dy), 0) - corner
+
+
+def _screw(rng: Generator, column: int, row: int) -> Screw:
+    """A sound screw in one of the four corners, -1 or 1 each way."""
+    return Screw(
+        x=column * SCREW_AT[0] + rng.uniform(-0.001, 0.001),
+        y=row * SCREW_AT[1] + rng.uniform(-0.001, 0.001),
+        turn=rng.uniform(0, np.pi / 3),
+        glint=rng.uniform(0.2, 0.8),
+        tone=rng.uniform(0.92, 1.08),
+    )
+
+
+def shade(plate: Plate) -> Field:
+    """Linear light (S, S, 3), RGB, that the plate sends to the camera."""
+    x, y = grid(plate.side)
+    rim = smoothstep(-_CHAMFER, 0, plate.outline)
+    relief = plate.relief - rim * (_CHAMFER * plate.side * 0.55)
+    # A mirror's reflection moves by twice its slope; brushed metal answers a little less.
+    u = 0.9 * x + cv2.Sobel(relief, cv2.CV_32F, 1, 0, scale=1.6 / 8)
+    v = 0.9 * y + cv2.Sobel(relief, cv2.CV_32F, 0, 1, scale=1.6 / 8)
+    metal = _sky(u, v, plate.lamp) * plate.gloss
+    metal *= 1 + plate.brush * (0.055 * (1 - rim))
+    cover = smoothstep(1 / plate.side, -1 / plate.side, plate.outline)
+    mat = _shadowed(plate, cover) * (1 - cover)
+    metal *= cover
+    colours = zip(plate.film, _STEEL, _RUBBER, strict=True)
+    planes = [metal * film * steel + mat * rubber for film, steel, rubber in colours]
+    radiance = np.asarray(cv2.merge(planes), np.float32)
+    for screw in plate.screws:
+        _paint(radiance, screw)
+    return radiance
+
+
+def _shadowed(plate: Plate, cover: Field) -> Field:
+    """The mat around the plate, darker on the side away from the lamp."""
+    x, y = grid(plate.side)
+    # A quarter of the pixels is plenty for something this soft.
+    small = cv2.resize(cover, None, fx=0.25, fy=0.25, interpolation=cv2.INTER_AREA)
+    small = cv2.GaussianBlur(small, (0, 0), plate.side * 0.003)
+    small = np.roll(small, (round(plate.side * 0.0015), round(plate.side * 0.002)), (0, 1))
+    shadow = cv2.resize(small, cover.shape[::-1])
+    return plate.mat * (1 - 0.8 * shadow) * (1 - 0.5 * x - 0.4 * y)
+
+
+def _sky(u: Field, v: Field, lamp: tuple[float, float, float]) -> Field:
+    """Light that a mirror facing (u, v) sends to the camera: soft box, window, dim room.
+
+    Brushing along x scatters light along y: the soft box is seen drawn out in v.
+    """
+    x, y, strength = lamp
+    box = ((u - x) / 0.5) ** 2 + ((v - y) / 1.6) ** 2
+    window = ((u + 1.5) / 0.7) ** 2 + (v + 1.3) ** 2
+    light = (0.85 * strength) * cv2.exp(-box) + 0.9 * cv2.exp(-window)
+    return np.asarray(light + 0.28, np.float32)
+
+
+def _paint(radiance: Field, screw: Screw) -> None:
+    """Paint one screw in its countersink over the shaded plate."""
+    side = radiance.shape[0]
+    reach = int(SCREW_RADIUS * 1.25 * side) + 2
+    column, row = (int((c + 0.5) * side) for c in (screw.x, screw.y))
+    window = (slice(row - reach, row + reach), slice(column - reach, column + reach))
+    dx, dy = (axis[window] - c for axis, c in zip(grid(side), (screw.x, screw.y), strict=True))
+    r = distance(dx, dy) * (1 / SCREW_RADIUS)
+    angle = np.arctan2(dy, dx)
+    soft = 1 / (SCREW_RADIUS * side)
+    patch = radiance[window]
+    # Countersink: a cone that faces the lamp on one side and the dark room on the other.
+    cone = 0.30 + 0.34 * np.cos(angle - _BRIGHT_SIDE) + 0.12 * np.cos(2 * angle)
+    sink = smoothstep(1.12 + soft, 1.12 - soft, r)[..., None]
+    patch += (np.maximum(cone, 0.04)[..., None] - patch) * sink
+    face = _empty_hole(r, angle) if screw.missing else _screw_head(screw, r, angle)
+    head = smoothstep(1 + soft, 1 - soft, r)[..., None]
+    patch += (face[..., None] * _SCREW_STEEL - patch) * head
+
+
+def _screw_head(screw: Screw, r: Field, angle: Field) -> Field:
+    """Brightness of a turned head with its hexagon socket; r in head radii."""
+    wedge = np.abs(np.cos(angle - screw.glint)) ** 6
+    rings = 1 + 0.05 * np.sin(r * 46) + 0.03 * np.sin(r * 71 + 1)
+    face = (0.20 + 0.42 * wedge) * rings * screw.tone
+    face *= 0.25 + 0.75 * smoothstep(1.0, 0.88, r)
+    sector = np.mod(angle - screw.turn, np.pi / 3) - np.pi / 6
+    hexagon = r * np.cos(sector)
+    # A stripped socket is worn towards a circle, with a torn, shiny edge.
+    ragged = 0.10 * np.sin(5 * angle + 7 * screw.turn) + 0.04 * np.sin(11 * angle)
+    hexagon += screw.wear * (r * (0.88 + ragged) - hexagon)
+    edge = 0.46 + 0.20 * screw.wear
+    socket = smoothstep(edge + 0.03, edge - 0.03, hexagon)
+    lip = np.exp(-(((hexagon - edge - 0.06) / 0.05) ** 2))
+    face += lip * (0.10 + 0.8 * screw.wear * (0.5 + 0.5 * np.sin(3 * angle + 9 * screw.turn)))
+    wall = 0.02 + 0.08 * smoothstep(0.2, edge, hexagon) * (1 + np.cos(angle - 2.4))
+    return np.asarray(face + (wall - face) * socket, np.float32)
+
+
+def _empty_hole(r: Field, angle: Field) -> Field:
+    """Brightness of a countersunk hole without its screw; r in head radii."""
+    cone = np.maximum(0.16 + 0.22 * np.cos(angle - _BRIGHT_SIDE) + 0.05 * np.sin(r * 40), 0.05)
+    wall = 0.015 + 0.05 * smoothstep(0.3, 0.55, r) * (1 + np.cos(angle - _BRIGHT_SIDE + np.pi))
+    bore = smoothstep(0.58, 0.54, r)
+    return np.asarray(cone + (wall - cone) * bore, np.float32)
+
+
+_LIMESCALE = np.array([0.50, 0.60, 0.70])
+_RUST = np.array([0.35, 0.62, 0.95])
+
+
+def scratch(plate: Plate, severity: float, rng: Generator) -> Plate:
+    """A groove across the brushing, with a shining burr along its upper side."""
+    thickness = max(1, round(plate.side / 845 * (1.7 + 1.7 * severity)))
+    groove = _groove(rng, plate.side, (0.15 + 0.17 * severity) * rng.uniform(0.8, 1.2), thickness)
+    offset = -round(thickness * 0.8)
+    burr = np.roll(groove, (offset, offset - 1), (0, 1))
+    depth = 0.52 + 0.48 * severity
+    marks = (1 + 0.9 * depth * burr) * (1 - 0.6 * depth * groove)
+    return replace(plate, gloss=plate.gloss * marks)
+
+
+def _groove(rng: Generator, side: int, length: float, thickness: int) -> Field:
+    """(S, S) depth, 0 to 1, of a slightly bent, trembling line that fades at its ends."""
+    steps = np.linspace(-0.5, 0.5, 60)
+    heading = rng.uniform(0.35, np.pi - 0.35) + rng.normal(0, 0.35) * steps
+    heading += np.cumsum(rng.normal(0, 0.01, steps.size))
+    stride = np.column_stack([np.cos(heading), np.sin(heading)]) * length / steps.size
+    path = np.cumsum(stride, axis=0)
+    path += np.array(_bare_metal(rng, 0.03)) - path.mean(axis=0)
+    points = np.round((path + 0.5) * side * 16).astype(np.int32).tolist()
+    fade = np.sqrt(np.maximum(np.cos(np.pi * steps), 0))
+    pressure = fade * (0.75 + 0.25 * np.sin(9 * steps + rng.uniform(0, 6)))
+    line = np.zeros((side, side), np.float32)
+    for start, end, depth in zip(points[:-1], points[1:], pressure[:-1].tolist(), strict=True):
+        cv2.line(line, start, end, depth, thickness, cv2.LINE_8, shift=4)
+    return np.asarray(cv2.GaussianBlur(line, (0, 0), 0.8), np.float32)
+
+
+def dent(plate: Plate, severity: float, rng: Generator) -> Plate:
+    """A shallow blow: the hollow mirrors another part of the room."""
+    x, y = grid(plate.side)
+    radius = (0.019 + 0.021 * severity) * rng.uniform(0.9, 1.15)
+    x0, y0 = _bare_metal(rng, radius * 1.6)
+    turn, squeeze = rng.uniform(0, np.pi), rng.uniform(0.75, 1)
+    sin, cos = float(np.sin(turn)), float(np.cos(turn))
+    dx, dy = x - x0, y - y0
+    r = distance(dx * cos + dy * sin, (dy * cos - dx * sin) / squeeze) / radius
+    hollow = cv2.exp(-cv2.pow(r, 2.6)) - 0.18 * cv2.exp(-(((r - 1.25) / 0.3) ** 2))
+    depth = radius * plate.side * (0.12 + 0.33 * severity)
+    return replace(plate, relief=plate.relief - depth * hollow)
+
+
+def stain(plate: Plate, severity: float, rng: Generator) -> Plate:
+    """A dried drop: a tinted film with a darker, irregular rim."""
+    x, y = grid(plate.side)
+    radius = (0.034 + 0.039 * severity) * rng.uniform(0.85, 1.15)
+    x0, y0 = _bare_metal(rng, radius)
+    wobble = clouds(rng, plate.side, radius * plate.side * 0.9, 3)
+    height = radius * rng.uniform(0.7, 1)
+    r = distance((x - x0) / radius, (y - y0) / height)
+    r += 0.13 * wobble
+    body = smoothstep(1.0, 0.9, r) * (0.33 + 0.06 * wobble)
+    rim = 0.65 * cv2.exp(-(((r - 0.93) / 0.06) ** 2))
+    absorbed = (0.30 + 0.45 * severity) * np.clip(body + rim, 0, 1)
+    colour = (_LIMESCALE, _RUST)[int(rng.integers(2))].astype(np.float32)
+    return replace(plate, film=plate.film * (1 - absorbed * colour[:, None, None]))
+
+
+def edge_nick(plate: Plate, severity: float, rng: Generator) -> Plate:
+    """A bite out of the outer edge, with the metal around it pushed up."""
+    x, y = grid(plate.side)
+    radius = (0.010 + 0.022 * severity) * rng.uniform(0.9, 1.1)
+    place, far = rng.uniform(-0.75, 0.75), float(rng.choice([-1, 1]))
+    x0, y0 = (place, far) if rng.random() < 0.5 else (far, place)
+    ragged = clouds(rng, plate.side, radius * plate.side, 3) * (radius * 0.16)
+    bite = distance(x - x0 * HALF_WIDTH, y - y0 * HALF_HEIGHT) + ragged
+    bite -= radius
+    ridge = cv2.exp(-((bite / (0.35 * radius)) ** 2)) * (radius * plate.side / 10)
+    return replace(plate, outline=np.maximum(plate.outline, -bite), relief=plate.relief + ridge)
+
+
+def faulty_screw(plate: Plate, severity: float, rng: Generator) -> Plate:
+    """A missing screw, or one whose socket has been stripped."""
+    screws = list(plate.screws)
+    which = int(rng.integers(len(screws)))
+    wear = 0.7 + 0.3 * severity / 0.7
+    screws[which] = replace(screws[which], missing=severity > 0.7, wear=wear)
+    return replace(plate, screws=tuple(screws))
+
+
+def _bare_metal(rng: Generator, clearance: float) -> tuple[float, float]:
+    """A place on the plate, `clearance` away from its edge, the slot and the screws."""
+    while True:
+        x = rng.uniform(clearance - HALF_WIDTH, HALF_WIDTH - clearance)
+        y = rng.uniform(clearance - HALF_HEIGHT, HALF_HEIGHT - clearance)
+        off_slot = abs(x) > SLOT_LENGTH + clearance or abs(y) > SLOT_RADIUS + clearance
+        to_screw = np.hypot(abs(x) - SCREW_AT[0], abs(y) - SCREW_AT[1])
+        if off_slot and to_screw > 1.3 * SCREW_RADIUS + clearance:
+            return x, y
+
+
+def clouds(rng: Generator, side: int, grain: float, octaves: int = 1) -> Field:
+    """Smooth noise without a direction.
+
+    Args:
+        rng: source of randomness.
+        side: side of the square field, in pixels.
+        grain: size of the largest features, in pixels; the smallest possible is 4.
+        octaves: how many layers there are; each has half the grain and half the strength.
+
+    Returns:
+        (S, S) float32, mean about 0, standard deviation about 1.
+    """
+    coarse = -(-side // _COARSE)
+    field = np.zeros((coarse, coarse), np.float32)
+    for octave in range(octaves):
+        cell = max(round(grain / 2**octave / _COARSE), 1)
+        points = -(-coarse // cell) + 4
+        lattice = rng.standard_normal((points, points), np.float32)
+        wide = cv2.resize(lattice, None, fx=cell, fy=cell, interpolation=cv2.INTER_CUBIC)
+        # A random start keeps the lattice from lining up with the frame in every image.
+        row, column = rng.integers(cell, 2 * cell, 2)
+        field += 0.5**octave * wide[row : row + coarse, column : column + coarse]
+    # Cubic interpolation of white noise leaves 0.72 of its standard deviation.
+    field *= 1 / (0.72 * sum(0.25**octave for octave in range(octaves)) ** 0.5)
+    return np.asarray(cv2.resize(field, (side, side)), np.float32)
+
+
+def streaks(rng: Generator, side: int, length: int, width: float = 0) -> Field:
+    """Noise drawn out along the rows, like the marks of a brush.
+
+    Args:
+        rng: source of randomness.
+        side: side of the square field, in pixels.
+        length: how far a streak reaches, in pixels.
+        width: Gaussian σ across the streaks, in pixels; 0 leaves the rows independent.
+
+    Returns:
+        (S, S) float32, mean 0, standard deviation 1.
+    """
+    # Streaks vary slowly along their length: draw them short and pull them out.
+    cell = max(length // 4, 1)
+    points = side // cell + 8
+    short = cv2.blur(white(rng, (side, points)), (4, 1), borderType=cv2.BORDER_REFLECT)
+    if width:
+        short = cv2.GaussianBlur(short, (1, 0), sigmaX=1, sigmaY=width)
+    field = cv2.resize(short, (points * cell, side))[:, :side]
+    return np.asarray((field - field.mean()) / field.std(), np.float32)
+
+
+def smoothstep(edge0: float, edge1: float, x: Field) -> Field:
+    """A smooth ramp from 0 at `edge0` to 1 at `edge1`; either may be the larger."""
+    t: Field = np.clip((x - edge0) / (edge1 - edge0), 0, 1)
+    return t * t * (3 - 2 * t)
+
+
+def distance(x: Field, y: Field) -> Field:
+    """√(x² + y²); several times as fast as `np.hypot`, which guards against overflow."""
+    return np.asarray(np.sqrt(x * x + y * y))
+
+
+DEFECTS = {
+    "scratch": scratch,
+    "dent": dent,
+    "stain": stain,
+    "edge_nick": edge_nick,
+    "faulty_screw": faulty_screw,
+}
+
 
 _SUPERSAMPLING = 2
 _MARGIN = 1.07
@@ -168,13 +570,13 @@ def take(
     # crc32, not hash(): the same in every process.
     entropy = [0, zlib.crc32(f"brushed_plate/{split}/{kind}".encode()), index]
     of_part, of_defect, of_camera = np.random.default_rng(entropy).spawn(3)
-    part = plate.draw(of_part, scene_side(size))
+    part = draw(of_part, scene_side(size))
     camera = Camera.set_up(of_camera, size)
-    light = camera.expose(plate.shade(part))
+    light = camera.expose(shade(part))
     if kind == "good":
         return camera.develop(light, of_camera), None
-    faulty = plate.DEFECTS[kind](part, severity(index), of_defect)
-    changed = camera.expose(plate.shade(faulty))
+    faulty = DEFECTS[kind](part, severity(index), of_defect)
+    changed = camera.expose(shade(faulty))
     return camera.develop(changed, of_camera), visible_change(light, changed)
 
 
@@ -225,7 +627,7 @@ def write_sample_data(
         raise ConfigError(f"the sample data's size is {size} pixels; it must be 128 or more")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
         raise OutputError(f"{folder} exists; name another folder, or give overwrite=True")
-    kinds = tuple(plate.DEFECTS)
+    kinds = tuple(DEFECTS)
     shots = [
         *(("train", "good", i) for i in range(n_train)),
         *(("test", "good", i) for i in range(n_good)),

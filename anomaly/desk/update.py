@@ -23,11 +23,10 @@ from anomaly.calibration.thresholds import (
     thresholds_from,
 )
 from anomaly.datasets import Sample
-from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price, samples_of
+from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of
 from anomaly.files.writing import RUN, as_json, claim, clear, from_json, write
-from anomaly.imaging.arrays import ImageLike
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
@@ -98,15 +97,14 @@ def update(
         log.warning(caution)
     hashes = set(learned.hashes.values())
     scored = [one for one in score(detector, kept) if one.sha256 in hashes]
-    notes = [
-        f"suspect, not learned: {name} (score {x:.4g})" for name, x in learned.suspects.items()
-    ]
-    if notes:
-        notes.append("Check the suspects; if they are good, add --include-suspects")
+    for name, value in learned.suspects.items():
+        log.warning("suspect, not learned: %s (score %.4g)", name, value)
+    if learned.suspects:
+        log.warning("check the suspects; if they are good, add --include-suspects")
     now = _verdicts(map(after.verdict, learned.good.image))
-    notes += [
-        f"learned {counted(len(learned.good.names), 'good image')}; each scored without itself: "
-        f"{now}",
+    images = counted(len(learned.good.names), "good image")
+    notes = [
+        f"learned {images}; each scored without itself: {now}",
         f"before the update: {_verdicts(one.verdict(before) for one in scored)}",
     ]
     changes = (*detector.changes, made | {"model_before": detector.model_id})
@@ -118,25 +116,6 @@ def _verdicts(verdicts: Iterable[str]) -> str:
     """Number of images by verdict, in words."""
     counts = Counter(verdicts)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "review", "reject"))
-
-
-def updated(
-    detector: Model,
-    good: str | Path | Iterable[ImageLike],
-    *,
-    defects: str | Path | Iterable[ImageLike] | None,
-    include_suspects: bool,
-    force: bool,
-) -> Model:
-    """An updated detector; see `Detector.update`."""
-    decoding = detector.loading.decoding
-    made = update(
-        detector,
-        samples_of(good, decoding),
-        defects=[] if defects is None else samples_of(defects, decoding, "defects"),
-        include_suspects=include_suspects,
-    )
-    return made.agreed(force=force)
 
 
 def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False) -> str:

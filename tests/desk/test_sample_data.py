@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from anomaly.datasets import open_dataset
-from anomaly.desk import demo, plate
-from anomaly.desk.demo import write_sample_data
-from anomaly.desk.plate import DEFECTS, clouds, streaks
+from anomaly.desk import demo
+from anomaly.desk.demo import DEFECTS, clouds, streaks, write_sample_data
 from anomaly.errors import ConfigError, OutputError
 
 SIZE = 128
@@ -86,10 +85,10 @@ def test_mask_covers_the_change_and_nothing_else(kind: str) -> None:
     changes = []
     for seed, severity in enumerate((1.0, 0.5, 0.0)):
         # One part photographed twice with the same noise: good, and with its defect.
-        part = plate.draw(np.random.default_rng([seed, 0]), demo.scene_side(384))
+        part = demo.draw(np.random.default_rng([seed, 0]), demo.scene_side(384))
         faulty = DEFECTS[kind](part, severity, np.random.default_rng([seed, 1]))
         shot = demo.Camera.set_up(np.random.default_rng([seed, 2]), 384)
-        lights = [shot.expose(plate.shade(one)) for one in (part, faulty)]
+        lights = [shot.expose(demo.shade(one)) for one in (part, faulty)]
         good, bad = (shot.develop(x, np.random.default_rng([seed, 3])).astype(int) for x in lights)
         change, mask = np.abs(good - bad).max(axis=2), demo.visible_change(*lights)
         near = cv2.dilate(mask, np.ones((5, 5), np.uint8)) > 0
