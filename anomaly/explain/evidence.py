@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import cv2
 import numpy as np
@@ -19,20 +20,8 @@ from anomaly.datasets import Sample
 from anomaly.datasets.samples import listed
 from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images, training_names
+from anomaly.explain import saliency
 from anomaly.explain.page import Explanation
-from anomaly.explain.saliency import (
-    BACKGROUND,
-    beside,
-    feature_map_pictures,
-    fitted,
-    glowing,
-    image_gradient,
-    picture_of,
-    resized,
-    saliency_map,
-    stacked,
-    text_line,
-)
 from anomaly.hooks import capture
 from anomaly.imaging.alignment import Pose
 from anomaly.imaging.geometry import AxisView, View
@@ -46,6 +35,8 @@ from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 
+# A rectangle in an image's own pixels: top, left, bottom, right; the last two lie outside.
+Box: TypeAlias = tuple[float, float, float, float]
 MARK = (255, 64, 32)
 _FLAWS = 4  # that are shown
 _CROP = 150
@@ -116,20 +107,20 @@ def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> d
         prediction: of the image.
         worst: the image, or its worst tile.
     """
-    extractor, seen = detector.extractor, picture_of(worst)
-    maps = feature_map_pictures(
+    extractor, seen = detector.extractor, saliency.picture_of(worst)
+    maps = saliency.feature_map_pictures(
         extractor.network,
         network_input([worst], detector.normalise, detector.device)[0],
         extractor.layers,
         picture=seen,
     )
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    seen, gradient = fitted(seen), saliency_map(score_gradient(detector, worst))
-    pictures["score_gradient"] = beside(
+    seen, gradient = saliency.fitted(seen), saliency.saliency_map(score_gradient(detector, worst))
+    pictures["score_gradient"] = saliency.beside(
         [
             ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
-            (f"heatmap, score {prediction.score:.3g}", fitted(prediction.heatmap())),
-            ("pixels that move the score: |gradient|", glowing(seen, gradient)),
+            (f"heatmap, score {prediction.score:.3g}", saliency.fitted(prediction.heatmap())),
+            ("pixels that move the score: |gradient|", saliency.glowing(seen, gradient)),
         ]
     )
     return pictures
@@ -156,16 +147,6 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     return TrainingImages(hashes, [*of_dataset, *in_folders], renamed=in_folders)
 
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangle in an image's own pixels; bottom and right lie outside."""
-
-    top: float
-    left: float
-    bottom: float
-    right: float
-
-
 def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
     """The box of a patch in the original image, or in the part where the view is one of it.
 
@@ -179,7 +160,7 @@ def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
         _edges(pieces, count, index)
         for pieces, count, index in zip(view.axes, grid, (row, column), strict=True)
     )
-    return Box(top, left, bottom, right)
+    return top, left, bottom, right
 
 
 def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
@@ -193,21 +174,22 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
     Returns:
         (size, size, 3); beyond the image's border it is white.
     """
-    side = max(1, round(max(box.bottom - box.top, box.right - box.left) * _CONTEXT))
-    top = round((box.top + box.bottom - side) / 2)
-    left = round((box.left + box.right - side) / 2)
-    padded = np.pad(picture, ((side, side), (side, side), (0, 0)), constant_values=BACKGROUND)
+    first_row, first_column, end_row, end_column = box
+    side = max(1, round(max(end_row - first_row, end_column - first_column) * _CONTEXT))
+    top, left = (round((a + b - side) / 2) for a, b in zip(box[:2], box[2:], strict=True))
+    around = ((side, side), (side, side), (0, 0))
+    padded = np.pad(picture, around, constant_values=saliency.BACKGROUND)
     crop = padded[top + side : top + 2 * side, left + side : left + 2 * side]
-    result, scale = resized(crop, size, size, cv2.INTER_CUBIC), size / side
-    first = round((box.left - left) * scale) - 1, round((box.top - top) * scale) - 1
-    last = round((box.right - left) * scale), round((box.bottom - top) * scale)
+    result, scale = saliency.resized(crop, size, size, cv2.INTER_CUBIC), size / side
+    first = round((first_column - left) * scale) - 1, round((first_row - top) * scale) - 1
+    last = round((end_column - left) * scale), round((end_row - top) * scale)
     return np.asarray(cv2.rectangle(result, first, last, MARK, 1), np.uint8)
 
 
 def absent(text: str) -> RgbImage:
     """A grey tile, as large as a crop, that says word by word why there is no picture."""
     tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
-    words = stacked([text_line(word, _CROP) for word in text.split()])
+    words = saliency.stacked([saliency.text_line(word, _CROP) for word in text.split()])
     top = (_CROP - len(words)) // 2
     tile[top : top + len(words)] = np.minimum(words, tile[0])
     return tile
@@ -317,7 +299,7 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
         return scores
 
     pixels = torch.from_numpy(item.pixels).permute(2, 0, 1).to(detector.device)
-    return image_gradient(score, pixels)
+    return saliency.image_gradient(score, pixels)
 
 
 class GoodImages:
@@ -333,7 +315,7 @@ class GoodImages:
         self._names = training_names(detector.manifest)
         self._files = files
         self._looked_up: dict[str, NetworkInput | str] = {}
-        self._grids: dict[tuple[int, int], tuple[int, int]] = {}
+        self._grid_of = cache(detector.embedder.grid)
 
     def nearest(
         self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
@@ -426,10 +408,5 @@ class GoodImages:
     def _grid(self, item: NetworkInput) -> tuple[int, int]:
         """(h, w) of the patch grid, of the mosaic where there are tiles."""
         rows, columns = item.view.axes
-        size = item.view.size
-        if size not in self._grids:
-            (tile,) = next(item.tiles(1))
-            height, width = tile.pixels.shape[:2]
-            self._grids[size] = self._detector.embedder.grid((height, width))
-        height, width = self._grids[size]
+        height, width = self._grid_of((rows[0].size, columns[0].size))
         return height * len(rows), width * len(columns)

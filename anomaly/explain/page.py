@@ -15,16 +15,7 @@ from anomaly.calibration.rates import percent, rate_above
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.inference.rows import RegionRow
 from anomaly.maps.heatmap import RgbImage, display, encode_png, jpeg, thumbnail
-from anomaly.report.page import (
-    command_line,
-    figure_html,
-    image_layer,
-    picture_svg,
-    row_html,
-    table_html,
-    table_page,
-    utc_now,
-)
+from anomaly.report import page as pages
 from anomaly.runtime import __version__
 
 if TYPE_CHECKING:
@@ -89,7 +80,7 @@ class Explanation:
         prediction = self.prediction
         name = prediction.name if prediction.path is None else prediction.path.name
         title = _TITLES.get(prediction.verdict, "No verdict")
-        about = f"<bdi>{escape(prediction.name)}</bdi> · explained {utc_now()}"
+        about = f"<bdi>{escape(prediction.name)}</bdi> · explained {pages.utc_now()}"
         lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(prediction))
         content = f"""
 <section class="answer {prediction.verdict}"><h2>{title}</h2>{lines}</section>
@@ -98,7 +89,7 @@ class Explanation:
 {"".join(_compared(self))}
 <h2>What to do next</h2><ul>{"".join(map(_step, next_steps(self)))}</ul>
 <p class="soft small">{_model(self)}</p>"""
-        return table_page(f"{title}: {name}", name, about, content, "explained")
+        return pages.table_page(f"{title}: {name}", name, about, content, "explained")
 
     def facts(self) -> dict[str, Any]:
         """Everything but the pictures themselves as plain values."""
@@ -160,7 +151,7 @@ def _photograph(explanation: Explanation) -> str:
     photo = thumbnail(display(prediction.image), _PIXELS)
     scale = photo.size[0] / photo.source[0]
     font = 0.05 * max(photo.size)
-    layers = [image_layer(photo.photo)]
+    layers = [pages.image_layer(photo.photo)]
     for region in explanation.regions[:_REGIONS]:
         x, y, width, height = (
             round(side * scale, 1) for side in (region.x, region.y, region.width, region.height)
@@ -168,10 +159,10 @@ def _photograph(explanation: Explanation) -> str:
         top = y - 4 if y > font else y + height + font
         layers.append(f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>')
         layers.append(f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>')
-    shown = picture_svg("the photograph", photo.size, layers)
+    shown = pages.picture_svg("the photograph", photo.size, layers)
     count = min(len(explanation.regions), 2)
     places = ("Nothing is marked", "Framed: the marked place", "Framed: marked places, worst first")
-    return figure_html(shown, f"The photograph. {places[count]}.")
+    return pages.figure_html(shown, f"The photograph. {places[count]}.")
 
 
 def _map(prediction: Prediction) -> str:
@@ -187,9 +178,11 @@ def _map(prediction: Prediction) -> str:
     if np.isnan(prediction.anomaly_map).any():
         lines += " Darkened: where the network doesn't look."
     small = thumbnail(prediction.heatmap(), _PIXELS)
-    shown = picture_svg("the anomaly map over it", small.size, [image_layer(small.photo)])
+    shown = pages.picture_svg(
+        "the anomaly map over it", small.size, [pages.image_layer(small.photo)]
+    )
     about = "The anomaly map over it: the brighter, the less like good parts."
-    return figure_html(shown, f"{about} {lines}")
+    return pages.figure_html(shown, f"{about} {lines}")
 
 
 def _regions(regions: list[RegionRow]) -> str:
@@ -198,11 +191,12 @@ def _regions(regions: list[RegionRow]) -> str:
         return ""
     titles = ["Marked", "Width × height", "Uncertain by one patch", "Area", "Highest value"]
     rows = [
-        row_html(str(r.region), [*_sizes(r), f"{r.peak_score:.4g}"]) for r in regions[:_REGIONS]
+        pages.row_html(str(r.region), [*_sizes(r), f"{r.peak_score:.4g}"])
+        for r in regions[:_REGIONS]
     ]
     rest = len(regions) - _REGIONS
     more = f"<p>{rest} more: explanation.json has all.</p>" if rest > 0 else ""
-    return table_html(titles, rows) + more
+    return pages.table_html(titles, rows) + more
 
 
 def _sizes(region: RegionRow) -> list[str]:
@@ -240,10 +234,10 @@ def _compared(explanation: Explanation) -> Iterator[str]:
 
 
 def _crop(picture: RgbImage, caption: str) -> str:
-    layers = [image_layer(jpeg(np.ascontiguousarray(picture[..., ::-1])))]
+    layers = [pages.image_layer(jpeg(np.ascontiguousarray(picture[..., ::-1])))]
     height, width = picture.shape[:2]
-    shown = picture_svg("a patch and its surroundings", (width, height), layers)
-    return figure_html(shown, caption)
+    shown = pages.picture_svg("a patch and its surroundings", (width, height), layers)
+    return pages.figure_html(shown, caption)
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
@@ -255,17 +249,19 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
     image = str(prediction.path or "IMAGE")
     if prediction.thresholds is None:
-        command = command_line("anomaly", "calibrate", "--model", folder, "--good", "FOLDER")
+        command = pages.command_line("anomaly", "calibrate", "--model", folder, "--good", "FOLDER")
         return [("Find thresholds with good images that the model hasn't learned from:", command)]
     if prediction.reason:
         return [
             ("Look at the part. The photograph isn't like those that the model knows.", ""),
             ("Check the camera, the light and where the part lies, and take another one.", ""),
         ]
-    update = command_line("anomaly", "update", "--model", folder, "--good", "FOLDER", "--output")
+    update = pages.command_line(
+        "anomaly", "update", "--model", folder, "--good", "FOLDER", "--output"
+    )
     tune = "anomaly tune --config CONFIG --defects FOLDER"
     if prediction.verdict == "good":
-        keep = command_line("anomaly", "explain", image, "--model", folder, "--keep")
+        keep = pages.command_line("anomaly", "explain", image, "--model", folder, "--keep")
         return [
             ("Is the part good? Then there is nothing to do.", ""),
             _catching(prediction.score, prediction.thresholds, folder),
@@ -301,7 +297,7 @@ def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
         return f"{text}, which is too many.", ""
     limit, review = f"{limits.image:.5g}", f"{threshold:.5g}"
     both = ("--threshold", limit, "--review-threshold", review)
-    return f"{text}:", command_line("anomaly", "calibrate", "--model", folder, *both)
+    return f"{text}:", pages.command_line("anomaly", "calibrate", "--model", folder, *both)
 
 
 def _step(step: tuple[str, str]) -> str:

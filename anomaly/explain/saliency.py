@@ -329,21 +329,20 @@ def colored(values: NDArray[Any]) -> RgbImage:
     """Show numbers as colours: viridis, dark blue for the lowest, yellow for the highest.
 
     Args:
-        values: (H, W) floats; what isn't finite becomes grey.
+        values: (H, W) finite floats.
 
     Returns:
         (H, W, 3) RGB.
     """
-    if values.size == 0:  # OpenCV dies of a division by zero
-        return np.zeros((*values.shape, 3), np.uint8)
-    finite = np.isfinite(values)
-    known = values[finite] if finite.any() else np.zeros(1)
-    darkest, brightest = float(known.min()), float(known.max())
-    unit = (np.where(finite, values, darkest) - darkest) / max(brightest - darkest, 1e-30)
-    levels = np.rint(np.clip(unit, 0, 1) * 255).astype(np.uint8)
-    picture = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_VIRIDIS), cv2.COLOR_BGR2RGB)
-    picture[~finite] = 128
-    return np.asarray(picture, np.uint8)
+    darkest, brightest = float(values.min()), float(values.max())
+    unit = (values - darkest) / max(brightest - darkest, 1e-30)
+    return _mapped(unit, cv2.COLORMAP_VIRIDIS)
+
+
+def _mapped(unit: NDArray[Any], colours: int) -> RgbImage:
+    """Values (H, W) in [0, 1] in the colours of one of OpenCV's maps, (H, W, 3) RGB."""
+    levels = np.rint(unit * 255).astype(np.uint8)
+    return np.asarray(cv2.applyColorMap(levels, colours)[..., ::-1], np.uint8)
 
 
 def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
@@ -356,11 +355,8 @@ def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
     Returns:
         (H, W, 3).
     """
-    height, width = picture.shape[:2]
-    fitted = cv2.resize(np.asarray(values, np.float32), (width, height))
-    unit = np.clip(fitted, 0, 1)
-    levels = np.rint(unit * 255).astype(np.uint8)
-    heat = cv2.cvtColor(cv2.applyColorMap(levels, cv2.COLORMAP_INFERNO), cv2.COLOR_BGR2RGB)
+    unit = cv2.resize(np.asarray(values, np.float32), picture.shape[1::-1]).clip(0, 1)
+    heat = _mapped(unit, cv2.COLORMAP_INFERNO)
     grey = cv2.cvtColor(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
     opacity = (0.85 * np.sqrt(unit))[..., None]
     return np.asarray(np.rint(heat * opacity + grey * 0.75 * (1 - opacity)), np.uint8)
@@ -472,9 +468,7 @@ class GradientMonitor:
         patterns = [layers] if isinstance(layers, str | type) else layers
         paths = dict.fromkeys(path for pattern in patterns for path in match(model, pattern))
         own = {path: resolve(model, path)[1].parameters(recurse=False) for path in paths}
-        trainable = {
-            path: [p for p in of_layer if p.requires_grad] for path, of_layer in own.items()
-        }
+        trainable = {path: [p for p in each if p.requires_grad] for path, each in own.items()}
         self._parameters = {path: kept for path, kept in trainable.items() if kept}
         if not self._parameters:
             raise LayerError(

@@ -550,14 +550,12 @@ def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons for missing figures, one line for each reason of each category."""
     lines = []
     for e in evaluations:
-        by_reason: dict[str, list[str]] = {}
-        for key, reason in e.metrics.reasons.items():
-            by_reason.setdefault(reason, []).append(key)
-        for why, keys in by_reason.items():
-            missing = f"{', '.join(keys)} undefined"
+        for why in dict.fromkeys(e.metrics.reasons.values()):
+            missing = [key for key, reason in e.metrics.reasons.items() if reason == why]
+            text = f"{', '.join(missing)} undefined"
             if why in (NO_MASKS, NO_DEFECT_MASKS):
-                missing = "no pixel figures"
-            lines.append(f"{e.name}: {missing}: {why}")
+                text = "no pixel figures"
+            lines.append(f"{e.name}: {text}: {why}")
     return lines
 
 

@@ -165,6 +165,6 @@ def test_an_explanation_compares_equal_places(run: Path, plates: Path) -> None:
         grid = (rows[0].size // 4, columns[0].size // 4)
         patch = (down * grid[0] // SIZE[0], right * grid[1] // SIZE[1])
         box = patch_box(item.in_part().view, grid, *patch)
-        assert box.left - 1 <= right <= box.right + 1
-        assert box.top - 1 <= down <= box.bottom + 1
-        assert box.right - box.left < 12
+        assert box[1] - 1 <= right <= box[3] + 1
+        assert box[0] - 1 <= down <= box[2] + 1
+        assert box[3] - box[1] < 12

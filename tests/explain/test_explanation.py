@@ -166,13 +166,13 @@ def test_large_images_are_explained_by_their_tiles(product: Path, tmp_path: Path
         assert near[0].distance == pytest.approx(float(prediction.patch_scores[patch]), rel=1e-3)
         box = patch_box(item.view, (height, width), *patch)
         tile = tile_of(item, (height, width), patch)
-        assert tile.view.rows[0].start <= box.top < box.bottom <= tile.view.rows[0].stop
-        assert tile.view.columns[0].start <= box.left < box.right <= tile.view.columns[0].stop
+        assert tile.view.rows[0].start <= box[0] < box[2] <= tile.view.rows[0].stop
+        assert tile.view.columns[0].start <= box[1] < box[3] <= tile.view.columns[0].stop
         assert good.crop(near[0]).shape == (150, 150, 3)
     # The worst patch lies on the red square, which reaches from (30, 40) to (40, 50).
     box = patch_box(item.view, (height, width), *patches[0])
-    assert 14 < box.top < 48
-    assert 24 < box.left < 58
+    assert 14 < box[0] < 48
+    assert 24 < box[1] < 58
     assert "score_gradient" in explained(model, file).pictures
     anomaly.Detector(model).save(tmp_path / "model")
     with pytest.raises(ConfigError, match="cuts its images into tiles"):

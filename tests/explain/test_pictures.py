@@ -8,26 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anomaly.explain import saliency as pictures
-from anomaly.explain.evidence import MARK, Box, patch_box, patch_crop
+from anomaly.explain.evidence import MARK, patch_box, patch_crop
 from anomaly.imaging.geometry import AxisView, View
 
 VIEW = View((AxisView(300, 100, 10, 80),), (AxisView(200, 100, 10, 80),))
 
 
-def test_colours_run_from_dark_to_bright_and_mark_what_is_not_finite() -> None:
-    picture = pictures.colored(np.array([[0.0, 1.0, 2.0, np.nan, np.inf]]))
-    assert picture.shape == (1, 5, 3)
-    assert picture.dtype == np.uint8
-    brightness = picture.astype(int).sum(axis=2)[0]
-    assert brightness[0] < brightness[1] < brightness[2]
-    assert picture[0, 3:].tolist() == [[128] * 3] * 2
-    blue, yellow = picture[0, 0], picture[0, 2]
+def test_colours_run_from_dark_to_bright() -> None:
+    blue, green, yellow = pictures.colored(np.array([[0.0, 1.0, 2.0]]))[0].astype(int)
+    assert blue.sum() < green.sum() < yellow.sum()
     assert blue[2] > blue[0]  # RGB, not BGR
     assert yellow[0] > yellow[2]
-    for value in (0.0, 3.0, np.nan):
-        with np.errstate(all="raise"):
-            constant = pictures.colored(np.full((2, 2), value))
-        assert len(np.unique(constant.reshape(-1, 3), axis=0)) == 1
+    with np.errstate(all="raise"):
+        assert len(np.unique(pictures.colored(np.full((2, 2), 3.0)).reshape(-1, 3), axis=0)) == 1
 
 
 def test_what_is_high_glows() -> None:
@@ -66,9 +59,9 @@ def test_titles_stay_above_their_own_pictures_and_are_whole(size: tuple[int, int
 
 def test_a_patch_box_is_in_the_images_own_pixels() -> None:
     # 80 network pixels are 10 patches of 8; the crop starts at 10; 3 (2) pixels each.
-    assert patch_box(VIEW, (10, 10), 0, 0) == Box(30, 20, 54, 36)
+    assert patch_box(VIEW, (10, 10), 0, 0) == (30, 20, 54, 36)
     box = patch_box(VIEW, (10, 10), 9, 2)
-    assert (box.top, box.left, box.bottom, box.right) == pytest.approx((246, 52, 270, 68))
+    assert box == pytest.approx((246, 52, 270, 68))
 
 
 @settings(max_examples=30)
@@ -77,7 +70,7 @@ def test_a_crop_shows_the_patch_in_its_middle_with_a_frame(top: int, left: int) 
     picture = np.full((100, 120, 3), 90, np.uint8)
     picture[top : top + 10, left : left + 10] = (0, 200, 0)
     before = picture.copy()
-    box = Box(top, left, top + 10, left + 10)
+    box = (top, left, top + 10, left + 10)
     crop = patch_crop(picture, box, 140)  # 70 pixels of the picture, twice as large
     assert crop.shape == (140, 140, 3)
     assert (crop[64:76, 64:76] == (0, 200, 0)).all()
