@@ -135,7 +135,7 @@ class ArrayImage:
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
         mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"
-        return Image(pixels, full_scale, mode, "array", digest.hexdigest())
+        return Image(pixels, full_scale, mode, digest.hexdigest())
 
     def _size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(H, W) of an array's shape, unless it isn't one image's."""

@@ -514,17 +514,12 @@ def _sums(
 def _filled(points: NDArray[np.float64], rows: slice, width: int) -> Mask:
     """The pixels of some rows whose centres an odd number of a polygon's lines lies left of."""
     crossings = np.zeros((rows.stop - rows.start, width + 1), dtype=np.uint8)
-    for (x0, y0), (x1, y1) in zip(points, np.roll(points, -1, axis=0), strict=True):
-        if y0 == y1:
-            continue
-        (x0, y0), (x1, y1) = sorted(((x0, y0), (x1, y1)), key=lambda point: point[1])
-        first = max(int(np.ceil(y0 - 0.5)), rows.start)
-        last = min(int(np.ceil(y1 - 0.5)), rows.stop)
-        if first >= last:
-            continue
-        y = np.arange(first, last)
-        x = x0 + (y + 0.5 - y0) * (x1 - x0) / (y1 - y0)
+    y = np.arange(rows.start, rows.stop) + 0.5
+    for ends in zip(points, np.roll(points, -1, axis=0), strict=True):
+        (x0, y0), (x1, y1) = sorted(ends, key=lambda point: point[1])
+        crossed = np.flatnonzero((y0 <= y) & (y < y1))
+        x = x0 + (y[crossed] - y0) * (x1 - x0) / (y1 - y0 or 1.0)
         column = np.clip(np.ceil(x - 0.5), 0, width).astype(np.int64)
-        np.add.at(crossings, (y - rows.start, column), 1)
+        np.add.at(crossings, (crossed, column), 1)
     inside = np.cumsum(crossings[:, :width], axis=1, dtype=np.uint8) & 1
     return np.asarray(inside, dtype=bool)

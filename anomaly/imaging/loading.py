@@ -303,17 +303,6 @@ def by_shape(
     yield from waiting.values()
 
 
-def tile_by_tile(
-    batches: Iterable[list[NetworkInput] | UnusableImage], batch_size: int
-) -> Iterator[list[NetworkInput] | UnusableImage]:
-    """Batches with large images replaced by batches of their tiles."""
-    for batch in batches:
-        if isinstance(batch, UnusableImage) or len(batch) > 1:
-            yield batch
-        else:
-            yield from batch[0].tiles(batch_size)
-
-
 def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
     """A view of a picture (H, W, …), laid in another way.
 
@@ -324,22 +313,26 @@ def turned(picture: NDArray[_Value], turn: int) -> NDArray[_Value]:
     return np.rot90(picture[:, ::-1] if turn >= 4 else picture, turn % 4)
 
 
-def with_turned(
-    batches: Iterable[list[NetworkInput] | UnusableImage], turns: Sequence[int]
+def learned_batches(
+    batches: Iterable[list[NetworkInput] | UnusableImage], batch_size: int, turns: Sequence[int]
 ) -> Iterator[list[NetworkInput] | UnusableImage]:
-    """Each batch, and behind it a copy of it for each of the ways to turn it; refusals pass.
+    """Batches, those of large images tile by tile, and behind each its turned copies.
 
     Args:
-        batches: of images of one size, or of tiles.
-        turns: 1 to 7 each.
+        batches: of images of one size, a large one alone; refusals pass through.
+        batch_size: tiles in a batch.
+        turns: ways to turn a copy, 1 to 7 each.
     """
     for batch in batches:
-        yield batch
-        if not isinstance(batch, UnusableImage):
+        if isinstance(batch, UnusableImage):
+            yield batch
+            continue
+        for pieces in batch[0].tiles(batch_size) if len(batch) == 1 else [batch]:
+            yield pieces
             for turn in turns:
                 yield [
                     replace(item, pixels=np.ascontiguousarray(turned(item.pixels, turn)), turn=turn)
-                    for item in batch
+                    for item in pieces
                 ]
 
 

@@ -16,7 +16,6 @@ counts, so that neither a slow network folder nor a busy machine ends it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import itertools
 import os
@@ -35,7 +34,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 import cv2
 import numpy as np
@@ -65,16 +64,8 @@ _LEAST_MEGABYTES = 200  # an interpreter with its libraries takes 70
 _KEPT_BYTES = 256 * 1024**2  # decoded images that each process keeps to draw them
 _HOME = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
 _PIPE_BYTES = 1 << 20  # an image of the network's size in one go; 64 kB take 3 ms more for each
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Item = TypeVar("Item")
-
-
-class Drawing(Protocol):
-    """Drawing of an image's pictures; it travels to the processes, pickled."""
-
-    def write(self, image: Image, /, *what: Any) -> Any:
-        """Draw an image that was decoded, and write that."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Task:
     """A task of `Decoders` on its way to the processes; its number tells its images apart."""
 
     loading: Preprocessing
-    pictures: Drawing | None
+    pictures: Any
     keep_image: bool
     looks: bool
     number: int = field(default_factory=itertools.count().__next__)
@@ -93,7 +84,8 @@ class Decoders:
 
     Args:
         loading: how files become network inputs.
-        pictures: what to write for each image; None for nothing.
+        pictures: its method `write` draws an image that was decoded; it travels to the processes,
+            pickled. None for nothing.
         keep_image: whether the decoded image is handed over with the network's input.
         looks: whether each network input carries the image's `Look`.
     """
@@ -101,7 +93,7 @@ class Decoders:
     def __init__(
         self,
         loading: Preprocessing,
-        pictures: Drawing | None = None,
+        pictures: Any = None,
         *,
         keep_image: bool = False,
         looks: bool = False,
@@ -289,7 +281,6 @@ class _DecoderProcess:
         with self._lock:
             self.waiting += 1
             if self._thread is None:
-                # On Linux a child goes when the thread that has started it does: not the caller's.
                 self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
                 self._thread.start()
         self._jobs.put((future, partial(job, *arguments)))
@@ -432,7 +423,7 @@ def start() -> subprocess.Popen[bytes]:
     Raises:
         AnomalyError: none can be started.
     """
-    code = f"{_imports()}; serve({os.getpid()}, {_memory_limit()})"
+    code = f"{_imports()}; serve({_memory_limit()})"
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
         child = subprocess.Popen(
@@ -485,14 +476,12 @@ def receive(stream: IO[bytes]) -> Any:
     return pickle.load(stream)  # from our own child
 
 
-def serve(parent: int, memory: int) -> None:
-    """The work of a decoding process, until its standard input ends.
+def serve(memory: int) -> None:
+    """The work of a decoding process, until its standard input ends, as it does with its parent.
 
     Args:
-        parent: id of the process that has started it.
         memory: bytes that it may take.
     """
-    _end_with(parent)
     cv2.setNumThreads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when it is over
@@ -513,15 +502,6 @@ def serve(parent: int, memory: int) -> None:
             # Nothing here holds the answer, or an error and all that its frames hold, any longer.
             send(answers, worker.answer(*request))
             del request
-
-
-def _end_with(parent: int) -> None:
-    """Have the system end this process with the thread that has started it, where it can."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _limit_memory(memory: int) -> None:
@@ -581,7 +561,6 @@ class Worker:
 
     def finish(self, index: int, source: Path | bytes, *what: Any) -> Any:
         """Draw an image, which is forgotten then."""
-        assert self._task.pictures is not None
         try:
             image = self._kept.pop((self._task.number, index), None)
             if image is None:

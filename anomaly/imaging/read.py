@@ -16,6 +16,7 @@ Alpha is composited over black, and EXIF orientation is applied. Colour profiles
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import re
@@ -147,7 +148,6 @@ class Image:
         full_scale: the pixel value that means 1.0.
         mode: colour kind and bits a sample as stored: "grey8", "rgb16", "palette8", "rgba8",
             "greyfloat32".
-        format: "png", "jpeg", "bmp", "tiff" or "webp"; "array" for pixels that came from memory.
         sha256: hex digest of the file's bytes; of the pixels where there is no file.
         orientation: EXIF orientation by which the stored pixels were turned, 1 to 8; 1 is upright.
     """
@@ -155,7 +155,6 @@ class Image:
     pixels: Pixels
     full_scale: float
     mode: str
-    format: str
     sha256: str
     orientation: int = 1
 
@@ -186,8 +185,7 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
         check_range(pixels, full_scale)
     sha256 = hashlib.sha256(data).hexdigest()
     upright = np.ascontiguousarray(pixels)
-    kind_name = kind.name.lower()
-    return Image(upright, full_scale, header.mode, kind_name, sha256, header.orientation)
+    return Image(upright, full_scale, header.mode, sha256, header.orientation)
 
 
 def made_of(function: Callable[[Image], Any], decoding: Decoding, source: Path | Image) -> Any:
@@ -236,33 +234,27 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
     return np.asarray((read_image(path).pixels > 0).any(axis=2))
 
 
-def _read_file(path: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
+def _read_file(source: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
     """Read a whole file, once its first bytes and its length look like a picture's."""
-    if isinstance(path, bytes):
-        _check_length(len(path), max_pixels)
-        return identify(path[:HEAD_BYTES]), path
+    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-            what = "a folder" if path.is_dir() else "a device or pipe"
+        # Opening a pipe would wait for ever.
+        if isinstance(source, Path) and not stat.S_ISREG(source.stat().st_mode):
+            what = "a folder" if source.is_dir() else "a device or pipe"
             raise damaged(f"it is {what}, not a file")
-        with path.open("rb") as file:
+        with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
             kind = identify(file.read(HEAD_BYTES))
-            length = os.fstat(file.fileno()).st_size
-            _check_length(length, max_pixels)
+            length = file.seek(0, os.SEEK_END)
+            if length > most:
+                raise unsupported(
+                    f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a "
+                    f"picture of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, "
+                    "raise image.max_pixels"
+                )
             file.seek(0)
             return kind, file.read(length)
     except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise damaged(f"it can't be read ({why(error)})") from None
-
-
-def _check_length(length: int, max_pixels: int) -> None:
-    most = _BYTES_BESIDES + _BYTES_A_PIXEL * max_pixels
-    if length > most:
-        raise unsupported(
-            f"its file has {length / 1e6:.1f} MB, more than the {most / 1e6:.1f} MB that a picture "
-            f"of {max_pixels / 1e6:.1f} million pixels needs; if it is a picture, raise "
-            "image.max_pixels"
-        )
 
 
 def _allow_time(size: tuple[int, int]) -> None:

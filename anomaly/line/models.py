@@ -392,7 +392,7 @@ def check(model: Model, folder: Path) -> str:
     golden = golden_parts.golden_of(folder)
     if golden is None:
         # The first pass of a network takes longer than the others.
-        grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "array", "")
+        grey = Image(np.full((256, 256, 3), 128, np.uint8), 255.0, "rgb8", "")
         list(model.results([grey]))
         return "every file's hash; no golden parts are recorded beside the model"
     found = golden_parts.check(model, golden)

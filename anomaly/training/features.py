@@ -28,9 +28,8 @@ from anomaly.imaging.loading import (
     UnusableImage,
     by_shape,
     inspectable,
-    tile_by_tile,
+    learned_batches,
     turned_corner,
-    with_turned,
 )
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
@@ -129,7 +128,7 @@ def cached_features(
     size = embedder.max_batch_size(model.config.batch_size)
     loaded = Decoders(model.loading, looks=True).load_all(images.items())
     loaded = inspectable(loaded, embedder.grid, model.region, learned=True)
-    batches = with_turned(tile_by_tile(by_shape(loaded, size), size), turns)
+    batches = learned_batches(by_shape(loaded, size), size, turns)
     writer = _Writer(fitter, scratch, len(images), 1 + len(turns), among)
     with torch.inference_mode():
         for done in in_parallel(embed, batches, embedder.device):

@@ -43,7 +43,7 @@ def test_huge_arrays_are_refused_by_their_shape() -> None:
         (torch.zeros(()).expand(3, _SIDE, _SIDE), "CHW"),
         (torch.zeros((), dtype=torch.bfloat16).expand(_SIDE, _SIDE), "HW"),
         (torch.empty(3, _SIDE, _SIDE, device="meta"), "CHW"),
-        (Image(_strided(np.uint8, _SIDE, _SIDE, 3), 255.0, "rgb8", "array", ""), None),
+        (Image(_strided(np.uint8, _SIDE, _SIDE, 3), 255.0, "rgb8", ""), None),
     ]
     for image, layout in images:
         _refused(ArrayImage(image, full_scale=1.0, layout=layout), "pixels")
@@ -145,11 +145,11 @@ def test_batches_of_large_arrays_are_small() -> None:
     pixels = _strided(np.uint8, 4000, 5000, 3)
 
     def arrivals() -> Iterator[NetworkInput | UnusableImage]:
-        small = Image(np.zeros((40, 50, 3), np.uint8), 255.0, "rgb8", "array", "")
+        small = Image(np.zeros((40, 50, 3), np.uint8), 255.0, "rgb8", "")
         item = load(0, small, loading)
         assert isinstance(item, NetworkInput)
         for index in itertools.count():
-            image = Image(pixels, 255.0, "rgb8", "array", "")
+            image = Image(pixels, 255.0, "rgb8", "")
             yield NetworkInput(index, "", item.view, item.pixels, item.render, image=image)
 
     first = next(by_shape(arrivals(), 32))

@@ -42,14 +42,14 @@ def read_image(path, *options):
     return honest(path, *options)
 read.read_image = loading.read_image = read_image
 from anomaly.imaging.pool import serve
-serve({parent}, 300_000_000)
+serve(300_000_000)
 """
 # Starts that parser wherever images are decoded.
 _START = """
 import os, subprocess, sys
 from anomaly.imaging import pool, read
 def start():
-    code = {parser!r}.format(path=sys.path, parent=os.getpid())
+    code = {parser!r}.format(path=sys.path)
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", code], **pipes, stderr=subprocess.DEVNULL)
 pool.start = start

@@ -28,7 +28,7 @@ def overlay(
     picture: np.ndarray, scores: np.ndarray, threshold: float, areas: np.ndarray | None = None
 ) -> np.ndarray:
     """The heatmap of a picture of 8 bits."""
-    image = Image(picture, 255.0, "rgb8", "png", "")
+    image = Image(picture, 255.0, "rgb8", "")
     areas = np.zeros(scores.shape, np.uint8) if areas is None else areas
     return heatmap(image, lambda rows: scores[rows], threshold, areas)
 
@@ -80,7 +80,7 @@ def test_a_rejected_image_without_a_mark_has_a_line_around_its_highest_place(
     strip_pixels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heatmap_module, "_STRIP_PIXELS", strip_pixels)
-    image = Image(_grey(120, 100), 255.0, "rgb8", "png", "")
+    image = Image(_grey(120, 100), 255.0, "rgb8", "")
     scores = np.zeros((120, 100), np.float32)
     scores[70:100, 20:60] = 7.0
     scores[30:40, 70:90] = 6.0
@@ -134,7 +134,7 @@ def test_display_uses_the_declared_depth() -> None:
     for bits, kind in ((8, np.uint8), (12, np.uint16), (16, np.uint16)):
         top = 2**bits - 1
         pixels = np.array([[[top] * 3, [round(top / 2)] * 3]], kind)
-        white, grey = display(Image(pixels, float(top), "", "png", ""))[0].astype(int)
+        white, grey = display(Image(pixels, float(top), "", ""))[0].astype(int)
         assert white.tolist() == [255, 255, 255]
         assert abs(grey[0] - 128) <= 1
 

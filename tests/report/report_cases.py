@@ -39,7 +39,7 @@ def tile(
     pixels: np.ndarray, anomaly_map: np.ndarray, mask: np.ndarray | None, count: int = 100
 ) -> dict[str, Any]:
     """The small picture of one of `count` images."""
-    image = Image(pixels, 255.0, "rgb8", "png", "")
+    image = Image(pixels, 255.0, "rgb8", "")
     prediction = SimpleNamespace(image=image, source_map=pixel_map(anomaly_map))
     found = anomaly_map.astype(np.float32)
     pixels = pixels_for(count, report._PIXELS)
