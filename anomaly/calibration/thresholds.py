@@ -524,18 +524,19 @@ class ThresholdChange:
         """A line for people: how far the thresholds move; none where they stay."""
         if self.after == self.before:
             return []
-        both = (
-            ("review", self.before.review, self.after.review),
-            ("reject", self.before.image, self.after.image),
-        )
-        return [", ".join(f"{name} threshold {old:.4g} -> {new:.4g}" for name, old, new in both)]
+        return [
+            f"review threshold {self.before.review:.4g} -> {self.after.review:.4g}, "
+            f"reject threshold {self.before.image:.4g} -> {self.after.image:.4g}"
+        ]
 
     @property
     def caution(self) -> str:
         """A warning if the reject threshold rises by far; empty otherwise."""
         if self.after.image <= _FAR * self.before.image:
             return ""
-        above = self._above()
+        good = self.after.good
+        rows = sorted(zip(good.image, good.names, strict=True), reverse=True)
+        above = [f"{name}: {score:.4g}" for score, name in rows if score > self.before.image]
         look = (
             f"Rejected before: {len(above)} of {self.after.images} good images ({some(above)}). "
             "Look at them: if they are defects, defects like them will pass"
@@ -548,9 +549,3 @@ class ThresholdChange:
             f"{self.after.image:.4g}{chance}; images that score between these are no longer "
             f"rejected. {look}"
         )
-
-    def _above(self) -> list[str]:
-        """The good images above the earlier reject threshold, the highest first."""
-        good = self.after.good
-        rows = sorted(zip(good.image, good.names, strict=True), reverse=True)
-        return [f"{name}: {score:.4g}" for score, name in rows if score > self.before.image]

@@ -23,7 +23,7 @@ from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
 from anomaly.datasets import Sample
 from anomaly.datasets.samples import contradiction, near_copies
-from anomaly.errors import ConfigError, DataError, some
+from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.alignment import Reference, grey_picture, learn
 from anomaly.imaging.geometry import patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
@@ -400,15 +400,6 @@ def train(
     if features.shard:
         manifest["made_with"]["shard_images"] = features.shard
     statistics = features.statistics_of(fit.images)
-    partly = [
-        samples[i].name for i in fit.images if fit.detector.uninspected(features.facts[i].view)
-    ]
-    if partly:
-        log.warning(
-            f"in {len(partly)} of {len(fit.images)} training images a part of image.region lies "
-            f"outside the photograph ({some(partly)}); such parts are for review: draw the region "
-            "where every part is in view"
-        )
     return replace(
         fit,
         detector=replace(

@@ -10,44 +10,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from thread_cluster import ThreadCluster
 
-from anomaly.cluster.workers import Cluster, WorkerDied, Workers, joined
+from anomaly.cluster.workers import Cluster, Workers, joined
 from anomaly.errors import AnomalyError, OutputError
 from anomaly.runtime import StoppedError
 
 _SIZE = 17
 
 
-class _Machines:
-    """A cluster whose workers are threads that repeat the images they are given."""
+class _Repeats:
+    """An actor that repeats the images it is given."""
 
-    def __init__(self, dies: Callable[[set[int]], bool], at_most: int = 3) -> None:
-        self._dies = dies
-        self._threads = ThreadPoolExecutor(8)
-        self.at_most = at_most
-        self.hired = self.stopped = 0
+    def repeat(self, images: list[int]) -> list[int]:
+        return images
+
+
+class _Machines(ThreadCluster):
+    """A cluster whose actors die at some sets of images, and that knows what was handled."""
+
+    def __init__(self, dies: Callable[[set[int]], bool], workers: int = 3) -> None:
+        super().__init__(workers, self._handle)
+        self._deadly = dies
         self.handled: Counter[int] = Counter()  # by the first image
-        self.placed = False
 
-    def room(self) -> int:
-        return self.at_most
-
-    def start(self, kind: type) -> "_Machines":
-        self.hired += 1
-        return self
-
-    def ask(self, images: Sequence[int]) -> Future[list[int]]:
-        def act() -> list[int]:
-            if self._dies(set(images)):
-                raise WorkerDied
-            if len(images) > 1:
-                self.handled[images[0] // _SIZE] += 1
-            return list(images)
-
-        return self._threads.submit(act)
-
-    def stop(self) -> None:
-        self.stopped += 1
+    def _handle(self, method: str, arguments: tuple[list[int]]) -> bool:
+        (images,) = arguments
+        dies = self._deadly(set(images))
+        if len(images) > 1 and not dies:
+            self.handled[images[0] // _SIZE] += 1
+        return dies
 
 
 def _units(count: int) -> list[range]:
@@ -57,8 +49,8 @@ def _units(count: int) -> list[range]:
 def _shared_out(
     cluster: Any, units: Iterable[Sequence[int]], **more: Any
 ) -> Iterator[tuple[list[int], list[int]]]:
-    workers = Workers(cluster, object)
-    yield from workers.share_out(units, lambda worker, images: worker.ask(images), **more)
+    workers = Workers(cluster, _Repeats)
+    yield from workers.share_out(units, lambda worker, images: worker.ask("repeat", images), **more)
     workers.close()
 
 
@@ -75,7 +67,7 @@ def test_each_unit_is_handled_once_and_in_order_by_no_more_workers_than_there_is
         assert (result, lost) == (list(units[number]), [])
         assert len(read) <= number + 3 * 3  # no further ahead
     assert machines.handled == dict.fromkeys(range(38), 1)
-    assert machines.hired == machines.stopped == 3
+    assert machines.started == machines.stopped == 3
 
 
 def test_images_that_kill_workers_are_found_and_the_others_handled() -> None:
@@ -84,7 +76,7 @@ def test_images_that_kill_workers_are_found_and_the_others_handled() -> None:
         for unit, (result, lost) in zip(units, _shared_out(machines, units), strict=True):
             assert {unit[place] for place in lost} == poison & {*unit}
             assert result == [image for image in unit if image not in poison]
-        assert machines.stopped == machines.hired
+        assert machines.stopped == machines.started
 
 
 def test_workers_that_die_of_nothing_they_were_given_cost_no_image() -> None:
@@ -97,19 +89,19 @@ def test_a_unit_that_kills_only_as_a_whole_ends_the_job() -> None:
     machines = _Machines(lambda images: 40 in images and len(images) == _SIZE)
     with pytest.raises(OutputError, match="17 images crashed 6 workers, but none of them"):
         list(_shared_out(machines, _units(4)))
-    assert machines.stopped >= machines.hired - 3
+    assert machines.stopped >= machines.started - 3
 
 
 def test_workers_come_and_go_with_the_room_for_them() -> None:
-    machines = _Machines(lambda _: False, at_most=0)  # one is always asked for
+    machines = _Machines(lambda _: False, workers=0)  # one is always asked for
     for number, _ in enumerate(_shared_out(machines, _units(20))):
-        machines.at_most = 4 if number > 10 else 0
+        machines.workers = 4 if number > 10 else 0
     assert machines.handled == dict.fromkeys(range(20), 1)
-    assert 1 <= machines.hired <= 4
+    assert 1 <= machines.started <= 4
 
 
 def test_it_stops_when_it_is_told_to() -> None:
-    machines, results = _Machines(lambda _: False, at_most=1), []
+    machines, results = _Machines(lambda _: False, workers=1), []
     with pytest.raises(StoppedError):
         results.extend(
             _shared_out(machines, _units(40), stopped=lambda: len(machines.handled) >= 3)
@@ -125,7 +117,7 @@ def test_workers_that_wait_for_a_place_get_it_once_others_have_nothing_to_do() -
 
         placed = has_place = False
 
-        def ask(self, images: Sequence[int]) -> Future[list[int]]:
+        def ask(self, method: str, images: Sequence[int]) -> Future[list[int]]:
             def act() -> list[int]:
                 if not self.has_place:
                     assert places.acquire(timeout=20)

@@ -14,13 +14,13 @@ class ThreadCluster:
     """A cluster whose actors are threads; what goes to them and comes back is copied."""
 
     def __init__(self, workers: int, dies: _Dies = lambda method, arguments: False) -> None:
-        self._workers = workers
-        self._pool = ThreadPoolExecutor(workers)
+        self.workers = workers
+        self._pool = ThreadPoolExecutor(8)
         self._dies = dies
         self.started = self.stopped = 0
 
     def room(self) -> int:
-        return self._workers
+        return self.workers
 
     def put(self, value: Any) -> Any:
         return _copied(value)
@@ -46,8 +46,6 @@ class _Actor:
 
     def stop(self) -> None:
         self._cluster.stopped += 1
-        if decoders := getattr(self._served, "_decoders", None):
-            decoders.__exit__(None, None, None)
 
 
 class Once:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -57,17 +56,7 @@ def model() -> Model:
     """Learned from plates that lie higher or lower; their upper half counts."""
     parts = [draw((0, 0, height), seed) for seed, height in enumerate(HEIGHTS)]
     settings = tiny(image={"area": 128, "align": "shift", "region": UPPER})
-    with pytest.MonkeyPatch.context() as patch:
-        told: list[str] = []
-        patch.setattr(
-            logging.getLogger("anomaly.training.fit"),
-            "warning",
-            lambda *a: told.append(a[0] % a[1:]),
-        )
-        learned = anomaly.fit([*map(bgr, parts)], settings, device="cpu").model
-    (said,) = (text for text in told if "image.region" in text)
-    assert said.startswith("in 1 of 13 training images a part of image.region lies outside")
-    assert "(image 12)" in said
+    learned = anomaly.fit([*map(bgr, parts)], settings, device="cpu").model
     # Other reasons than where the part lies are left out here.
     return replace(learned, training_statistics=None)
 
