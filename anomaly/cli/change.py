@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli import annex
 from anomaly.cli.commands import number
-from anomaly.cli.common import agreed, ask, chosen_device, images_given
+from anomaly.cli.common import agreed, ask, chosen_device
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
-from anomaly.datasets import Sample, open_dataset, open_test_images
+from anomaly.datasets import Sample, check_inputs, open_dataset, open_test_images
+from anomaly.datasets.inputs import find_inputs
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.files.writing import RUN, claim, locked
@@ -51,9 +52,9 @@ def _calibrate(options: argparse.Namespace) -> int:
             raise AnomalyError(str(error)) from None
     asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
     asked.check(good=bool(options.good), production=bool(options.production))
-    images = {name: images_given(options, name) for name in ("good", "defects")}
+    images = {name: _images_of(options, name) for name in ("good", "defects")}
     unsorted = bool(asked.at_most_defective)
-    images["production"] = images_given(options, "production", unsorted=unsorted)
+    images["production"] = _images_of(options, "production", unsorted=unsorted)
     model = find_model(options.model, exported=False).resolve()
     with locked(model.parent if model.name == "model" else model):  # a run's lock is its model's
         return _recalibrate(options, asked, images)
@@ -83,6 +84,25 @@ def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, li
     return 3 if made.refused else 0
 
 
+def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False) -> list[Sample]:
+    """The images of an option, found before torch is imported; none where it isn't given.
+
+    Args:
+        options: of the command.
+        name: of the option, without the dashes.
+        unsorted: whether nobody has sorted them, whatever their names say.
+
+    Raises:
+        DataError: a file or a folder doesn't exist, there is no image, or names of folders or files
+            contradict what they are given as.
+    """
+    paths: list[Path] = getattr(options, name)
+    found = find_inputs(paths, option=f"--{name}").paths if paths else []
+    if not unsorted:
+        check_inputs(paths, found, defects=name == "defects")
+    return [Sample(path, str(path)) for path in found]
+
+
 def _update(options: argparse.Namespace) -> int:
     """Learn, compare verdicts, and write the new run.
 
@@ -93,8 +113,8 @@ def _update(options: argparse.Namespace) -> int:
     if not options.good and options.feedback is None:
         raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
     # Good images keep their files' names in the model; defects of several folders may share names.
-    good = [replace(image, name=image.path.name) for image in images_given(options, "good")]
-    defects = images_given(options, "defects")
+    good = [replace(image, name=image.path.name) for image in _images_of(options, "good")]
+    defects = _images_of(options, "defects")
     folder = find_model(options.model, exported=False)
     output: Path = options.output
     check_run_folder(output, folder)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import cv2
 
 from anomaly.cli import annex
-from anomaly.datasets import Sample, check_inputs
-from anomaly.datasets.inputs import find_inputs
 from anomaly.errors import AnomalyError, ModelError
 from anomaly.imaging.pool import warm_up
 from anomaly.runtime import CPU, cores, device_of, use_threads
@@ -60,31 +58,6 @@ def joined_cluster(options: argparse.Namespace, device: torch.device) -> Iterato
         return
     with annex("cluster.workers").joined(options.ray, device.type) as cluster:
         yield cluster
-
-
-def images_given(options: argparse.Namespace, name: str, *, unsorted: bool = False) -> list[Sample]:
-    """The images of an option, found before torch is imported; none where it isn't given.
-
-    Args:
-        options: of the command.
-        name: of the option, without the dashes.
-        unsorted: whether nobody has sorted them, whatever their names say.
-
-    Raises:
-        DataError: a file or a folder doesn't exist, there is no image, or names of folders or files
-            contradict what they are given as.
-    """
-    paths: Sequence[Path] = getattr(options, name) or ()
-    found = find_inputs(paths, option=f"--{name}").paths if paths else []
-    if not unsorted:
-        check_inputs(paths, found, defects=name == "defects")
-    return [Sample(path, str(path)) for path in found]
-
-
-def passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Arguments for further commands: what changes settings, and where to compute."""
-    settings = [part for override in options.overrides for part in ("--set", override)]
-    return settings, ["--device", options.device]
 
 
 def chosen_device(

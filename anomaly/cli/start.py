@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.cli import execute
-from anomaly.cli.common import passed_on
 from anomaly.cli.terminal import ProgressLine, command_line
 from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import METHODS, Config, readers
@@ -210,7 +209,7 @@ def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: 
     Raises:
         DataError: a picture has two labels: training or evaluation would be refused.
     """
-    settings, computes = passed_on(options)
+    settings, computes = _passed_on(options)
     of_config = ["--config", str(config), *settings]
     log.info("\n$ anomaly %s", command_line(["check", *of_config]))
     print("\n".join([str(dataset.folder), *report.lines(_SHOWN)]))
@@ -230,6 +229,12 @@ def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: 
     train = ["train", *of_config, "--output", str(options.output), *uncalibrated, *computes]
     reported = {fault.detail for fault in report.faults}
     return execute([*train, *_overwriting(options)], reported=reported)
+
+
+def _passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Arguments for further commands: what changes settings, and where to compute."""
+    settings = [part for override in options.overrides for part in ("--set", override)]
+    return settings, ["--device", options.device]
 
 
 def _overwriting(options: argparse.Namespace) -> list[str]:
@@ -252,7 +257,7 @@ def _show(
         The exit code of the worst.
     """
     output: Path = options.output
-    settings, computes = passed_on(options)
+    settings, computes = _passed_on(options)
     rest = [*computes, *_overwriting(options)]
     model = ["--model", str(output)]
     if scored is None:
