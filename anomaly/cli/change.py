@@ -194,7 +194,6 @@ def _tune(options: argparse.Namespace) -> int:
             defects=defects,
             budget=options.budget,
             device=device,
-            say=log.info,
             progress=progress,
         )
     print("\n".join(tuning.lines()))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from anomaly.scoring.build import turns_of
 from anomaly.scoring.model import score
 from anomaly.scoring.prediction import Scored
 from anomaly.training.fit import StageProgress, train
+
+log = logging.getLogger(__name__)
 
 _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
 _GRAIN = 32  # sides that networks take, see `image.area`
@@ -227,7 +230,6 @@ class Search:
         budget: seconds.
         device: where the network and the scorer run.
         scratch: an existing folder for temporary files.
-        say: called with what is worth knowing on the way.
         progress: called with (stage, done, total).
 
     Attributes:
@@ -242,7 +244,6 @@ class Search:
     budget: float
     device: torch.device
     scratch: Path
-    say: Callable[[str], None] = lambda line: None
     progress: StageProgress = lambda stage, done, total: None
     tried: list[Trial] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -254,9 +255,9 @@ class Search:
             AnomalyError: the settings that are there can't be trained.
         """
         self._began = time.monotonic()
-        self.say(f"trying settings for {_minutes(self.budget)} at most, yours first")
+        log.info(f"trying settings for {_minutes(self.budget)} at most, yours first")
         self.tried = [self.trial(())]
-        self.say(f"trying your settings took {sum(self.tried[0].seconds.values()):.0f} s")
+        log.info(f"trying your settings took {sum(self.tried[0].seconds.values()):.0f} s")
         planned = steps(self.config, networks_on_disk())
         for step in sorted(planned, key=lambda step: self._estimate((step,))):
             self._try_if_it_fits((step,))
@@ -334,7 +335,7 @@ class Search:
             why = f"takes about {_minutes(expected)}, but only {_minutes(left)} are left"
             self.skipped[_named(changes)] = why
             return False
-        self.say(f"next: {_named(changes)}, {changes[-1].reason} (about {_minutes(expected)})")
+        log.info(f"next: {_named(changes)}, {changes[-1].reason} (about {_minutes(expected)})")
         try:
             self.tried.append(self.trial(changes))
         except AnomalyError as error:
@@ -486,7 +487,6 @@ def tune(
     defects: Sequence[Sample] | None = None,
     budget: float = 600.0,
     device: str | torch.device = "auto",
-    say: Callable[[str], None] = lambda text: None,
     progress: StageProgress = lambda stage, done, total: None,
 ) -> Tuning:
     """Try settings that matter, and choose those that catch more of the known defects.
@@ -503,7 +503,6 @@ def tune(
         budget: seconds; what won't fit isn't tried. The settings that are there are tried in any
             case.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
-        say: called with what is worth knowing on the way.
         progress: called with (stage, done, total).
 
     Raises:
@@ -521,7 +520,7 @@ def tune(
         raise DataError(_too_few(len(parts)))
     with tempfile.TemporaryDirectory(prefix="anomaly-") as folder:
         where = device_of(device), Path(folder)
-        search = Search(config, data.train, defects, good, budget, *where, say, progress)
+        search = Search(config, data.train, defects, good, budget, *where, progress)
         search.run()
     common = search.usable()
     tried = [replace(trial, scores=trial.scores.only(common)) for trial in search.tried]

@@ -11,14 +11,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from conftest import (
-    Says,
-    run_command,
-    train_arguments,
-    with_note,
-    write_part,
-    write_product,
-)
+from conftest import Says, run_command, train_arguments, with_note, write_part, write_product
 from kit import bgr, contents, table, with_data
 
 import anomaly

@@ -6,12 +6,7 @@ import pytest
 
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.desk.tune import (
-    changed,
-    expense,
-    steps,
-    work,
-)
+from anomaly.desk.tune import changed, expense, steps, work
 
 
 def config(**values: Any) -> Config:

@@ -61,23 +61,22 @@ def _mask_of(folder: Path) -> Path:
     return folder / "ground_truth" / "spot" / "001_mask.png"
 
 
-def _refused_by_evaluate(run_folder: Path, folder: Path, kind: str) -> Fault:
-    """The fault of this kind, whose sentence `evaluate` refuses the test split with."""
-    dataset = open_dataset("mvtec", folder)
+def _refused(dataset: Dataset, kind: str, refuse: Callable[[], object]) -> Fault:
+    """The fault of this kind, with whose sentence a function refuses the data set, too."""
     (fault,) = _faults(dataset, kind)
     with pytest.raises(DataError) as refused:
-        score_test_split(load_model(run_folder, torch.device("cpu")), dataset.test)
+        refuse()
     assert (fault.severity, str(refused.value)) == (Severity.WRONG, fault.detail)
     return fault
+
+
+def _refused_by_evaluate(run_folder: Path, folder: Path, kind: str) -> Fault:
+    dataset, model = open_dataset("mvtec", folder), load_model(run_folder, torch.device("cpu"))
+    return _refused(dataset, kind, lambda: score_test_split(model, dataset.test))
 
 
 def _refused_by_fit(dataset: Dataset, kind: str) -> Fault:
-    """The fault of this kind, whose sentence training refuses the images with."""
-    (fault,) = _faults(dataset, kind)
-    with pytest.raises(DataError) as refused:
-        anomaly.fit(dataset, SETTINGS, device="cpu")
-    assert (fault.severity, str(refused.value)) == (Severity.WRONG, fault.detail)
-    return fault
+    return _refused(dataset, kind, lambda: anomaly.fit(dataset, SETTINGS, device="cpu"))
 
 
 def test_one_picture_as_good_and_as_a_defect_in_the_test_split(

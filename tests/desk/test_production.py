@@ -6,11 +6,7 @@ from scipy.stats import binom, gamma, norm, rv_continuous
 
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_from
-from anomaly.desk.advice import (
-    DEFECT_SHARE,
-    compare_flagged,
-    flagged_line,
-)
+from anomaly.desk.advice import DEFECT_SHARE, compare_flagged, flagged_line
 from anomaly.desk.calibrate import thresholds_from_production
 from anomaly.errors import DataError
 
