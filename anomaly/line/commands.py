@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from anomaly.errors import AnomalyError, OutputError, visible, why
 from anomaly.files.writing import draft_of, locked, locked_file
 from anomaly.line import report
 from anomaly.line.models import check
-from anomaly.line.record import Keeping, Record
+from anomaly.line.record import Record
 from anomaly.line.sinks import Mqtt, Sink, Webhook
 from anomaly.scoring.model import Model
 from anomaly.storage.folder import (
@@ -43,25 +42,26 @@ log = logging.getLogger(__name__)
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    _check_serve(options)
+    try:
+        from anomaly.line.app import make_app
+        from anomaly.line.server import listening, serve
+        from anomaly.line.service import InspectionService
+    except ModuleNotFoundError as error:
+        raise AnomalyError(
+            f"serve needs {error.name}, which isn't installed: pip install 'anomaly[serve]'"
+        ) from None
+    if not 0 <= options.keep_good <= 1:
+        raise AnomalyError(f"--keep-good is {options.keep_good}; it must be 0 to 1")
+    if options.keep_pictures < 0:
+        raise AnomalyError(f"--keep-pictures is {options.keep_pictures}; it must be 0 or more")
     token = _token(options)
     record, sinks = _record(options), _sinks(options)
     folders = named(find_models(options.models))
     with locked_file(record), Stopping(then="send parts without an answer again") as stop:
-        # FastAPI and uvicorn are optional: `_check_serve` has checked that they are installed.
-        from anomaly.line.app import make_app
-        from anomaly.line.server import listening, serve
-        from anomaly.line.service import InspectionService
-
         device = chosen_device(options, list(folders.values()))
         listener = listening(options.host, options.port)
-        service = InspectionService(
-            folders,
-            Record(record, Keeping(options.keep_good, options.keep_pictures)),
-            device=device,
-            sinks=sinks,
-        )
-        with service:
+        recording = Record(record, options.keep_good, options.keep_pictures)
+        with InspectionService(folders, recording, device=device, sinks=sinks) as service:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             print(f"serving {', '.join(folders)} at http://{shown}:{port}; Ctrl-C ends it")
@@ -77,19 +77,6 @@ def _serve(options: argparse.Namespace) -> int:
 def named(folders: Mapping[str, Path]) -> dict[str, Path]:
     """Model folders by the names in routes, rows and pages, which are always valid text."""
     return {visible(name.replace("\\", "\\\\")): folder for name, folder in folders.items()}
-
-
-def _check_serve(options: argparse.Namespace) -> None:
-    needed = ("fastapi", "uvicorn")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise AnomalyError(
-            f"serve needs {', '.join(missing)}, which aren't installed: "
-            "pip install 'anomaly[serve]'"
-        )
-    if not 0 <= options.keep_good <= 1:
-        raise AnomalyError(f"--keep-good is {options.keep_good}; it must be 0 to 1")
-    if options.keep_pictures < 0:
-        raise AnomalyError(f"--keep-pictures is {options.keep_pictures}; it must be 0 or more")
 
 
 def _token(options: argparse.Namespace) -> str:
@@ -114,18 +101,15 @@ def _token(options: argparse.Namespace) -> str:
                 f"--host {options.host} opens the service to other machines, which needs a token; "
                 "give --token-file, or set $ANOMALY_TOKEN"
             )
-        log.log(
-            NOTE,
-            "token and pictures are sent unencrypted; on a shared network, put a proxy with TLS "
-            "in front",
-        )
+        log.log(NOTE, "token and pictures are sent unencrypted; a proxy with TLS keeps them secret")
     return token
 
 
 def _sinks(options: argparse.Namespace) -> list[Sink]:
     webhook = options.webhook or os.environ.get("ANOMALY_WEBHOOK", "").strip()
     mqtt = options.mqtt or os.environ.get("ANOMALY_MQTT", "").strip()
-    return [*map(Webhook, filter(None, [webhook])), *map(Mqtt, filter(None, [mqtt]))]
+    sinks: list[Sink] = [Webhook(webhook)] if webhook else []
+    return [*sinks, Mqtt(mqtt)] if mqtt else sinks
 
 
 def _record(options: argparse.Namespace) -> Path:
@@ -207,7 +191,6 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
     check_run_folder(run)
     draft = draft_of(run / "model")
     beside = [new.parent / part for part in _BESIDE if new.name == "model"]
-    _check_links([new, *beside, run / "golden"])
     with _changing(run):
         if holds(run / "model", new):
             raise OutputError(f"{run} holds this model already; nothing was changed")
@@ -273,14 +256,6 @@ def _numbered(run: Path, kind: str) -> Path:
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"
-
-
-def _check_links(places: Iterable[Path]) -> None:
-    """Refuse links, which may lead to files that are no part of a run."""
-    for place in places:
-        for path in (place, *place.rglob("*")):
-            if path.is_symlink():
-                raise OutputError(f"{path} is a link, which isn't copied; put the file there")
 
 
 def _copy(source: Path, target: Path) -> None:

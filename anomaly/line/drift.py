@@ -30,10 +30,8 @@ from pydantic import Field
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.calibration.thresholds import Threshold, Thresholds
 from anomaly.desk.advice import DEFECT_SHARE, Comparison, compare_flagged, flagged_line
-from anomaly.errors import DataError, ModelError
-from anomaly.files.writing import from_json
-from anomaly.line.record import JUDGED, open_to_read, strange
-from anomaly.storage.folder import checked
+from anomaly.errors import DataError
+from anomaly.line.record import JUDGED, open_to_read
 
 FALSE_ALARMS = 0.05  # chance of an alarm on any level in `HORIZON` parts that haven't drifted
 HORIZON = 2000  # parts that the false-alarm rate is stated for
@@ -196,18 +194,6 @@ class Promise:
         review, reject = limits.to_review.false_rejects, limits.to_reject.false_rejects
         rates: dict[Literal["review", "reject"], Rate] = {"review": review, "reject": reject}
         return cls(rates, levels_of(limits), sorted(same_scores), caught)
-
-    @classmethod
-    def of(cls, line: str, file: Path) -> Promise:
-        """The promise in a line of a record.
-
-        Raises:
-            DataError: it isn't as `serve` writes it.
-        """
-        try:
-            return checked(from_json(line), cls, file)
-        except (ModelError, ValueError):
-            raise strange(file, "promise") from None
 
 
 class Drift:

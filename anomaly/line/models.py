@@ -101,13 +101,6 @@ class _Part:
     decoding: Future[NetworkInput | UnusableImage] | None = None
     begun: float = field(default_factory=time.perf_counter)
 
-    def loaded(self) -> NetworkInput | UnusableImage:
-        """Its network input, or why it can't be used."""
-        assert self.decoding is not None
-        if (error := self.decoding.exception()) is not None:  # not the image's fault
-            return UnusableImage(self.index, "failed", f"decoding failed: {why(error)}")
-        return self.decoding.result()
-
 
 class ModelSlot:
     """One model of the service. Use it in a `with` statement, which finishes accepted parts.
@@ -290,7 +283,9 @@ class ModelSlot:
         share = min(version.model.batch_size, -(-len(parts) // get_threads()))
         pipeline = Pipeline(version.model, version.decoders, draw)
         try:
-            for drawn in pipeline.run((part.loaded() for part in parts), share):
+            for drawn in pipeline.run(
+                (part.decoding.result() for part in parts if part.decoding), share
+            ):
                 part = unscored.pop(drawn.result.index)
                 drawn.pictures.add_done_callback(partial(self._on_drawn, part, drawn.result))
         except Exception as error:  # an error in this program mustn't end the service

@@ -115,19 +115,6 @@ class Answer:
     heatmap: bytes = b""
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """Which pictures are kept: all of parts not called good, and a share of the good ones.
-
-    Attributes:
-        goods: share of good parts, drawn by their numbers.
-        megabytes: limit for all pictures; above it the oldest are deleted, good parts first.
-    """
-
-    goods: float = 0.02
-    megabytes: int = 2000
-
-
 class Record:
     """The record's file. Threads may share it.
 
@@ -135,7 +122,9 @@ class Record:
 
     Args:
         file: created if missing.
-        keeping: which pictures are kept.
+        goods: share of good parts whose picture is kept, drawn by their numbers; those of parts
+            not called good, and of judged ones, always are.
+        megabytes: limit for all pictures; above it the oldest are deleted, good parts first.
 
     Attributes:
         promises: promised rates by the model's id; recorded once the model has scored a part.
@@ -144,10 +133,10 @@ class Record:
         OutputError: the file can't be written, or isn't a record.
     """
 
-    def __init__(self, file: Path, keeping: Keeping | None = None) -> None:
+    def __init__(self, file: Path, goods: float = 0.02, megabytes: int = 2000) -> None:
         self.file = file
         self.promises: dict[str, str] = {}
-        self._keeping = keeping or Keeping()
+        self._goods, self._most = goods, megabytes * 1_000_000
         self._lock = threading.RLock()
         self._writer = ThreadPoolExecutor(1, "record")
         self._needed = 0  # bytes that the last write needed
@@ -201,7 +190,7 @@ class Record:
         number = added.lastrowid or 0
         asked = row.verdict != "good"
         drawn = random.Random(number).random()
-        if row.status == "ok" and (asked or drawn < self._keeping.goods):
+        if row.status == "ok" and (asked or drawn < self._goods):
             self._keep(db, number, asked, answer.file, answer.heatmap)
         return number
 
@@ -210,7 +199,7 @@ class Record:
     ) -> None:
         """Keep a part's picture; the oldest others are deleted until all fit."""
         db.execute(_KEEP, (part, asked, len(file) + len(heatmap), file, heatmap))
-        while db.execute(_HELD).fetchone()[0] > self._keeping.megabytes * 1_000_000:
+        while db.execute(_HELD).fetchone()[0] > self._most:
             db.execute(_DROP)
 
     def add_feedback(

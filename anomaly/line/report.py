@@ -19,11 +19,11 @@ from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.desk.advice import DEFECT_SHARE, LEAST_PARTS, compare_flagged
 from anomaly.errors import AnomalyError, DataError, visible
 from anomaly.files.tables import csv_text
-from anomaly.files.writing import claim, like, locked, write
+from anomaly.files.writing import claim, from_json, like, locked, write
 from anomaly.line.drift import Drift, Promise
 from anomaly.line.record import JUDGED, in_utc, open_rows, open_to_read
 from anomaly.report.page import figure_html, row_html, table_html, table_page, utc_now
-from anomaly.storage.folder import find_model, model_id
+from anomaly.storage.folder import checked, find_model, model_id
 from anomaly.storage.load import read_folder
 from anomaly.storage.thresholds import read_thresholds, thresholds_alone_differ
 
@@ -176,7 +176,8 @@ def report(
     """
     with parts_of(record, period) as db:
         found = db.execute("SELECT model_id, line FROM promises")
-        promises = {own: Promise.of(line, record) for own, line in found} | dict(more or {})
+        known = {own: checked(from_json(line), Promise, record) for own, line in found}
+        promises = known | dict(more or {})
         tables = dict(zip(_NAMES, _tables(db, promises), strict=True))
         drifts = dict(_drifts(db, promises))
         pictures = [_picture(*row) for row in db.execute("SELECT * FROM notable")]

@@ -12,8 +12,8 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -163,7 +163,7 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or refuse it."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        admitted = False
+        admitted, pieces = False, list[bytes]()
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -174,13 +174,13 @@ class Guard:
         try:
             self._admit(scope, headers)
             admitted = True
-            async with self._body(scope, headers, receive) as body:
-                whole = iter([{"type": "http.request", "body": body}])
+            await self._read(scope, headers, receive, pieces)
+            whole = iter([{"type": "http.request", "body": pieces[0]}])
 
-                async def receive_whole() -> Any:
-                    return next(whole, None) or await receive()
+            async def receive_whole() -> Any:
+                return next(whole, None) or await receive()
 
-                await self._app(scope, receive_whole, answer)
+            await self._app(scope, receive_whole, answer)
         except HTTPException as refused:
             # A connection that is closed while data arrives is reset, and the answer is lost.
             if admitted and refused.status_code != 408:
@@ -195,6 +195,7 @@ class Guard:
             pass
         finally:
             self._at_work -= 1
+            self._service.held -= sum(map(len, pieces))
 
     def _admit(self, scope: Any, headers: Mapping[bytes, str]) -> None:
         """Refuse whoever may not ask, and all but health and figures if too many ask."""
@@ -211,23 +212,21 @@ class Guard:
         if self._at_work > MOST_AT_ONCE and scope["path"] not in _ALWAYS:
             raise _busy("too many requests are in progress")
 
-    @asynccontextmanager
-    async def _body(
-        self, scope: Any, headers: Mapping[bytes, str], receive: Any
-    ) -> AsyncIterator[bytes]:
-        """A request's whole body; it counts as held inside the `with` block.
+    async def _read(
+        self, scope: Any, headers: Mapping[bytes, str], receive: Any, pieces: list[bytes]
+    ) -> None:
+        """Receive a request's body, which is one piece in the end; each counts as held.
 
         Raises:
             HTTPException: 408, 413 or 503: it is too slow, too long, or too many bytes are held.
         """
-        service = self._service
         image = scope["method"] == "POST" and scope["path"].endswith("/score")
         most = _IMAGE_BYTES if image else _SHORT_BYTES
         shown = f"{most / 1e6:g} MB" if most >= 1e6 else f"{most / 1e3:g} kB"
         too_long = HTTPException(413, f"the body is longer than {shown}, which is the limit")
         if int(headers.get(b"content-length", 0)) > most:  # h11 has seen that it is a number
             raise too_long
-        pieces, held, more = list[bytes](), 0, True
+        left, more = most, True
         try:
             async with asyncio.timeout(_RECEIVE_SECONDS):
                 while more:
@@ -235,20 +234,17 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnect
                     pieces.append(message["body"])
-                    held += len(pieces[-1])
-                    service.held += len(pieces[-1])
-                    if held > most:
+                    left -= len(pieces[-1])
+                    self._service.held += len(pieces[-1])
+                    if left < 0:
                         raise too_long
-                    if service.held > _HELD_BYTES:
+                    if self._service.held > _HELD_BYTES:
                         raise _busy("too many images are waiting")
                     more = message["more_body"]
-            pieces = [b"".join(pieces)]
-            yield pieces[0]
         except TimeoutError:
             reason = f"the body must be complete within {_RECEIVE_SECONDS:g} s"
             raise HTTPException(408, reason) from None
-        finally:
-            service.held -= held
+        pieces[:] = [b"".join(pieces)]
 
 
 def _busy(reason: str) -> HTTPException:

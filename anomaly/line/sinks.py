@@ -290,12 +290,11 @@ class Outbox:
         while True:
             try:
                 pause = self._send_next()
-            except AnomalyError as error:  # the record is in trouble, or closed
+            except Exception as error:  # the record is in trouble, or closed; or a mistake in here
+                known = isinstance(error, AnomalyError)  # the text of others may hold secrets
+                reason = str(error) if known else type(error).__name__
                 if not self._closing.is_set():
-                    log.error("can't send to %s: %s", self.name, error)
-                pause = _LOOK_SECONDS
-            except Exception as error:  # an error in this program; its text may hold secrets
-                log.error("sending to %s failed: %s", self.name, type(error).__name__)
+                    log.error("sending to %s failed: %s", self.name, reason)
                 pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
                 self._sink.close()

@@ -21,7 +21,7 @@ from kit import until
 
 from anomaly.line.app import make_app
 from anomaly.line.commands import named
-from anomaly.line.record import Keeping, Record
+from anomaly.line.record import Record
 from anomaly.line.server import listening, serve
 from anomaly.line.service import InspectionService
 from anomaly.line.sinks import Sink
@@ -90,13 +90,13 @@ def serving(
     *,
     token: str = "",
     record: Path | None = None,
-    keeping: Keeping | None = None,
+    goods: float = 0.02,
     sinks: Sequence[Sink] = (),
 ) -> Iterator[Served]:
     """A service in a thread, once each of its models is ready or has failed."""
     service = InspectionService(
         named(find_models(folder)),
-        Record(record or folder / "line.sqlite", keeping or Keeping()),
+        Record(record or folder / "line.sqlite", goods),
         device=torch.device("cpu"),
         sinks=sinks,
     )

@@ -11,7 +11,7 @@ import pytest
 from test_record import PNG, answer
 
 from anomaly.errors import AnomalyError, OutputError
-from anomaly.line.record import Keeping, Record, confirmed_parts, safe_name
+from anomaly.line.record import Record, confirmed_parts, safe_name
 from anomaly.line.report import PAGE, Period, report
 
 MARK = "<img src=x>"
@@ -51,7 +51,7 @@ VALUES = {
 def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
     file, inside = tmp_path / "from" / "elsewhere.sqlite", tmp_path / "deep" / "down"
     inside.mkdir(parents=True)
-    with closing(Record(file, Keeping(goods=1))) as record:
+    with closing(Record(file, goods=1)) as record:
         record.add([answer("good", 1), answer("reject", 2)])
         with record.changing() as db:
             db.execute("UPDATE pictures SET file = ?", (PNG,))

@@ -16,7 +16,7 @@ from test_record import PNG, answer
 
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
-from anomaly.line.record import Keeping, Record, confirmed_parts
+from anomaly.line.record import Record, confirmed_parts
 from anomaly.storage.load import load_model
 
 
@@ -64,7 +64,7 @@ def test_what_people_say_is_learned(run_folder: Path, tmp_path: Path, command: C
 
 def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path) -> None:
     """Pictures of judged parts are a data set, for whatever takes files."""
-    with closing(Record(tmp_path / "line.sqlite", Keeping(goods=0))) as record:
+    with closing(Record(tmp_path / "line.sqlite", goods=0)) as record:
         record.add([replace(answer("reject", number), file=PNG) for number in range(1, 7)])
         record.add([answer("good", 9)])
         for part, verdict, kind in (

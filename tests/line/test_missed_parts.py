@@ -13,9 +13,7 @@ from conftest import Command, run_command, train_arguments, write_part
 from running import serving
 
 from anomaly.desk.golden import keep_missed, write_record
-from anomaly.errors import OutputError
-from anomaly.line.commands import deploy
-from anomaly.line.record import Keeping, confirmed_parts
+from anomaly.line.record import confirmed_parts
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def test_the_picture_of_a_part_that_people_judge_is_kept(
 ) -> None:
     """Of a good part, too, so that an update learns of a defect that was called good."""
     run = Path(shutil.copytree(run_folder, tmp_path / "models" / "disc"))
-    with serving(run.parent, keeping=Keeping(goods=0)) as served:
+    with serving(run.parent, goods=0) as served:
         for verdict in ("defect", "good"):  # the second one is scored, but not judged
             row = served.score(faint.read_bytes() + b"\0" * (verdict == "good"))[1]
             assert row["verdict"] == "good"
@@ -73,17 +71,6 @@ def test_a_version_that_loses_a_known_defect_isnt_deployed(
     code, out, err = command("deploy", ["--to", run, "--back"])
     assert (code, "Still missed, as before: 2." in out) == (0, True), err
     assert sorted(p.name for p in (run / "golden" / "missed").iterdir()) == sorted([kept, later])
-
-
-def test_links_in_a_run_are_not_followed(run_folder: Path, tmp_path: Path) -> None:
-    for i, place in enumerate(("golden", "golden/missed/part.png", "train.json")):
-        run = Path(shutil.copytree(run_folder, tmp_path / f"run{i}"))
-        (run / place).unlink(missing_ok=True)
-        (run / place).parent.mkdir(parents=True, exist_ok=True)
-        (run / place).symlink_to(tmp_path)
-        with pytest.raises(OutputError, match="is a link"):
-            deploy(run / "model", tmp_path / "line")
-    assert not (tmp_path / "line").exists()
 
 
 def test_another_products_model_isnt_deployed(

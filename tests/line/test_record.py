@@ -16,7 +16,7 @@ from kit import unprivileged
 
 from anomaly.errors import DataError, OutputError
 from anomaly.inference.rows import Row
-from anomaly.line.record import Answer, Keeping, Record, confirmed_parts
+from anomaly.line.record import Answer, Record, confirmed_parts
 from anomaly.line.report import Period, parts_of
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
@@ -74,7 +74,7 @@ def test_answers_are_there_once_they_are_written(tmp_path: Path) -> None:
 
 
 def test_pictures_of_rejects_and_a_share_of_goods_are_kept(tmp_path: Path) -> None:
-    record, other = (Record(tmp_path / name, Keeping(goods=0.1)) for name in ("a", "b"))
+    record, other = (Record(tmp_path / name, goods=0.1) for name in ("a", "b"))
     for one in (record, other):
         one.add([answer("good", i) for i in range(300)])
     assert 15 <= len(kept(record)) <= 50
@@ -84,14 +84,13 @@ def test_pictures_of_rejects_and_a_share_of_goods_are_kept(tmp_path: Path) -> No
 
 
 def test_the_oldest_goods_make_room_first(tmp_path: Path) -> None:
-    keeping = Keeping(goods=1.0, megabytes=1)
-    with closing(Record(tmp_path / "line.sqlite", keeping)) as record:
+    with closing(Record(tmp_path / "line.sqlite", 1.0, 1)) as record:
         good = [answer("good", number, size=300_000) for number in (1, 2)]
         record.add([*rejects(0), *good, *rejects(3)])
         assert kept(record) == [4, 3, 1]
         record.add(rejects(4))
         assert kept(record) == [5, 4, 1]
-    with closing(Record(tmp_path / "line.sqlite", keeping)) as again:
+    with closing(Record(tmp_path / "line.sqlite", 1.0, 1)) as again:
         again.add(rejects(5))
         assert kept(again) == [6, 5, 4]
         assert len(again.parts()) == 6  # rows stay
@@ -183,7 +182,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_after_a_full_disk_pictures_within_the_budget_are_all_there(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
-    with closing(Record(small_disk / "line.sqlite", Keeping(megabytes=1))) as record:
+    with closing(Record(small_disk / "line.sqlite", megabytes=1)) as record:
         record.add(rejects(0, 1))
         ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - 400_000))
         for i in range(12):

@@ -24,7 +24,7 @@ from running import Served
 from anomaly.calibration.rates import rate_of
 from anomaly.inference.rows import Row
 from anomaly.line.models import Version
-from anomaly.line.record import Answer, Keeping, Record
+from anomaly.line.record import Answer, Record
 from anomaly.line.report import Period, report
 from anomaly.storage.load import load_model
 
@@ -71,7 +71,7 @@ def recorded(
     caught: float | None = None,
 ) -> Path:
     """A record of parts, of what people say of some, and of what the model's thresholds promise."""
-    with closing(Record(folder / "line.sqlite", Keeping(goods=1))) as record:
+    with closing(Record(folder / "line.sqlite", goods=1)) as record:
         if promised is not None:
             rate = asdict(rate_of(round(100 * promised), 100, promised))
             line = {"levels": [], "same_scores": [], "caught": caught}

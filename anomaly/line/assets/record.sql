@@ -25,6 +25,7 @@ CREATE TRIGGER IF NOT EXISTS feedback_stays BEFORE UPDATE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
 CREATE TRIGGER IF NOT EXISTS feedback_is_kept BEFORE DELETE ON feedback
     BEGIN SELECT RAISE (ABORT, 'feedback is only added to'); END;
-CREATE TABLE IF NOT EXISTS promises (model_id TEXT PRIMARY KEY, line TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS promises (
+    model_id TEXT PRIMARY KEY, line TEXT NOT NULL CHECK (json_valid (line))) STRICT;
 CREATE TABLE IF NOT EXISTS outboxes (
     sink TEXT PRIMARY KEY, sent INTEGER NOT NULL, refused INTEGER NOT NULL) STRICT;
