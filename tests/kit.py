@@ -16,7 +16,9 @@ from typing import IO, Any
 
 import pytest
 
+from anomaly.config.load import parse_config
 from anomaly.imaging.arrays import image
+from anomaly.scoring.model import Model
 
 rgb, bgr = (partial(image, channels=order) for order in ("rgb", "bgr"))
 
@@ -43,6 +45,12 @@ def tiny(**settings: Any) -> dict[str, Any]:
     """Settings of a fit: the tests' own network, on few pixels unless `image` is given."""
     network = {"name": "tiny", "weights": "random"}
     return {"backbone": network, "image": {"area": 64}, "precision": "fp32", **settings}
+
+
+def bare_model(settings: dict[str, Any], **known: Any) -> Model:
+    """A model of these settings that has no stages but those given."""
+    nothing = dict.fromkeys(("extractor", "normalise", "scorer", "thresholds", "device"))
+    return Model(**nothing | {"config": parse_config(settings, "a test")} | known)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

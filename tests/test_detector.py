@@ -1,6 +1,6 @@
 """Rates that people ask for, beside those that a model has."""
 
-from typing import Any, cast
+from kit import bare_model
 
 from anomaly.calibration.thresholds import (
     GoodScores,
@@ -8,7 +8,6 @@ from anomaly.calibration.thresholds import (
     thresholds_by_hand,
     thresholds_from,
 )
-from anomaly.config.load import parse_config
 from anomaly.scoring.model import Model
 
 _GOOD = GoodScores(("a", "b", "c"), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), "some images")
@@ -16,10 +15,7 @@ _GOOD = GoodScores(("a", "b", "c"), (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), "some imag
 
 def _detector(thresholds: Thresholds | None = None) -> Model:
     rates = {"review_rate": 0.05, "reject_rate": 0.01}
-    config = parse_config({"calibration": rates}, "a test")
-    nothing = cast(Any, None)
-    stages = dict.fromkeys(("extractor", "normalise", "scorer", "device"), nothing)
-    return Model(config=config, thresholds=thresholds, **stages)
+    return bare_model({"calibration": rates}, thresholds=thresholds)
 
 
 def test_a_rate_that_was_not_given_gives_way() -> None:

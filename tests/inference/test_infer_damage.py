@@ -26,20 +26,8 @@ def test_whatever_a_list_names_has_its_row(
         r"parts\1.png": "",
     }
     (tmp_path / "l.txt").write_text("\n".join(entries), "utf-8", "surrogateescape")
-    code, out, err = command(
-        "infer",
-        [
-            "--model",
-            run_folder,
-            "--input",
-            "l.txt",
-            "--output",
-            "out",
-            "--write",
-            "heatmaps",
-            "masks",
-        ],
-    )
+    arguments = ["--model", run_folder, "--input", "l.txt", "--output", "out"]
+    code, out, err = command("infer", [*arguments, "--write", "heatmaps", "masks"])
     assert (code, err.count("error")) == (3, 0)
     assert f"1 of {len(entries)} images scored" in out
     lines = (tmp_path / "out" / "results.jsonl").read_text("utf-8").splitlines()

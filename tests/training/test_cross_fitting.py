@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import bare_model
 from patch_lists import PatchList
 
 from anomaly.calibration.thresholds import GoodScores
-from anomaly.config.load import parse_config
 from anomaly.errors import DataError
 from anomaly.imaging.geometry import Sizing
 from anomaly.methods.base import PatchBatch
@@ -50,22 +50,13 @@ def _fitted(kind: str, patches: _Patches) -> tuple[Model, Any]:
     score = "max" if kind == "patchcore" else "map_max"
     model = {"kind": kind, "smoothing": 0, "halo_damping": 0}
     model["image_score"] = score
-    config = parse_config({"model": model}, "a test")
     if kind == "patchcore":
         fitter: Any = MemoryBankFitter(coreset_ratio=1.0)
         scorer = fitter.fit(patches)
     else:
         fitter = GaussianFitter(dimensions=8).prepared(8, CPU)
         scorer = fitter.fit(patches)
-    nothing = cast(Any, None)
-    return Model(
-        config=config,
-        extractor=nothing,
-        normalise=nothing,
-        scorer=scorer,
-        thresholds=None,
-        device=CPU,
-    ), fitter
+    return bare_model({"model": model}, scorer=scorer, device=CPU), fitter
 
 
 def _cross_fit(
