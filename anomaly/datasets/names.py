@@ -37,7 +37,7 @@ _WORDS = {
     "good": """good ok okay okey io pass passed accepted normal intact nominal golden reference gut
         gute guten gutteil gutteile inordnung fehlerfrei nodefect defectfree undamaged 良品 合格
         正常 良好 양품 정상 bueno buena bon bonne conforme buono buoni bom aprovado dobre годные
-        годный""",
+        годный хороший норма dobry boas aceptado 합격""",
     # These aren't part of a product's name.
     "denied": "ng nok nio ko notok nichtinordnung 不良 不良品 不合格 불량 불합격",
     "flaw": """bad fail failed reject rejected scrap defect defective def anomaly anomalies abnormal
@@ -45,7 +45,7 @@ _WORDS = {
         contamination rework fault faulty wrong ausschuss fehler fehlerhaft defekt schlecht kratzer
         riss risse nacharbeit beschadigt malo defecto rayado mauvais defaut rebut casse difetto
         scarto defeito refugo wada wady брак дефект дефекты 缺陷 次品 划痕 異常 异常 欠陥 キズ
-        割れ 결함""",
+        割れ 결함 坏 불량품 плохой wadliwy ruim reprovado rechazado scarti anomalie""",
     "not": "not no non n un nicht kein ohne pas ne sin sans senza nao nie не",
     "doubt": """? or maybe almost false falsch pseudo review recheck suspect unclear undecided undef
         undefined unknown unbekannt unlabeled unsorted unchecked pending todo tbd na nan none null

@@ -19,14 +19,14 @@ nominal|golden|reference|gut|Gute Teile|in Ordnung|inOrdnung|Gutteile|IO-Teile|�
 正常|OK品|양품|bueno|buena|bon|bonnes|conforme|buono|aprovado|dobre|годные|good_2024-05
 01_OK|OK parts|OKParts|lot7_OK|OK(2)|No5_OK|OK_cam1|годный|no_defects|defect-free
 fehlerfrei|undamaged|ＯＫ|train_good|good_side_A|OK_Kamera1|PASS 2024-05-01|Gutteile_Los7
-bonnes pièces"""
+bonnes pièces|хороший|합격|aceptado"""
 DEFECTIVE = """NG|NOK|NIO|nIO|nOK|niO|n.i.O.|n.i.O|n-i-O|N_O_K|n_ok|N OK|not_ok|NotOK|not-ok
 notok|un_ok|unOK|nichtOK|nicht in Ordnung|nicht_io|kein Gut|not good|no good
 non_conforme|no-conforme|no_bueno|pas bon|pas_conforme|nPass|不良|不合格|不良品|ＮＧ|NG品|불량
 lot7_NG|2024_NG_cam1|noks|bad|defects|defective|anomaly|abnormal|broken|damaged
 scratch|deep scratch|crack|dent|stain|hole|rework|rejected|failed|scrap|Ausschuss
 AUSSCHUẞ|Fehler|defekt|schlecht|Kratzer|Kratzer_tief|Risse|Nacharbeit|beschädigt|rebut
-défaut|cassé|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|def_front|ab-normal"""
+défaut|cassé|rayado|scarto|refugo|缺陷|欠陥|割れ|キズ|ｷｽﾞ|划痕|брак|def_front|ab-normal|坏|불량품|плохой"""
 ASIDE = """test_line_3|masks|Masken|ground_truth|GroundTruth|マスク|labels|test|Testdaten|測試
 prueba|Testing|test_public|thumbnails|xyz|gt"""
 PLACE = """2024-05-01|lot7|cam1|A|kamera links|Charge 12|01|___"""
