@@ -174,7 +174,8 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     if package not in _TRAINING:
         raise error
     return AnomalyError(
-        f"{what} needs {package}, which isn't installed: pip install 'anomaly[train]'"
+        f"{what} needs {package}, which isn't installed: pip install 'anomaly[train]' (exported "
+        "models are scored without it)"
     )
 
 

@@ -18,9 +18,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -275,7 +275,7 @@ def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
         single_threaded(threads),
         ThreadPoolExecutor(threads, initializer=set_threads, initargs=(1,)) as pool,
     ):
-        yield partial(_shared_out, pool)
+        yield lambda task, items: list(pool.map(_in_this_mode(task), items))
 
 
 def parallel_map(
@@ -286,27 +286,18 @@ def parallel_map(
         return shared(task, items)
 
 
-def _shared_out(
-    pool: ThreadPoolExecutor, task: Callable[[Any], Any], items: Sequence[Any]
-) -> list[Any]:
-    if len(items) < 2:
-        return list(map(task, items))
-    mode = _same_inference_mode()
-
-    def work(item: Any) -> Any:
-        with mode():
-            return task(item)
-
-    return list(pool.map(work, items))
-
-
-def _same_inference_mode() -> Callable[[], AbstractContextManager[Any]]:
-    """Makes a context like this thread's: whether torch keeps track of gradients."""
+def _in_this_mode(task: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A task for other threads, in which torch tracks gradients if it does so in this one."""
     torch = imported_torch()
     if torch is None:
-        return nullcontext
+        return task
     enabled = torch.is_inference_mode_enabled()
-    return lambda: torch.inference_mode(enabled)
+
+    def work(item: Any) -> Any:
+        with torch.inference_mode(enabled):
+            return task(item)
+
+    return work
 
 
 _property_locks: list[locked_cached_property[Any]] = []  # one for each in the program's classes

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 from anomaly.cli.commands import COMMANDS, overview
@@ -27,7 +26,6 @@ from anomaly.runtime import __version__
 
 log = logging.getLogger(__name__)
 
-_SCORING = ("deploy", "infer", "evaluate", "serve")
 _GARBAGE = 10_000  # objects made since the last search for garbage
 
 
@@ -53,8 +51,7 @@ def _main(arguments: list[str]) -> int:
         return 2
     options = _parse(command, arguments or ["--help"])
     started = time.monotonic()
-    with ExitStack() as listeners:
-        listeners.enter_context(log_to_terminal(quiet=options.quiet, verbose=options.verbose))
+    with log_to_terminal(quiet=options.quiet, verbose=options.verbose):
         try:
             with Stopping(politely=False):
                 code = _run(options)
@@ -92,9 +89,7 @@ def _report_error(error: Exception, command: str) -> int:
             log.error("%s", str(error).replace(" (overwrite=True)", ""))
             return error.exit_code
         case ModuleNotFoundError():
-            scores = command in _SCORING
-            what = command + (" with a model that isn't exported" if scores else "")
-            log.error("%s", needs_training(what, error))
+            log.error("%s", needs_training(command, error))
         case BrokenPipeError():
             # The reader of our output went away; Python would complain again while shutting down.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,8 +10,7 @@ that it writes to as long as it runs, has a lock of its own.
 
 The lock is the operating system's, on a file in the folder, so that a killed process leaves none
 behind. Network file systems pass it on to their server (NFS from Linux 2.6.12 on, SMB); where the
-file system has no locks, a file in the local temporary folder stands in, and only runs of the
-same machine notice each other.
+file system has no locks, a warning says that other runs go unnoticed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import re
 import secrets
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -200,7 +198,7 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
     try:
         try:
             made += [path for path in lock.parents if not path.exists()]
-            file, handle = _take(what, lock)
+            handle = _take(what, lock)
         except OSError as error:
             where = what if error.filename in (None, str(lock)) else error.filename
             raise unwritable(where, error, "{} can't be written to") from None
@@ -209,35 +207,22 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(holder)
-            _release(file, handle)
+            if _is_at(handle, lock):  # before the lock ends: afterwards it may be another run's
+                with suppress(OSError):
+                    lock.unlink()
+            os.close(handle)
     finally:
         for path in made:
             with suppress(OSError):  # holds something: it stays
                 path.rmdir()
 
 
-def _take(what: Path, lock: Path) -> tuple[Path, int]:
-    """The lock file, or what stands in for it, and its descriptor."""
-    try:
-        return _hold(what, lock)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        lock.unlink(missing_ok=True)
-        log.warning(
-            "%s: its file system has no locks (%s); a run of another machine there goes unnoticed",
-            what,
-            error.strerror,
-        )
-    place = hashlib.blake2b(os.fsencode(os.path.realpath(what)), digest_size=12).hexdigest()
-    return _hold(what, Path(tempfile.gettempdir()) / f"anomaly-{place}.lock")
-
-
-def _hold(what: Path, file: Path) -> tuple[Path, int]:
+def _take(what: Path, lock: Path) -> int:
+    """The descriptor of a lock file, once the lock is ours."""
     for _ in range(_ATTEMPTS):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.parent.mkdir(parents=True, exist_ok=True)
         try:
-            handle = _open(file)
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # a run that failed has just removed its new folder
             continue
         with ExitStack() as opened:
@@ -246,21 +231,16 @@ def _hold(what: Path, file: Path) -> tuple[Path, int]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _in_use(what, handle) from None
-            if _is_at(handle, file):
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                log.warning("%s: no locks here (%s): other runs go unnoticed", what, error.strerror)
+            if _is_at(handle, lock):
                 _note(handle)
                 opened.pop_all()
-                return file, handle
+                return handle
             # The run that held it has just ended, and taken the file away.
     raise OutputError(f"{what} is in use by runs that come and go; try again")
-
-
-def _open(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # left there by another account's run that was killed
-        if not file.exists():
-            raise
-        return os.open(file, os.O_RDONLY)
 
 
 def _is_at(handle: int, file: Path) -> bool:
@@ -288,13 +268,6 @@ def _in_use(what: Path, handle: int) -> OutputError:
         f"{what} is in use by another run ({who or 'which one is not known'}); wait until that "
         "has ended, or write elsewhere"
     )
-
-
-def _release(file: Path, handle: int) -> None:
-    if _is_at(handle, file):  # before the lock ends: afterwards the file may be another run's
-        with suppress(OSError):
-            file.unlink()
-    os.close(handle)
 
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
