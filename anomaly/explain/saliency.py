@@ -153,7 +153,8 @@ def feature_map_picture(
     longer, shorter = max(height, width), min(height, width)
     scale = max(_TILE / longer, min(_TILE / 2 / shorter, 3 * _TILE / longer))
     size = max(1, round(height * scale)), max(1, round(width * scale))
-    channels = most_active(values, n_channels)
+    activity = np.abs(values.astype(np.float64)).mean(axis=(1, 2))
+    channels = np.argsort(-activity, kind="stable")[:n_channels]
     tiles = [] if image is None else [("image", resized(image, *size))]
     tiles.append(("PCA to RGB", resized(pca_rgb(values), *size)))
     tiles += [(f"channel {c}", resized(colored(values[c]), *size)) for c in channels]
@@ -163,12 +164,6 @@ def feature_map_picture(
     ]
     heading = f"{title}: {values.shape[0]} channels of {height} x {width}"
     return stacked([text_line(heading, rows[0].shape[1]), *rows])
-
-
-def most_active(values: NDArray[Any], n: int) -> list[int]:
-    """The n channels of (C, h, w) with the largest mean absolute value, largest first."""
-    activity = np.abs(values.astype(np.float64)).mean(axis=(1, 2))
-    return [int(c) for c in np.argsort(-activity, kind="stable")[:n]]
 
 
 def pca_rgb(values: NDArray[Any]) -> RgbImage:

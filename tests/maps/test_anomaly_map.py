@@ -1,7 +1,6 @@
 """Maps against SciPy and PyTorch; marks come back where they were planted."""
 
 import tracemalloc
-from typing import Any
 
 import cv2
 import numpy as np
@@ -114,9 +113,7 @@ def test_image_scores() -> None:
     assert image_scores(scores, maps, "top_percent").tolist() == [198.5, 398.5]
     assert image_scores(scores, maps, "map_max").tolist() == maps.amax((1, 2)).tolist()
     best = np.sort(maps.flatten(1).numpy())[:, -128:].mean(1)  # 1 % of 80 × 160
-    both = [image_scores(s, m, "map_top_percent") for s, m in _twice(scores, maps)]
-    for found in both:
-        np.testing.assert_allclose(found, best, rtol=1e-6)
+    np.testing.assert_allclose(image_scores(scores, maps, "map_top_percent"), best, rtol=1e-6)
 
 
 def test_the_highest_percent_is_of_what_counts() -> None:
@@ -125,8 +122,7 @@ def test_the_highest_percent_is_of_what_counts() -> None:
     maps = network_map(scores, (160, 160), 4.0, counts)
     shown = maps[~maps.isnan()]
     best = shown.sort().values[-round(len(shown) / 100) :].mean()
-    for s, m in _twice(scores, maps):
-        assert image_scores(s, m, "map_top_percent")[0] == pytest.approx(float(best))
+    assert image_scores(scores, maps, "map_top_percent")[0] == pytest.approx(float(best))
 
 
 def test_a_relative_score_is_over_the_median_of_what_counts() -> None:
@@ -135,17 +131,12 @@ def test_a_relative_score_is_over_the_median_of_what_counts() -> None:
     counts[2] = False
     maps = network_map(scores, (72, 72), 4.0, counts)
     counted = torch.where(counts, scores, torch.nan)
-    for s, m in _twice(counted, maps):
-        best = image_scores(s, m, "map_top_percent")
-        found = image_scores(s, m, "map_top_relative")
-        for i in range(2):
-            kept = np.sort(scores[i][counts[i]].numpy())
-            assert float(found[i]) == pytest.approx(float(best[i]) / kept[(len(kept) - 1) // 2])
-        assert float(found[2]) == -np.inf
-
-
-def _twice(scores: torch.Tensor, maps: torch.Tensor) -> list[tuple[Any, Any]]:
-    return [(scores, maps), (scores.numpy(), maps.numpy())]
+    best = image_scores(counted, maps, "map_top_percent")
+    found = image_scores(counted, maps, "map_top_relative")
+    for i in range(2):
+        kept = np.sort(scores[i][counts[i]].numpy())
+        assert float(found[i]) == pytest.approx(float(best[i]) / kept[(len(kept) - 1) // 2])
+    assert float(found[2]) == -np.inf
 
 
 def test_the_map_of_a_long_strip_takes_little_memory() -> None:
