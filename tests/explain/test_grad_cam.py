@@ -14,8 +14,11 @@ from anomaly.errors import AnomalyError
 from anomaly.explain.saliency import (
     feature_map_pictures,
     grad_cam,
+    image_gradient,
+    saliency_map,
 )
 from anomaly.hooks import live_hooks
+from anomaly.scoring.image_score import image_scores, network_map
 
 
 def build(seed: int, inplace: bool = False) -> tuple[nn.Sequential, nn.Sequential, nn.Sequential]:
@@ -134,3 +137,40 @@ def test_what_cannot_be_explained_is_refused_and_stays_as_it_is(
     with pytest.raises(AnomalyError, match=r"in train mode.* call model.eval\(\)"):
         explain(network.train(), torch.rand(3, 16, 16))
     assert all(map(torch.equal, before, body.buffers()))
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (lambda batch: batch.detach().sum(), "doesn't depend on the image"),
+        (lambda batch: batch.max().item(), "doesn't depend on the image"),
+        (lambda batch: nn.Parameter(torch.ones(1)).sum(), "doesn't depend on the image"),
+        (lambda batch: batch.sum(dim=(0, 1, 2)), r"shape \(2,\), not one number"),
+    ],
+)
+def test_scores_without_a_gradient_are_refused(score: object, message: str) -> None:
+    with pytest.raises(AnomalyError, match=message):
+        image_gradient(score, torch.zeros(3, 2, 2))
+
+
+def test_saliency_is_the_largest_absolute_gradient_of_the_colours() -> None:
+    gradient = torch.zeros(3, 20, 20)
+    gradient[0, 3, 4], gradient[2, 3, 4], gradient[1, 7, 8] = 1.0, -4.0, 2.0
+    saliency = saliency_map(gradient)
+    assert np.argwhere(saliency).tolist() == [[3, 4], [7, 8]]
+    assert saliency[3, 4] == 1.0
+    assert not saliency_map(torch.zeros(3, 4, 4)).any()
+
+
+@pytest.mark.parametrize("how", ["map_top_percent", "map_max"])
+def test_what_is_not_looked_at_has_no_gradient_and_spoils_none(how: str) -> None:
+    """Far outside the patches that count, the map's weights are 0."""
+    scores = torch.rand(1, 16, 16, dtype=torch.float64).float().requires_grad_()
+    inside = torch.zeros(1, 16, 16, dtype=torch.bool)
+    inside[:, 2:6, 2:6] = True
+    maps = network_map(scores, (128, 128), 4.0, inside)
+    assert maps.isnan().sum() == 128 * 128 - 32 * 32
+    (gradient,) = torch.autograd.grad(image_scores(scores, maps, how).sum(), scores)
+    assert gradient.isfinite().all()
+    assert gradient[inside].abs().sum() > 0
+    assert (gradient[~inside] == 0).all()
