@@ -64,14 +64,6 @@ def _unguarded(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _GUARDED.match(cell, 1) else cell
 
 
-def marked_encoding(data: bytes) -> tuple[str, bytes] | None:
-    """The encoding of a byte order mark, and the bytes behind the mark; None without one."""
-    for mark, encoding in _MARKS.items():
-        if data.startswith(mark):
-            return encoding, data.removeprefix(mark)
-    return None
-
-
 def header_of(first_line: str, columns: Sequence[str]) -> tuple[list[str], str]:
     """The cells of a list's first line, and the delimiter by which most columns are known ones."""
 
@@ -154,9 +146,10 @@ def _rows_of(text: str, name: str, columns: Sequence[str], needed: Sequence[str]
 
 def texts_of(data: bytes) -> list[str]:
     """A list's text; of one that isn't Unicode the texts in all code pages, and in ASCII."""
-    encoding, rest = marked_encoding(data) or ("utf-8", data)
+    mark = next(filter(data.startswith, _MARKS), b"")
+    encoding, rest = _MARKS.get(mark, "utf-8"), data.removeprefix(mark)
     # What is marked as UTF-8 is in no code page: other bytes are those of file names.
-    names = "surrogateescape" if rest is not data and encoding == "utf-8" else "strict"
+    names = "surrogateescape" if mark == codecs.BOM_UTF8 else "strict"
     try:
         texts = [rest.decode(encoding, names)]
     except UnicodeDecodeError:
