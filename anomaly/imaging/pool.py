@@ -27,13 +27,12 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import IO, Any, TypeVar
 
 import cv2
@@ -238,7 +237,7 @@ def _processes() -> list[_DecoderProcess]:
 
 
 def _idlest() -> _DecoderProcess:
-    return min(_processes(), key=lambda process: process.waiting)
+    return min(_processes(), key=lambda process: len(process.waiting))
 
 
 def _called(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -265,39 +264,21 @@ class _DecoderProcess:
     """One process as the program sees it, asked one thing at a time by a thread."""
 
     def __init__(self) -> None:
-        self.waiting = 0  # how much it has still to do
+        self.waiting: set[Future[Any]] = set()  # what it has still to do
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._sent: Task | None = None  # what the child was set to last
         self._reading = False  # a file, for which it may only take so long
         self._over = ""  # why that was ended
         self._closed = False
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "decoder")
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Do something in the process's thread once everything before it is done."""
-        future: Future[Any] = Future()
-        with self._lock:
-            self.waiting += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
-                self._thread.start()
-        self._jobs.put((future, partial(job, *arguments)))
+        future = self._thread.submit(job, *arguments)
+        self.waiting.add(future)
+        future.add_done_callback(self.waiting.discard)
         return future
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(job())
-                except BaseException as error:
-                    future.set_exception(error)
-            with self._lock:
-                self.waiting -= 1
-            del item, future, job  # nothing here holds the result any longer
-        self.stop()
 
     def ask(self, doing: str, task: Task | None, name: str, *arguments: Any) -> Any:
         """Its answer; called in its thread.
@@ -369,9 +350,8 @@ class _DecoderProcess:
             self._closed = True
             if self._child is not None:
                 self._child.kill()
-        self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
+        self.stop()
 
     def start(self) -> subprocess.Popen[bytes] | None:
         """Start it, unless it is there; None once it was closed."""
