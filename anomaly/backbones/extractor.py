@@ -1,14 +1,15 @@
 """Network input -> feature maps -> patch embeddings, through forward hooks; and their precision.
 
-`truncate` cuts a network behind the last of the wanted layers: what it doesn't need isn't there.
-What runs is a copy with fewer passes over memory: batch norms folded, activations fused.
+A hooked layer puts out a map, a map in Swin's order, or tokens: a transformer's block gives
+(B, N, C), class and register tokens first, then the patches row by row. What runs is a copy with
+fewer passes over memory: batch norms folded, activations fused.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,17 +20,103 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from anomaly.backbones.layers import PROBES, Layout, layout_of, probes, takes
-from anomaly.backbones.networks import Normalisation
 from anomaly.errors import LayerError
-from anomaly.hooks import HookSet, capture, match
+from anomaly.hooks import capture
 from anomaly.hooks.capture import private
 from anomaly.imaging.loading import NetworkInput
 from anomaly.runtime import has_bf16, locked_cached_property
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What is subtracted from and divided out of RGB in [0, 1], per channel: ImageNet's."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalise images (B, 3, H, W)."""
+        mean = torch.tensor(self.mean, device=images.device).view(3, 1, 1)
+        std = torch.tensor(self.std, device=images.device).view(3, 1, 1)
+        return (images - mean) / std
+
+
+_LARGEST_PATCH = 64
+_MOST_PREFIX = 16  # class and register tokens; networks have up to 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layer's output lies, and what it stands for.
+
+    Attributes:
+        axes: of its outputs: `map` (B, C, h, w), `channels_last` (B, h, w, C) or `tokens`
+            (B, N, C).
+        channels: C.
+        stride: network pixels between neighbouring positions.
+    """
+
+    axes: str
+    channels: int
+    stride: int
+
+    def map_of(self, output: Tensor, size: Sequence[int]) -> Tensor:
+        """An output as a feature map (B, C, h, w).
+
+        Args:
+            output: of the layer.
+            size: (H, W) of the network's input.
+        """
+        if self.axes == "map":
+            return output
+        if self.axes == "tokens":
+            height, width = size[0] // self.stride, size[1] // self.stride
+            patches = output[:, output.shape[1] - height * width :]
+            # Its length as a shape's, which stays free in a traced graph; len() is a plain number.
+            output = patches.reshape(patches.shape[0], height, width, -1).contiguous()
+        return output.permute(0, 3, 1, 2)
+
+
+def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
+    """How a layer's output for one image lies; None where it is no grid of positions.
+
+    What may be both is taken for a map (B, C, h, w): of a square image, as many channels as rows.
+
+    Args:
+        shape: of the output.
+        size: (H, W) of the image.
+    """
+    height, width = size
+    if len(shape) == 3 and (stride := token_stride(shape[1], size)):
+        return Layout("tokens", shape[2], stride)
+    if len(shape) == 4:
+        _, a, b, c = shape
+        slack = 0 if height == width else 2 * max(height, width)  # strides and borders round
+        if abs(b * width - c * height) <= slack:
+            return Layout("map", a, max(1, round(width / c)))
+        if abs(a * width - b * height) <= slack:
+            return Layout("channels_last", c, max(1, round(width / b)))
+    return None
+
+
+def token_stride(count: int, size: Sequence[int]) -> int | None:
+    """The side of the patches that N tokens stand for, few others before them; None for none.
+
+    Args:
+        count: N.
+        size: (H, W) of the network's input.
+    """
+    height, width = size
+    for stride in range(2, _LARGEST_PATCH + 1):
+        if height % stride == width % stride == 0:
+            others = count - height * width // stride**2
+            if others >= 0:
+                return stride if others <= min(_MOST_PREFIX, count // 2) else None
+    return None
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,8 +125,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class FeatureExtractor:
     """The part of a network up to the last wanted layer, read through forward hooks.
 
-    `truncate` makes one without weights; `load_state` fills its network, and `to` puts it where it
-    is going to compute. Threads may share one.
+    `anomaly.backbones.layers.truncate` makes one without weights; `load_state` fills its network,
+    and `to` puts it where it is going to compute. Threads may share one.
 
     Attributes:
         network: truncated, in eval mode. What runs is a copy with its batch norms folded and, on
@@ -252,7 +339,7 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
 
     Args:
         network: in eval mode, with its weights.
-        pairs: of a convolution and a batch norm, see `DryRun`.
+        pairs: of a convolution and a batch norm, see `anomaly.backbones.layers.DryRun`.
         dtype: of weights and activations.
     """
     network = copy.deepcopy(network)
@@ -356,220 +443,3 @@ def _fuse_sequence(sequence: nn.Module, inside: str, layers: Sequence[str]) -> N
         ):
             sequence.register_module(name, _Convolution(convolution, activation))
             sequence.register_module(after, nn.Identity())
-
-
-class PassThrough(nn.Module):
-    """Stands where a part was that isn't needed: gives back its first argument."""
-
-    def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Whatever else the part was called with."""
-        return first
-
-
-def truncate(network: nn.Module, layers: Sequence[str]) -> FeatureExtractor:
-    """Drop every part of a network that isn't needed to compute `layers`, in place.
-
-    A dry run on the meta device, which computes nothing, shows which parameters are touched before
-    the last wanted layer has run; modules none of whose parameters are touched are replaced.
-
-    Args:
-        network: on the meta device.
-        layers: paths or patterns, as `anomaly.hooks.match` takes them.
-
-    Returns:
-        The extractor, still without weights.
-
-    Raises:
-        LayerError: a layer doesn't exist, doesn't run exactly once, or gives neither a map nor
-            tokens; or it gives something else than a map (B, C, h, w), of a network that takes
-            squares only.
-    """
-    with torch.device("meta"):
-        run = truncate_in_place(network, layers)
-        side, paths = run.side, tuple(run.outputs)
-        layouts = []
-        for path, output in run.outputs.items():
-            layout = layout_of(output.shape, (side, side))
-            if layout is None:
-                raise LayerError(
-                    f"layer {path!r} gives {tuple(output.shape)}, not a feature map (B, C, h, w), "
-                    "nor a token for each patch; choose another layer"
-                )
-            layouts.append(layout)
-        only_maps = all(layout.axes == "map" for layout in layouts)
-        if not only_maps and not takes(network, side, 2 * side, paths):
-            raise LayerError(
-                f"{type(network).__name__} takes images of {side}×{side} only, so its tokens "
-                "can't be placed on others; choose another network"
-            )
-        return FeatureExtractor(network.eval(), paths, tuple(layouts), run.copies, run.pairs)
-
-
-def describe(extractor: FeatureExtractor) -> dict[str, Any]:
-    """The findings of `truncate`'s dry runs as plain values, from which `truncate_again` starts."""
-    modules = extractor.network.named_modules()
-    return {
-        "layers": list(extractor.layers),
-        "channels": list(extractor.channels),
-        "strides": list(extractor.strides),
-        "axes": [layout.axes for layout in extractor.layouts],
-        "dropped": [path for path, module in modules if isinstance(module, PassThrough)],
-        "copies": extractor.copies,
-        "folded": [list(pair) for pair in extractor.pairs],
-    }
-
-
-def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureExtractor:
-    """Truncate a network in place as before, without dry runs, which import torch's compiler (2 s).
-
-    Args:
-        network: on the meta device.
-        described: what `describe` gave.
-    """
-    for path in described["dropped"]:
-        network.set_submodule(path, PassThrough(), strict=True)
-    layouts = zip(described["axes"], described["channels"], described["strides"], strict=True)
-    return FeatureExtractor(
-        network.eval(),
-        tuple(described["layers"]),
-        tuple(Layout(*values) for values in layouts),
-        described["copies"],
-        tuple((convolution, norm) for convolution, norm in described["folded"]),
-    )
-
-
-def truncate_in_place(network: nn.Module, layers: Sequence[str], side: int | None = None) -> DryRun:
-    """Drop every part of a network that isn't needed to compute `layers`, in place.
-
-    Args:
-        network: on the meta device.
-        layers: paths in any form that `anomaly.hooks.resolve` takes.
-        side: of the square dry-run image; by default the first of `probes` that it takes.
-
-    Raises:
-        LayerError: a layer doesn't exist, never runs, runs several times, so that its path doesn't
-            say which output is meant, or puts out several tensors; or the network doesn't take
-            images of this size.
-    """
-    paths = list(dict.fromkeys(path for layer in layers for path in match(network, layer)))
-    sides = (each for each in probes(network) if takes(network, each, each, paths))
-    run = DryRun(network, paths, side or next(sides, PROBES[0]))
-    _drop_unused(network, set(run.reads), keep=paths)
-    return run
-
-
-# By name, for timm isn't imported without need. Its `Conv2dSame` pads as TensorFlow does, its
-# `BatchNormAct2d` is a batch norm that applies an activation itself.
-_CONVOLUTIONS = ("Conv2d", "Conv2dSame")
-_NORMS = ("BatchNorm2d", "BatchNormAct2d")
-
-
-class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A pass of a network of one black image on the meta device, watched up to the last layer.
-
-    It sees operations, also those that no module call would show, so that it doesn't matter how
-    the network names or nests its modules.
-
-    Args:
-        network: on the meta device.
-        paths: of the wanted layers.
-        side: of the square image.
-
-    Attributes:
-        side: as given.
-        outputs: by path, in the order in which the layers run.
-        reads: how many operations read each tensor, by its id; parameters are among them.
-        copies: whether a later layer overwrites a wanted output in place.
-
-    Raises:
-        LayerError: as `truncate_in_place`.
-    """
-
-    def __init__(self, network: nn.Module, paths: Sequence[str], side: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.side = side
-        self.outputs: dict[str, Tensor] = {}
-        self.reads: Counter[int] = Counter()
-        self.copies = False
-        self._waiting = set(paths)
-        self._wanted = frozenset(paths)
-        self._names = {module: path for path, module in network.named_modules()}
-        self._calls: Counter[str] = Counter()
-        self._versions: dict[str, int] = {}
-        self._made: dict[int, str] = {}  # convolutions by what they put out
-        self._joined: list[tuple[int, str]] = []  # what goes into a batch norm, and its path
-        self._alive: list[Any] = []  # so that no two tensors of the run share an id
-        self._run(network, type(network).__name__)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._waiting:
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            self._alive += tensors
-            self.reads.update(map(id, tensors))
-        return func(*args, **(kwargs or {}))
-
-    def _run(self, network: nn.Module, name: str) -> None:
-        image = torch.empty(1, 3, self.side, self.side, device="meta")
-        try:
-            with torch.no_grad(), torch.device("meta"), self, HookSet(network) as hooks:
-                hooks.forward(nn.Module, self._note)
-                network(image)
-        except Exception as error:  # of any kind; behind the last wanted layer none matters
-            if self._waiting:
-                raise LayerError(
-                    f"{name} doesn't take images of {self.side}×{self.side}; choose another "
-                    "network or size"
-                ) from error
-        for path in sorted(self._wanted):
-            if not self._calls[path]:
-                raise LayerError(f"layer {path!r} of {name} never runs; choose another")
-            if self._calls[path] > 1:
-                raise LayerError(
-                    f"layer {path!r} of {name} runs {self._calls[path]} times in one pass, so its "
-                    "output is ambiguous; choose another layer"
-                )
-            if path not in self.outputs:
-                raise LayerError(f"layer {path!r} gives several tensors; choose another layer")
-
-    def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        path, kind = self._names[module], type(module).__name__
-        self._calls[path] += 1
-        if not self._waiting:
-            return
-        self._alive.extend((inputs, output))
-        if isinstance(module, nn.Conv2d) and kind in _CONVOLUTIONS:
-            self._made[id(output)] = path
-        elif kind in _NORMS and getattr(module, "running_mean", None) is not None:
-            self._joined.append((id(inputs[0]), path))
-        if path in self._waiting and isinstance(output, Tensor):
-            self.outputs[path], self._versions[path] = output, output._version
-        self._waiting.discard(path)
-        if not self._waiting:
-            kept = self.outputs.items()
-            self.copies = any(values._version != self._versions[key] for key, values in kept)
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """The convolutions whose output goes into a batch norm and nowhere else, with that."""
-        wanted = {id(output) for output in self.outputs.values()}
-        return tuple(
-            (self._made[entering], norm)
-            for entering, norm in self._joined
-            if entering in self._made.keys() - wanted
-            and self._calls[self._made[entering]] == self._calls[norm] == 1
-            and self.reads[entering] == 1
-        )
-
-
-def _drop_unused(module: nn.Module, used: set[int], keep: Sequence[str], path: str = "") -> None:
-    for name, child in list(module.named_children()):
-        inner = f"{path}.{name}" if path else name
-        tensors = [*child.parameters(), *child.buffers()]
-        wanted = any(p == inner or p.startswith(inner + ".") for p in keep)
-        unused = tensors and not wanted and not any(id(t) in used for t in tensors)
-        # A list or a dict of modules has no pass of its own: somebody goes through its members.
-        if unused and type(child).forward is not nn.Module.forward:
-            module.register_module(name, PassThrough())
-        else:
-            _drop_unused(child, used, keep, inner)

@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from anomaly.backbones.extractor import Normalisation
 from anomaly.backbones.weights import State, official_file, official_state, read_state, weights_path
 from anomaly.errors import ConfigError, WeightsError, nearest, some
 from anomaly.files.writing import sha256_of
@@ -68,20 +68,6 @@ def _disabled_when_called(
 
 
 torchvision = _without_compiler("torchvision")
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """What is subtracted from and divided out of RGB in [0, 1], per channel: ImageNet's."""
-
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Normalise images (B, 3, H, W)."""
-        mean = torch.tensor(self.mean, device=images.device).view(3, 1, 1)
-        std = torch.tensor(self.std, device=images.device).view(3, 1, 1)
-        return (images - mean) / std
 
 
 class Backbone:

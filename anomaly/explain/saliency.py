@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from anomaly.backbones.layers import (
-    layout_of,
-)
+from anomaly.backbones.extractor import layout_of
 from anomaly.errors import AnomalyError, LayerError
 from anomaly.hooks import HookSet, capture
 from anomaly.hooks.paths import Selector, match, resolve

@@ -17,14 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anomaly.backbones.extractor import network_input, truncate_in_place
-from anomaly.backbones.layers import default_layers, layout_of, side_multiple
-from anomaly.backbones.networks import (
-    backbone_of,
-    build,
-    load_state,
-    read_weights,
-)
+from anomaly.backbones.extractor import layout_of, network_input
+from anomaly.backbones.layers import default_layers, side_multiple, truncate_in_place
+from anomaly.backbones.networks import backbone_of, build, load_state, read_weights
 from anomaly.errors import ConfigError, DataError
 from anomaly.files.writing import draft
 from anomaly.hooks import capture

@@ -32,8 +32,7 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
     """
-    from anomaly.backbones.extractor import truncate
-    from anomaly.backbones.layers import default_layers
+    from anomaly.backbones.layers import default_layers, truncate
     from anomaly.backbones.networks import build, load_state, read_weights
 
     name = config.backbone.name

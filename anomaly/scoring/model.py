@@ -50,8 +50,7 @@ from anomaly.scoring.prediction import Prediction, Scored
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.backbones.extractor import Embedder, FeatureExtractor
-    from anomaly.backbones.networks import Normalisation
+    from anomaly.backbones.extractor import Embedder, FeatureExtractor, Normalisation
 
 
 _LEAST_SCORE = 1e-12  # where a power has a gradient

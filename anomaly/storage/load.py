@@ -133,8 +133,9 @@ def _torch_stages(
     """A model's stages in torch: the truncated network with its weights, and the scorer."""
     import torch  # which exports do without
 
-    from anomaly.backbones.extractor import truncate_again
-    from anomaly.backbones.networks import Normalisation, build, load_state
+    from anomaly.backbones.extractor import Normalisation
+    from anomaly.backbones.layers import truncate_again
+    from anomaly.backbones.networks import build, load_state
 
     backbone, name = manifest["backbone"], config.backbone.name
     try:

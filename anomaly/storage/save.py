@@ -101,7 +101,7 @@ def manifest_of(
         training_images: sha256 of every training image learned from, by name, in order.
         refused_images: index among all training images of each that couldn't be used, by name.
     """
-    from anomaly.backbones.extractor import describe
+    from anomaly.backbones.layers import describe
     from anomaly.backbones.networks import backbone_of
 
     backbone = backbone_of(detector.config.backbone.name)

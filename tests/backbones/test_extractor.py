@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from anomaly.backbones import extractor as features
 from anomaly.backbones.extractor import (
-    DryRun,
     FeatureExtractor,
-    describe,
+    Layout,
+    Normalisation,
     folded,
     fused,
+    layout_of,
     network_input,
-    truncate,
-    truncate_again,
+    token_stride,
 )
-from anomaly.backbones.layers import Layout, layout_of, token_stride
-from anomaly.backbones.networks import Normalisation, build, load_state, read_weights
+from anomaly.backbones.layers import DryRun, describe, truncate, truncate_again
+from anomaly.backbones.networks import build, load_state, read_weights
 from anomaly.errors import LayerError
 from anomaly.hooks import capture, live_hooks
 from anomaly.imaging.geometry import Sizing
@@ -185,7 +185,7 @@ def test_what_the_dry_run_showed_makes_the_same_extractor(name: str, layers: lis
 def test_torchvision_and_timm_come_without_the_compiler_which_is_there_when_needed() -> None:
     code = """
 import sys
-from anomaly.backbones.networks import build, torchvision
+from anomaly.backbones.networks import (build, torchvision)
 import torch
 for name in ("wide_resnet50_2", "mobilenet_v2", "vit_b_16", "timm/tf_efficientnet_lite2"):
     build(name)

@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anomaly.backbones.layers import (
-    Layer,
-    default_layers,
-    layer_table,
-    side_multiple,
-)
+from anomaly.backbones.layers import Layer, default_layers, layer_table, side_multiple
 from anomaly.backbones.networks import build
 from anomaly.errors import LayerError
 from anomaly.hooks import live_hooks

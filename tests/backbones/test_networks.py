@@ -21,14 +21,13 @@ from tiny_network import TinyNetwork
 
 import anomaly
 from anomaly.backbones import networks
-from anomaly.backbones.extractor import truncate
-from anomaly.backbones.layers import default_layers
+from anomaly.backbones.extractor import Normalisation
+from anomaly.backbones.layers import default_layers, truncate
 from anomaly.backbones.networks import (
     INSTALLED,
     INSTALLED_SHA256,
     REQUIREMENT,
     Backbone,
-    Normalisation,
     build,
     full_network,
     installed_file,

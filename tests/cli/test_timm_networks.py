@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import anomaly
 from anomaly.backbones import networks
-from anomaly.backbones.extractor import truncate
+from anomaly.backbones.layers import truncate
 from anomaly.errors import ConfigError, WeightsError
 from anomaly.storage.load import load_model
 

@@ -27,7 +27,7 @@ from torch import nn
 import anomaly
 from anomaly.backbones import engine as engine_module
 from anomaly.backbones.engine import Graph
-from anomaly.backbones.extractor import truncate
+from anomaly.backbones.layers import truncate
 from anomaly.backbones.networks import BACKBONES, Backbone, build, load_state, read_weights
 from anomaly.cli.common import chosen_device
 from anomaly.detector import Detector
