@@ -73,9 +73,9 @@ def open_dataset(layout: str, root: str | Path | None, category: str | None = No
     if layout != "csv" and not is_folder(place):
         if root.is_file():
             raise DataError(f"{root} is a file; for a CSV list use --set data.format=csv")
-        alike = nearest(str(category), folders_in(root)) if is_folder(root) else ""
+        alike = f" ({nearest(str(category), folders_in(root))})" if is_folder(root) else ""
         hint = HOW_TO_GET_MVTEC if layout == "mvtec" else "Correct data.root."
-        raise DataError(f"{place} doesn't exist{alike and '; ' + alike}{looked_in(root)}. {hint}")
+        raise DataError(f"{place} doesn't exist{alike or looked_in(root)}. {hint}")
     dataset = FORMATS[layout](place)
     log.debug("read as %s: %r", layout, dataset)
     return dataset
@@ -187,10 +187,12 @@ def open_by_names(
     check_files(good, folder, Label.GOOD)
     check_files([s.path for _, s in samples if s.is_defect], folder, Label.DEFECTIVE)
     check_annotations(good, folder)
-    in_masks = (f for f in files if any(f.is_relative_to(folder / mask) for mask in masks))
+    in_masks = [f for f in files if any(f.is_relative_to(folder / mask) for mask in masks)]
     # Masks of good images mark nothing.
-    strange = (f for f in in_masks if Label.GOOD not in map(label_of, f.relative_to(folder).parts))
-    unused = [file for file in strange if not finder.has(file)]
+    of_good = {
+        f for f in in_masks if Label.GOOD in map(label_of, f.relative_to(folder).parent.parts)
+    }
+    unused = [file for file in in_masks if file not in of_good and not finder.has(file)]
     hint = "Put good images in good/ or train/good, defective ones in defect/ or defect/<type>/."
     return replace(in_splits(folder, samples, hint), unused_masks=tuple(unused))
 

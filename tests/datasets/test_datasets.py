@@ -319,7 +319,7 @@ REFUSED = (
     ("mvtec folder good_defect visa", "none", "no (training )?images in|there is no list"),
     ("mvtec", None, r"data\.root isn't set"),
     ("mvtec folder visa", "nowhere", "nowhere doesn't exist"),
-    ("mvtec", "disk", r"disk doesn't exist; did you mean 'disc'\?"),
+    ("mvtec", "disk", r"disk doesn't exist \(did you mean 'disc'\?\)\. Get"),
     ("mvtec", "", "no training images"),
     ("mvtec folder csv visa", "x" * 300, "File name too long"),
     ("mvtec_ad", "disc", r"did you mean .*'mvtec'"),
