@@ -359,7 +359,7 @@ def fit(
         )
     for reason in training.refused.values():
         log.warning("skipped: %s", reason)
-    return Detector(training.detector)
+    return Detector(training.model)
 
 
 def load(

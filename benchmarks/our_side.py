@@ -50,12 +50,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         scratch=args.output,
         calibrate=False,
     )
-    save(training.detector, args.checkpoint, overwrite=True)
-    scorer = training.detector.scorer
+    save(training.model, args.checkpoint, overwrite=True)
+    scorer = training.model.scorer
     return {
         "seconds": time.perf_counter() - start,
         "stages": training.seconds,
-        "precision": training.detector.config.precision,
+        "precision": training.model.config.precision,
         "model_bytes": sum(f.stat().st_size for f in args.checkpoint.iterdir()),
         "covering_radius": getattr(scorer, "covering_radius", None),
         "exact": getattr(scorer, "exact", None),

@@ -68,7 +68,7 @@ def trained(folder: Path, args: argparse.Namespace, device: torch.device) -> Mod
     }
     config = parse_config(settings, "benchmark")
     options: dict[str, Any] = {"scratch": folder, "calibrate": False}
-    return train(config, samples, device=device, **options).detector
+    return train(config, samples, device=device, **options).model
 
 
 def rate(run: Callable[[], object], images: int, device: torch.device) -> float:

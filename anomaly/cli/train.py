@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
                     features_of=features_of,
                     progress=progress,
                 )
-        _report(summary, output, training.detector, getattr(options, "reported", ()))
+        _report(summary, output, training.model, getattr(options, "reported", ()))
         return 3 if training.refused else 0
 
 

@@ -275,7 +275,7 @@ class Search:
             scratch=self.scratch,
             progress=self.progress,
         )
-        model = training.detector
+        model = training.model
         assert model.thresholds is not None  # `train` was asked for them
         began = time.perf_counter()
         known = score(model, [*self.defects, *self.good])

@@ -179,10 +179,10 @@ def _trial_images(samples: Sequence[Sample], loading: Preprocessing) -> list[Net
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A trained detector with the facts about its training.
+    """A trained model with the facts about its training.
 
     Attributes:
-        detector: with thresholds, where they were wanted.
+        model: with thresholds, where they were wanted.
         images: the indices of those learned from, ascending.
         seconds: by stage.
         suspects: training images that look least like the others, the worst first; found on the
@@ -196,7 +196,7 @@ class Training:
             learned from, by name.
     """
 
-    detector: Model
+    model: Model
     images: tuple[int, ...]
     seconds: dict[str, float]
     suspects: tuple[HeldOutScores, ...] = ()
@@ -230,7 +230,7 @@ def _fit(
     def fitted(part: CachedFeatures) -> Model:
         return setup.model(setup.fitter.fit(part, stages.of("scorer")))
 
-    detector = fitted(features)
+    model = fitted(features)
     stages.end("scorer")
     images = tuple(sorted(features.facts))
     pictures = features.pictures()
@@ -241,13 +241,13 @@ def _fit(
     config = setup.config
     leave_out = config.model.leave_out_suspects
     if not (calibrate or leave_out):
-        return Training(detector, images, stages.seconds)
+        return Training(model, images, stages.seconds)
 
     def scored(
         part: CachedFeatures, used: Collection[int]
     ) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
         return cross_fit(
-            detector,
+            model,
             part,
             setup.fitter,
             {i: samples[i].name for i in used},
@@ -268,14 +268,14 @@ def _fit(
     if leave_out and stand_out:
         images = tuple(i for i in images if pictures[i] not in outlying)
         rest = features.only(frozenset(images))
-        detector = fitted(rest)
+        model = fitted(rest)
         good = replace(scored(rest, images)[0], stood_out=len(stand_out))
     if calibrate:
         rates = config.calibration
         thresholds = thresholds_from(good, rates.review_rate, rates.reject_rate)
-        detector = replace(detector, thresholds=thresholds)
+        model = replace(model, thresholds=thresholds)
     stages.end("calibration")
-    return Training(detector, images, stages.seconds, suspects, stand_out)
+    return Training(model, images, stages.seconds, suspects, stand_out)
 
 
 def _warn_of_copies(pictures: Mapping[int, str]) -> None:
@@ -359,7 +359,7 @@ def train(
     """Learn what good looks like.
 
     The thresholds come from cross-fitted scores of the same images, see
-    `anomaly.training.cross_fitting`; the detector itself learns from all of them.
+    `anomaly.training.cross_fitting`; the model itself learns from all of them.
 
     Args:
         config: all settings; `config.data` isn't read.
@@ -396,14 +396,14 @@ def train(
         fit = _fit(setup, features, samples, stages, calibrate=calibrate)
     hashes = {samples[i].name: features.facts[i].sha256 for i in fit.images}
     unused = {samples[i].name: i for i in sorted({*images} - {*fit.images})}
-    manifest = manifest_of(fit.detector, setup.weights_sha256, hashes, unused)
+    manifest = manifest_of(fit.model, setup.weights_sha256, hashes, unused)
     if features.shard:
         manifest["made_with"]["shard_images"] = features.shard
     statistics = features.statistics_of(fit.images)
     return replace(
         fit,
-        detector=replace(
-            fit.detector,
+        model=replace(
+            fit.model,
             training_statistics=TrainingStatistics.of(statistics),
             manifest=manifest,
         ),

@@ -80,7 +80,7 @@ def train_run(
         progress=progress,
     )
     before = time.perf_counter()
-    model_id = save(training.detector, output / "model", overwrite=overwrite)
+    model_id = save(training.model, output / "model", overwrite=overwrite)
     training.seconds["save"] = time.perf_counter() - before
     summary = _summary(training, model_id)
     clear(output, ("suspects",))
@@ -119,15 +119,14 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 def _summary(training: Training, model_id: str) -> dict[str, Any]:
     """The content of train.json without times and paths."""
-    tensors = training.detector.scorer.tensors()
-    thresholds = training.detector.thresholds
-    mm = training.detector.config.image.mm_per_pixel
+    model, config = training.model, training.model.config
+    tensors, thresholds, mm = model.scorer.tensors(), model.thresholds, config.image.mm_per_pixel
     return {
-        "name": training.detector.config.name,
+        "name": config.name,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "model_id": model_id,
-        "kind": training.detector.config.model.kind,
-        "device": training.detector.device.type,
+        "kind": config.model.kind,
+        "device": model.device.type,
         "images": {
             "learned": len(training.images),
             "refused": len(training.refused),
@@ -141,7 +140,7 @@ def _summary(training: Training, model_id: str) -> dict[str, Any]:
         "thresholds": None if thresholds is None else thresholds.to_json(),
         "odd": list(training.outliers),
         "stand_out": dict(training.stand_out),
-        "left_out": training.detector.config.model.leave_out_suspects and bool(training.stand_out),
+        "left_out": config.model.leave_out_suspects and bool(training.stand_out),
         "refused": training.refused,
         "peak_memory_bytes": peak_memory(),
     }
@@ -151,24 +150,17 @@ def _draw_suspects(
     training: Training, samples: Sequence[Sample], output: Path
 ) -> list[dict[str, Any]]:
     """Write heatmaps of the training images that look least like the others, and list them."""
-    detector = training.detector
-    thresholds = detector.thresholds
+    model, thresholds = training.model, training.model.thresholds
     listed = []
     wanted = [(s.image, samples[s.image].path) for s in training.suspects]
-    decoders = Decoders(detector.loading, keep_image=True)
+    decoders = Decoders(model.loading, keep_image=True)
     for rank, loaded in enumerate(decoders.load_all(wanted), 1):
         if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
             continue
         suspect, sample = training.suspects[rank - 1], samples[loaded.index]
         assert suspect.patches is not None
-        model = detector.config.model
-        scores = SourceMap(
-            suspect.patches,
-            loaded.view,
-            model.smoothing,
-            model.halo_damping,
-            detector.region,
-        ).held()
+        smoothing, damping = model.config.model.smoothing, model.config.model.halo_damping
+        scores = SourceMap(suspect.patches, loaded.view, smoothing, damping, model.region).held()
         limit = suspect.score if thresholds is None else thresholds.pixel
         review = None if thresholds is None else thresholds.review_pixel
         picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"

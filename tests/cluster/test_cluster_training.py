@@ -40,7 +40,7 @@ def _trained(
 
 
 def _same(one: Training, other: Training) -> bool:
-    here, there = one.detector.scorer.tensors(), other.detector.scorer.tensors()
+    here, there = one.model.scorer.tensors(), other.detector.scorer.tensors()
     return all(torch.equal(here[name], there[name]) for name in here)
 
 
@@ -60,7 +60,7 @@ def test_a_bank_is_one_machines_whatever_the_workers(tmp_path: Path) -> None:
     for i, cluster in enumerate(clusters):
         more, said = _trained(product, tmp_path / f"{i}", cluster=cluster)
         assert _same(one, more)
-        assert one.detector.thresholds == more.detector.thresholds
+        assert one.model.thresholds == more.model.thresholds
         alike = ("patches", "images", "refused", "odd", "stand_out", "patch_size")
         assert {key: said[key] for key in alike} == {key: summary[key] for key in alike}
     assert len(said["refused"]) == 4
@@ -70,7 +70,7 @@ def test_a_bank_is_one_machines_whatever_the_workers(tmp_path: Path) -> None:
     assert [folder.parent.name for folder in tmp_path.glob("*/features*")] == ["one"]
     recorded = json.loads((tmp_path / "1" / "model" / "manifest.json").read_text())
     assert recorded["made_with"]["shard_images"] == 4
-    assert recorded["training_images"] == one.detector.manifest["training_images"]
+    assert recorded["training_images"] == one.model.manifest["training_images"]
 
 
 def test_refused_images_suspects_and_several_sizes_are_as_on_one_machine(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_refused_images_suspects_and_several_sizes_are_as_on_one_machine(tmp_pat
     assert "train/good/007.png" in one.stand_out
     assert list(one.stand_out) == list(more.stand_out)
     assert len(one.images) == len(more.images) == 29 - len(one.stand_out)
-    bank, other = (t.detector.scorer.tensors() for t in (one, more))
+    bank, other = (t.model.scorer.tensors() for t in (one, more))
     assert torch.equal(bank["origins"], other["origins"])
     assert 7 not in set(bank["origins"][:, 0].tolist())
     torch.testing.assert_close(bank["vectors"], other["vectors"], rtol=1e-4, atol=1e-4)
     for which in ("review", "image"):
-        of = [getattr(t.detector.thresholds, which) for t in (one, more)]
+        of = [getattr(t.model.thresholds, which) for t in (one, more)]
         assert of[0] == pytest.approx(of[1], rel=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_more_patches_than_memory_are_selected_by_workers(
     )
     one, _ = _trained(product, tmp_path / "one", calibrate=False)
     more, _ = _trained(product, tmp_path / "more", cluster=ThreadCluster(2), calibrate=False)
-    bank, other = (t.detector.scorer.tensors() for t in (one, more))
+    bank, other = (t.model.scorer.tensors() for t in (one, more))
     assert not bank["exact"]
     assert not other["exact"]
     radius, again = float(bank["covering_radius"]), float(other["covering_radius"])
@@ -118,11 +118,11 @@ def test_sums_are_those_of_one_machine(tmp_path: Path) -> None:
     product = write_product(tmp_path / "disc", n_train=16)
     one, summary = _trained(product, tmp_path / "one", "model.kind=padim")
     more, said = _trained(product, tmp_path / "more", "model.kind=padim", cluster=ThreadCluster(2))
-    here, there = one.detector.scorer.tensors(), more.detector.scorer.tensors()
+    here, there = one.model.scorer.tensors(), more.model.scorer.tensors()
     for name in here:
         assert torch.allclose(here[name].double(), there[name].double(), rtol=0, atol=1e-10), name
     for name in ("image", "review", "pixel"):
-        of = [getattr(t.detector.thresholds, name) for t in (one, more)]
+        of = [getattr(t.model.thresholds, name) for t in (one, more)]
         assert of[0] == pytest.approx(of[1], rel=1e-6)
     names = [[suspect["name"] for suspect in s["suspects"]] for s in (summary, said)]
     assert names[0] == names[1]
@@ -140,7 +140,7 @@ def test_an_image_that_kills_workers_is_refused(tmp_path: Path) -> None:
     )
     assert len(training.images) == 15
     assert "crashed" in training.refused[f"train/good/{poison:03}.png"]
-    refused = training.detector.manifest["refused_images"]
+    refused = training.model.manifest["refused_images"]
     assert refused == {f"train/good/{poison:03}.png": poison}
 
 
