@@ -29,8 +29,8 @@ from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, uprigh
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
 from anomaly.inference.rows import region_rows
+from anomaly.maps.anomaly_map import MarkedRegion
 from anomaly.maps.heatmap import RgbImage, display
-from anomaly.maps.regions import MarkedRegion
 from anomaly.scoring.image_score import patches_inside, pieces_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction

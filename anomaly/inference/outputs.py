@@ -24,7 +24,13 @@ from anomaly.files.writing import (
     write,
 )
 from anomaly.imaging.read import Image
-from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.anomaly_map import (
+    MarkedRegion,
+    SourceMap,
+    marked_regions,
+    outlined_areas,
+    predicted_mask,
+)
 from anomaly.maps.heatmap import (
     Thumbnail,
     encode_float32,
@@ -33,7 +39,6 @@ from anomaly.maps.heatmap import (
     shrunk,
     thumbnail,
 )
-from anomaly.maps.regions import MarkedRegion, marked_regions, outlined_areas, predicted_mask
 from anomaly.runtime import __version__
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.files.tables import csv_text
 from anomaly.imaging.loading import UnusableImage
-from anomaly.maps.regions import MarkedRegion
+from anomaly.maps.anomaly_map import MarkedRegion
 from anomaly.runtime import __version__
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from anomaly.imaging.read import Decoding, Image, read_image
-from anomaly.maps.regions import FAINT, MARKED, AnomalyMap
+from anomaly.maps.anomaly_map import FAINT, MARKED, AnomalyMap
 
 RgbImage = NDArray[np.uint8]
 

@@ -25,6 +25,7 @@ from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
 from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json, claim, clear, write
+from anomaly.maps.anomaly_map import predicted_mask
 from anomaly.maps.heatmap import (
     QUALITY,
     display,
@@ -34,7 +35,6 @@ from anomaly.maps.heatmap import (
     pixels_for,
     thumbnail,
 )
-from anomaly.maps.regions import predicted_mask
 from anomaly.methods.base import Progress
 from anomaly.report.page import (
     About,

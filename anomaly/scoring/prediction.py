@@ -18,15 +18,15 @@ from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image, described
-from anomaly.maps.anomaly_map import SourceMap
-from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
-from anomaly.maps.regions import (
+from anomaly.maps.anomaly_map import (
     MarkedRegion,
+    SourceMap,
     marked_regions,
     outlined_areas,
     predicted_mask,
     strips,
 )
+from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.scoring.image_statistics import ImageStatistics
 
 _NOTEBOOK_PIXELS = 600_000

@@ -19,9 +19,8 @@ from anomaly.errors import DataError, why
 from anomaly.files.writing import TRAIN, as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.pool import Decoders
-from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.anomaly_map import SourceMap, outlined_areas
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.maps.regions import outlined_areas
 from anomaly.runtime import peak_memory
 from anomaly.storage.folder import check_run_folder
 from anomaly.storage.save import save

@@ -14,7 +14,7 @@ from moving_parts import LABEL, SIZE, draw, place, poses, write
 import anomaly
 from anomaly.explain.evidence import patch_box, peak_of
 from anomaly.imaging.loading import NetworkInput, load
-from anomaly.maps.regions import MarkedRegion
+from anomaly.maps.anomaly_map import MarkedRegion
 from anomaly.storage.load import load_model
 
 _ALIGN = ("image.align=rigid", "image.area=128", "name=plates")

@@ -36,7 +36,7 @@ from anomaly.export.features import from_model
 from anomaly.hooks import live_hooks
 from anomaly.imaging.geometry import AxisView, View
 from anomaly.imaging.loading import NetworkInput, load
-from anomaly.maps.regions import marked_regions
+from anomaly.maps.anomaly_map import marked_regions
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model

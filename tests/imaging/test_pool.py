@@ -23,9 +23,8 @@ from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, 
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
-from anomaly.maps.anomaly_map import SourceMap
+from anomaly.maps.anomaly_map import SourceMap, outlined_areas
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.maps.regions import outlined_areas
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pixel_map import pixel_map
 
 from anomaly.imaging.read import Image
 from anomaly.maps import heatmap as heatmap_module
+from anomaly.maps.anomaly_map import outlined_areas
 from anomaly.maps.heatmap import (
     OPACITY,
     colour_stops,
@@ -17,7 +18,6 @@ from anomaly.maps.heatmap import (
     heatmap,
     layer,
 )
-from anomaly.maps.regions import outlined_areas
 
 
 def _grey(height: int, width: int) -> np.ndarray:

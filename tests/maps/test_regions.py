@@ -10,11 +10,11 @@ from pixel_map import pixel_map
 from scipy import ndimage
 
 from anomaly.imaging.geometry import Sizing
-from anomaly.maps import regions as marked
-from anomaly.maps.anomaly_map import SourceMap
-from anomaly.maps.regions import (
+from anomaly.maps import anomaly_map as marked
+from anomaly.maps.anomaly_map import (
     FAINT,
     MARKED,
+    SourceMap,
     marked_regions,
     outlined_areas,
     predicted_mask,
