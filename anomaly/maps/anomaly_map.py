@@ -1,4 +1,4 @@
-"""Patch scores -> the anomaly map in an image's own pixels, and the defects on it. Imports no torch.
+"""Patch scores -> the anomaly map in an image's own pixels, and defects on it. Imports no torch.
 
 A patch is seen through a receptive field many times its own size, so a small defect raises all
 patches around it. Before the map is made, this halo is damped: `without_halo`.
