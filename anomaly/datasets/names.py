@@ -289,12 +289,14 @@ def _texts_around(
             images or of a split have annotations beside them, as `images/train` has `labels/train`.
         listed: lists a folder.
     """
-    around, name = [place], place.name
+    around, start = [place], place
     while folder in place.parents or _is_of_images(place) or _is_of_images(place.parent):
         place = place.parent
         if os.access(place, os.R_OK):
             beside = [p for p in listed(place) if _ANNOTATIONS.fullmatch(p.name)]
-            around += [place, *beside, *(annotations / name for annotations in beside)]
+            around += [*beside, *(annotations / start.name for annotations in beside)]
+            # Texts beside a folder `images` say nothing of a data set `images/part 7`.
+            around += [place] if place.is_relative_to(folder) or _is_of_images(start) else []
     for text in (file for place in dict.fromkeys(around) for file in listed(place)):
         if text.suffix.lower() in _TEXTS and not _ABOUT.match(text.name):
             yield text

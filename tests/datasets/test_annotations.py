@@ -103,9 +103,10 @@ def test_annotations_of_defects_are_theirs(tmp_path: Path) -> None:
 
 
 def test_texts_around_the_folder_of_a_data_set_are_none_of_its_own(tmp_path: Path) -> None:
-    texts: dict[str, str | bytes] = {"../all.txt": "k1.jpg", "../labels/k1.txt": "0"}
-    _write(tmp_path / "part", "k{}.jpg", texts)
-    assert len(open_dataset("folder", tmp_path / "part").train) == 8
+    texts: dict[str, str | bytes] = {"../all.txt": "k1.jpg", "../../k1.json": "{}"}
+    for folder in ("home/part", "images/part"):
+        _write(tmp_path / folder, "k{}.jpg", texts)
+        assert len(open_dataset("folder", tmp_path / folder).train) == 8
 
 
 def test_one_good_image_with_its_annotation(tmp_path: Path) -> None:
