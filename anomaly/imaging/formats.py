@@ -193,7 +193,7 @@ def _orientation(tags: Tags) -> int:
 def _exif_orientation(exif: bytes) -> int:
     """The same of EXIF data; 1 where it is damaged, as the picture itself may well be whole."""
     with suppress(ImageError):
-        for tags in _directories(exif.removeprefix(b"Exif\0\0")):
+        for tags in _directories(exif.removeprefix(b"Exif\0\0")) if exif else ():
             return _orientation(tags)
     return 1
 

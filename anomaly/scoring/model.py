@@ -380,7 +380,8 @@ class Model(ImageStages):
         top: int | None,
     ) -> Array:
         """Scores (B,) of the patches that count."""
-        model, how = self.config.model, self.config.image_score_in_force
+        model = self.config.model
+        how = "smallest_defect" if model.smallest_defect else model.image_score
         values, xp, size = patches.scores, module_of(embeddings), pieces[0][0].size
         if how in METHODS[model.kind].image_scores:
             counted = values if inside is None else xp.where(inside, values, -math.inf)
