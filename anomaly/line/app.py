@@ -67,7 +67,6 @@ def make_app(service: InspectionService) -> FastAPI:
     _score_routes(app, service)
     _model_routes(app, service)
     _part_routes(app, service)
-    _report_route(app, service)
     rooms = ("anomaly.line", "anomaly.report")
     app.mount("/", StaticFiles(packages=[(room, "assets") for room in rooms], html=True))
     return app
@@ -221,21 +220,6 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         except (ValueError, OverflowError):
             raise HTTPException(400, f"since can't be {since!r}; give a time in ISO 8601") from None
 
-    @app.get("/v1/news", summary="A number that changes with each new part and judgement")
-    async def news() -> dict[str, int]:
-        return {"news": service.news}
-
-
-def _picture(number: int, picture: bytes | None) -> Response:
-    if picture is None:
-        raise HTTPException(404, f"no picture of part {number} is kept")
-    kept = {"Cache-Control": "private, max-age=86400, immutable"}
-    return Response(picture, media_type="image/jpeg", headers=kept)
-
-
-def _report_route(app: FastAPI, service: InspectionService) -> None:
-    draw = InTurn()
-
     @app.get("/report", include_in_schema=False)
     async def last_hours(hours: Annotated[int, Query(ge=1, le=10_000)] = 24) -> Response:
         end = datetime.now().astimezone()  # a length in hours, whatever the clocks do
@@ -246,3 +230,14 @@ def _report_route(app: FastAPI, service: InspectionService) -> None:
             raise HTTPException(404, str(error)) from None
         policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style
         return Response(text, media_type="text/html", headers=policy)
+
+    @app.get("/v1/news", summary="A number that changes with each new part and judgement")
+    async def news() -> dict[str, int]:
+        return {"news": service.news}
+
+
+def _picture(number: int, picture: bytes | None) -> Response:
+    if picture is None:
+        raise HTTPException(404, f"no picture of part {number} is kept")
+    kept = {"Cache-Control": "private, max-age=86400, immutable"}
+    return Response(picture, media_type="image/jpeg", headers=kept)

@@ -12,12 +12,11 @@ import hashlib
 import http.client
 import importlib.util
 import logging
-import queue
 import socket
 import ssl
 import threading
 from contextlib import closing, suppress
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from anomaly.errors import AnomalyError, why
@@ -45,7 +44,7 @@ class NotTakenError(AnomalyError):
 
 
 class Sink(Protocol):
-    """A receiver of rows; used by one thread.
+    """A receiver of rows, each of which has a connection of its own.
 
     Attributes:
         shown: its name in messages.
@@ -65,9 +64,6 @@ class Sink(Protocol):
         Raises:
             NotTakenError: the receiver hasn't confirmed the row.
         """
-
-    def close(self) -> None:
-        """Disconnect; `send` may be called again."""
 
 
 class Webhook:
@@ -121,9 +117,6 @@ class Webhook:
         hint = ", and no redirect is followed" if 300 <= status < 400 else ""
         raise NotTakenError(f"it answers {status}{hint}", for_good=status in _ABOUT_THE_ROW)
 
-    def close(self) -> None:
-        """Nothing: each row has a connection of its own."""
-
 
 class Mqtt:
     """MQTT 3.1.1: a message with QoS 1 for each row, which the broker confirms.
@@ -148,49 +141,30 @@ class Mqtt:
             )
         self.shown, self.name = _names(parts, port)
         self._parts, self._port = parts, port
-        self._client: Any = None
 
     def send(self, message: bytes, key: str) -> None:
         """Deliver a row; see `Sink`."""
-        try:
-            if self._client is None:
-                self._connect()
-            published = self._client.publish(self._topic, message, qos=1)
-            published.wait_for_publish(_SECONDS)
-            if not published.is_published():
-                raise NotTakenError("it doesn't confirm a message")
-        except (OSError, RuntimeError, ValueError, NotTakenError) as error:
-            self.close()
-            raise NotTakenError(_reason(error)) from None
-
-    def close(self) -> None:
-        """Disconnect from the broker."""
-        if self._client is not None:
-            with suppress(OSError):
-                self._client.disconnect()
-            self._client.loop_stop()
-            self._client = None
-
-    def _connect(self) -> None:
         from paho.mqtt.client import Client
         from paho.mqtt.enums import CallbackAPIVersion
 
-        self._client = client = Client(CallbackAPIVersion.VERSION2, reconnect_on_failure=False)
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        client.on_connect = lambda *answer: answers.put(answer[3])
+        client = Client(CallbackAPIVersion.VERSION2, reconnect_on_failure=False)
         client.connect_timeout = _SECONDS
         if login := _login(self._parts):
             client.username_pw_set(*login)
         if self._parts.scheme == "mqtts":
             client.tls_set_context(ssl.create_default_context())
-        client.connect(str(self._parts.hostname), self._port, keepalive=30)
-        client.loop_start()
         try:
-            refused = answers.get(timeout=_SECONDS).is_failure
-        except queue.Empty:
-            raise NotTakenError("it doesn't answer") from None
-        if refused:
-            raise NotTakenError("it refuses this user")
+            client.connect(str(self._parts.hostname), self._port, keepalive=30)
+            client.loop_start()
+            published = client.publish(self._topic, message, qos=1)  # waits for the connection
+            published.wait_for_publish(_SECONDS)
+            if not published.is_published():
+                raise NotTakenError("it doesn't confirm a message; look at its log")
+        except (OSError, RuntimeError, ValueError) as error:
+            raise NotTakenError(_reason(error)) from None
+        finally:
+            client.disconnect()
+            client.loop_stop()
 
 
 def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult, int]:
@@ -225,8 +199,6 @@ def _names(parts: SplitResult, port: int) -> tuple[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, NotTakenError):
-        return str(error)
     if isinstance(error, TimeoutError):
         return f"no answer within {_SECONDS:g} s"
     if isinstance(error, http.client.HTTPException):
@@ -297,7 +269,6 @@ class Outbox:
                     log.error("sending to %s failed: %s", self.name, reason)
                 pause = _LOOK_SECONDS
             if pause and self._closing.is_set():
-                self._sink.close()
                 return
             if pause:
                 (self._closing if self._failed else self._news).wait(pause)

@@ -28,7 +28,7 @@ from running import Served, behind_nginx, serving
 
 from anomaly.errors import visible
 from anomaly.imaging.pool import Decoders
-from anomaly.line import server
+from anomaly.line import app, models, server
 from anomaly.line.commands import named
 from anomaly.line.server import is_loopback
 from anomaly.line.sinks import Webhook
@@ -320,22 +320,30 @@ def test_it_ends_when_all_parts_are_answered(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Parts that nothing has begun with are refused, and slow clients are left."""
+    """Parts that nothing has begun with are refused, slow clients and parts without end left."""
     shutil.copytree(run_folder, tmp_path / "line" / "disc")
     monkeypatch.setattr(server, "_LAST_SECONDS", 0.5)
+    monkeypatch.setattr(server, "_MOST_LAST_SECONDS", 2)
+    monkeypatch.setattr(app, "_ANSWER_SECONDS", 1)
+    monkeypatch.setattr(models, "_LAST_SECONDS", 0.1)
     begun: list[Future[Any]] = []
 
     def never(*_: object) -> Future[Any]:
         begun.append(Future())
+        if len(begun) == 1:
+            begun[0].set_running_or_notify_cancel()  # for ever
         return begun[-1]
 
     with ThreadPoolExecutor() as pool:
         with serving(tmp_path / "line") as served:
             monkeypatch.setattr(Decoders, "submit", never)
+            hangs = pool.submit(served.ask, "POST", SCORE, b"image")
+            until(lambda: begun)
             waits = pool.submit(served.ask, "POST", SCORE, b"image")
             slow = f"POST {SCORE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
             pool.submit(told, served.port, slow.encode())
-            until(lambda: begun)
+            until(lambda: len(begun) == 2)
+        assert hangs.result()[0] == 504
         status, headers, body = waits.result()
     assert (status, headers["retry-after"], b"is stopping" in body) == (503, "5", True)
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
