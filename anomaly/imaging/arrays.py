@@ -38,10 +38,6 @@ from anomaly.imaging.read import (
 class PilImage(Protocol):
     """What a PIL image is known by to type checkers; PIL needn't be installed."""
 
-    @property
-    def mode(self) -> str:
-        """Kind and depth of its values."""
-
     def getexif(self) -> Any:
         """The notes in its file."""
 

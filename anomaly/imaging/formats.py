@@ -381,13 +381,11 @@ _NONE, _LZW, _DEFLATE, _OLD_DEFLATE = 1, 5, 8, 32946
 _CHANNELS = {1: 1, 2: 3}  # of grey and RGB, by TIFF's number of them
 # By SampleFormat and BitsPerSample, each of which has to be the same for all samples.
 _NUMBERS = {((1,), (8,)): "u1", ((1,), (16,)): "u2", ((3,), (32,)): "f4"}
-_REDUCED = 1  # bit of NewSubfileType: a thumbnail of another picture in the file
-_MOST_PAGES = 20  # looked at
 # Bytes of 0 as LZW codes that clear the table, so that they leave no trace in what follows.
 _LZW_ZERO = b"\x80\0\x20\x10\x08\x04\x02\x01\0"
 _ROW_BYTES = 1024
 
-_SUBFILE, _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 254, 256, 257, 258, 259, 262
+_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 256, 257, 258, 259, 262
 _FILL_ORDER, _OFFSETS, _SAMPLES, _ROWS_PER_STRIP, _LENGTHS = 266, 273, 277, 278, 279
 _PLANAR, _PREDICTOR, _TILE_WIDTH, _SAMPLE_FORMAT = 284, 317, 322, 339
 
@@ -398,8 +396,7 @@ def tiff(data: bytes) -> ImageHeader:
     It is grey or RGB of 8 or 16 bits or of floats, in strips. Floats are taken as 0 to 1:
     `MaxSampleValue` is for statistics only (TIFF 6.0).
     """
-    first = islice(_directories(data), _MOST_PAGES)
-    pages = [page for page in first if not _first(page, _SUBFILE) & _REDUCED]
+    pages = list(islice(_directories(data), 2))
     if len(pages) != 1:
         raise unsupported("it is a TIFF of no or several pages; save each page as a file")
     page = pages[0]

@@ -488,11 +488,7 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
 
 def _edges(pieces: Axis, patches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Where each patch starts and ends in original pixels, piece after piece."""
-
-    def edges(piece: AxisView) -> NDArray[np.float64]:
-        return piece.to_source(np.linspace(0.0, piece.size, patches + 1))
-
-    every = [edges(piece) for piece in pieces]
+    every = [p.to_source(np.linspace(0.0, p.size, patches + 1)) for p in pieces]
     return np.concatenate([e[:-1] for e in every]), np.concatenate([e[1:] for e in every])
 
 

@@ -191,8 +191,7 @@ def load(
         loading: how.
         looks: whether to tell what it looks like.
     """
-    path = source if isinstance(source, Path) else None
-    name = described(index, path)
+    name, path = described(index, source), source if isinstance(source, Path) else None
     try:
         image = source
         if not isinstance(image, Image):

@@ -252,7 +252,7 @@ def _of_image(
     doing = "decoding" if name == "load" else "drawing"
     answer = process.ask(doing, task, name, index, source, *what)
     if isinstance(answer, ImageError):
-        return UnusableImage(index, answer.status, f"{_name_of(index, source)}: {answer}")
+        return UnusableImage(index, answer.status, f"{described(index, source)}: {answer}")
     if isinstance(answer, NetworkInput) and answer.image is not None:
         # Of an image that isn't to be kept, the tiles are all that the pixels are needed for.
         render = partial(paint, answer.name, answer.image)
@@ -550,12 +550,7 @@ class Worker:
         except OutputError:  # of every image to come, too
             raise
         except Exception as error:
-            return to_unusable(index, _name_of(index, source), error)
-
-
-def _name_of(index: int, source: Path | bytes) -> str:
-    """The name of an image in messages: its path, or its place where it came from memory."""
-    return described(index, source if isinstance(source, Path) else None)
+            return to_unusable(index, described(index, source), error)
 
 
 def _elsewhere(view: View) -> NDArray[np.float32]:

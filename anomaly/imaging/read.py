@@ -305,9 +305,9 @@ def say_bits_used(bits: int) -> str:
     )
 
 
-def described(index: int, path: Path | None = None) -> str:
+def described(index: int, source: object = None) -> str:
     """What messages call an image: its path, or its place where it came from memory."""
-    return f"image {index}" if path is None else str(path)
+    return str(source) if isinstance(source, Path) else f"image {index}"
 
 
 def check_range(pixels: Pixels, full_scale: float, *, in_memory: bool = False) -> None:
