@@ -40,7 +40,7 @@ def _trained(
 
 
 def _same(one: Training, other: Training) -> bool:
-    here, there = one.model.scorer.tensors(), other.detector.scorer.tensors()
+    here, there = one.model.scorer.tensors(), other.model.scorer.tensors()
     return all(torch.equal(here[name], there[name]) for name in here)
 
 
