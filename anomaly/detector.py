@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample, check_inputs
-from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets import Dataset, Sample
 from anomaly.datasets.samples import strays
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.desk.change import samples_of
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
-from anomaly.imaging.read import Decoding, described
+from anomaly.imaging.read import Decoding
 from anomaly.methods.base import Progress
 from anomaly.report.report import Category, evaluated
 from anomaly.runtime import device_of
@@ -398,30 +397,6 @@ def _settings(config: Config | Mapping[str, Any] | None) -> Config:
 def _samples(images: TrainingImages, decoding: Decoding) -> list[Sample]:
     if isinstance(images, Dataset):
         return list(images.train)
-    if isinstance(images, str | os.PathLike):
-        return _files([Path(images)])
-    if is_one(images):
+    if is_one(images) and not isinstance(images, str | os.PathLike):
         raise DataError("one image shows no variation; give a list of good images, or their folder")
-    samples: list[Sample] = []
-    files: list[Path] = []
-    for index, image in enumerate(images):
-        if isinstance(image, Sample):
-            samples.append(image)
-        elif isinstance(image, str | os.PathLike):
-            files.append(Path(image))
-        else:
-            name, source = described(index), source_of(image, decoding, index)
-            assert not isinstance(source, Path)
-            samples.append(Sample(Path(name), name, image=source))
-    if not files and not samples:
-        raise DataError("no images to learn from; give good images, or the folder they are in")
-    return samples + (_files(files) if files else [])
-
-
-def _files(inputs: list[Path]) -> list[Sample]:
-    """The images of files and folders, named by their place below the folder that holds all."""
-    paths = find_inputs(inputs, option="images").paths
-    check_inputs(inputs, paths)
-    within = [path if path.is_dir() else path.parent for path in inputs]
-    common = os.path.commonpath([path.absolute() for path in within])
-    return [Sample(path, path.absolute().relative_to(common).as_posix()) for path in paths]
+    return samples_of(images, decoding, "images")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from anomaly.calibration.rates import rate_above
 from anomaly.calibration.thresholds import ThresholdChange, Thresholds
@@ -359,12 +359,17 @@ def fresh(
 
 
 def samples_of(
-    images: str | Path | Iterable[ImageLike], decoding: Decoding, what: str = "good images"
+    images: str | os.PathLike[str] | Iterable[ImageLike | Sample],
+    decoding: Decoding,
+    what: str = "good images",
 ) -> list[Sample]:
-    """Images as a program names them: a folder, or a collection; pixels are named by their place.
+    """Images as a program names them, to learn from, or to calibrate with.
+
+    Files are named by their place below the folder that holds all, pixels by their place in the
+    list; samples stay what they are.
 
     Args:
-        images: what it names; a single image is one of them.
+        images: a folder, a file, pixels, or a collection of these and of samples.
         decoding: most pixels, and significant bits of integers.
         what: the images are, for messages; by that it is seen whether folders are called defects.
 
@@ -372,20 +377,25 @@ def samples_of(
         DataError: there are none.
         ImageError: one can't be used; says which and why.
     """
-    if isinstance(images, str | Path):
-        given: list[ImageLike] = [*find_inputs([Path(images)], option=what).paths]
-        named = [Path(images)]
-    else:
-        given = [images] if is_one(images) else list(images)
-        named = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
-    files = [Path(image) for image in given if isinstance(image, str | os.PathLike)]
-    check_inputs(named, files, defects=what == "defects")
-    if not given:
+    samples: list[Sample] = []
+    files: list[Path] = []
+    one = isinstance(images, str | os.PathLike) or is_one(images)
+    given: Iterable[Any] = [images] if one else cast(Iterable[Any], images)
+    for index, image in enumerate(given):
+        if isinstance(image, Sample):
+            samples.append(image)
+            continue
+        source = source_of(image, decoding, index)
+        if isinstance(source, Path):
+            files.append(source)
+        else:
+            samples.append(Sample(Path(described(index)), described(index), image=source))
+    if files:
+        paths = find_inputs(files, option=what).paths
+        check_inputs(files, paths, defects=what == "defects")
+        within = [path if path.is_dir() else path.parent for path in files]
+        common = os.path.commonpath([path.absolute() for path in within])
+        samples += [Sample(path, path.absolute().relative_to(common).as_posix()) for path in paths]
+    if not samples:
         raise DataError(f"no {what} were given")
-    sources = [source_of(image, decoding, index) for index, image in enumerate(given)]
-    return [
-        Sample(source, source.name)
-        if isinstance(source, Path)
-        else Sample(Path(described(i)), described(i), image=source)
-        for i, source in enumerate(sources)
-    ]
+    return samples
