@@ -89,7 +89,7 @@ class Explanation:
 {"".join(_compared(self))}
 <h2>What to do next</h2><ul>{"".join(map(_step, next_steps(self)))}</ul>
 <p class="soft small">{_model(self)}</p>"""
-        return pages.table_page(f"{title}: {name}", name, about, content, "explained")
+        return pages.table_page(f"{title}: {name}", name, about, content)
 
     def facts(self) -> dict[str, Any]:
         """Everything but the pictures themselves as plain values."""
@@ -151,18 +151,18 @@ def _photograph(explanation: Explanation) -> str:
     photo = thumbnail(display(prediction.image), _PIXELS)
     scale = photo.size[0] / photo.source[0]
     font = 0.05 * max(photo.size)
-    layers = [pages.image_layer(photo.photo)]
+    marks = ""
     for region in explanation.regions[:_REGIONS]:
         x, y, width, height = (
             round(side * scale, 1) for side in (region.x, region.y, region.width, region.height)
         )
         top = y - 4 if y > font else y + height + font
-        layers.append(f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>')
-        layers.append(f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>')
-    shown = pages.picture_svg("the photograph", photo.size, layers)
+        marks += f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>'
+        marks += f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>'
     count = min(len(explanation.regions), 2)
     places = ("Nothing is marked", "Framed: the marked place", "Framed: marked places, worst first")
-    return pages.figure_html(shown, f"The photograph. {places[count]}.")
+    caption = f"The photograph. {places[count]}."
+    return pages.photograph_html("the photograph", photo.photo, photo.size, caption, marks)
 
 
 def _map(prediction: Prediction) -> str:
@@ -178,11 +178,8 @@ def _map(prediction: Prediction) -> str:
     if np.isnan(prediction.anomaly_map).any():
         lines += " Darkened: where the network doesn't look."
     small = thumbnail(prediction.heatmap(), _PIXELS)
-    shown = pages.picture_svg(
-        "the anomaly map over it", small.size, [pages.image_layer(small.photo)]
-    )
-    about = "The anomaly map over it: the brighter, the less like good parts."
-    return pages.figure_html(shown, f"{about} {lines}")
+    caption = f"The anomaly map over it: the brighter, the less like good parts. {lines}"
+    return pages.photograph_html("the anomaly map over it", small.photo, small.size, caption)
 
 
 def _regions(regions: list[RegionRow]) -> str:
@@ -234,10 +231,9 @@ def _compared(explanation: Explanation) -> Iterator[str]:
 
 
 def _crop(picture: RgbImage, caption: str) -> str:
-    layers = [pages.image_layer(jpeg(np.ascontiguousarray(picture[..., ::-1])))]
-    height, width = picture.shape[:2]
-    shown = pages.picture_svg("a patch and its surroundings", (width, height), layers)
-    return pages.figure_html(shown, caption)
+    photo = jpeg(np.ascontiguousarray(picture[..., ::-1]))
+    size = picture.shape[1], picture.shape[0]
+    return pages.photograph_html("a patch and its surroundings", photo, size, caption)
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
@@ -256,9 +252,8 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
             ("Look at the part. The photograph isn't like those that the model knows.", ""),
             ("Check the camera, the light and where the part lies, and take another one.", ""),
         ]
-    update = pages.command_line(
-        "anomaly", "update", "--model", folder, "--good", "FOLDER", "--output"
-    )
+    learn = ("--good", "FOLDER", "--output", "NEW_RUN")
+    update = pages.command_line("anomaly", "update", "--model", folder, *learn)
     tune = "anomaly tune --config CONFIG --defects FOLDER"
     if prediction.verdict == "good":
         keep = pages.command_line("anomaly", "explain", image, "--model", folder, "--keep")
@@ -278,7 +273,7 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
         (
             "Is it good? Put the photograph into a folder of confirmed good parts, and let the "
             "model learn them:",
-            f"{update} NEW_RUN",
+            update,
         ),
     ]
 

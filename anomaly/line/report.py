@@ -198,7 +198,7 @@ def report(
     sections = (f"<section><h2>{k}</h2>{html}</section>" for k, html in content.items() if html)
     answer = _answer(tables, period, prices, drifted=drifted, odd=odd)
     title = f"Report of {period}"
-    page = table_page(title, title, about, answer + "".join(sections), "explained")
+    page = table_page(title, title, about, answer + "".join(sections))
     csv = {f"{name}.csv": _csv(*table) for name, table in tables.items()}
     return Report({PAGE: page} | csv, drifted)
 

@@ -67,25 +67,17 @@ def page(
         body: HTML whose variable parts have been escaped.
         styles: names of assets.
         scripts: names of assets, in order; they share one module.
-        data: what the scripts read from the element `data`.
+        data: what the scripts read from the element `data`; None where there are none.
     """
-    style = "".join(map(asset, styles))
-    code = "".join(map(asset, scripts))
-    parts = []
+    style, code, script = "".join(map(asset, styles)), "".join(map(asset, scripts)), ""
     if data is not None:
-        parts.append(f'<script type="application/json" id="data">{embedded(data)}</script>\n')
-    if code:
-        parts.append(f'<script type="module">{code}</script>\n')
-    return _PAGE.format(
-        policy=_policy(style, code),
-        title=html.escape(title),
-        style=style,
-        body=body,
-        scripts="".join(parts),
-    )
+        script = f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+        script += f'<script type="module">{code}</script>\n'
+    about = {"policy": _policy(style, code), "title": html.escape(title), "style": style}
+    return _PAGE.format(body=body, scripts=script, **about)
 
 
-def table_page(title: str, heading: str, about: str, content: str, kind: str = "") -> str:
+def table_page(title: str, heading: str, about: str, content: str) -> str:
     """A page of tables and pictures.
 
     Args:
@@ -93,27 +85,12 @@ def table_page(title: str, heading: str, about: str, content: str, kind: str = "
         heading: plain text.
         about: HTML of a line below the heading.
         content: HTML of everything else.
-        kind: a class of pictures.css for the whole page.
     """
     body = (
-        f'<div class="{kind}"><header class="top"><h1>{html.escape(heading)}</h1>'
+        f'<div class="explained"><header class="top"><h1>{html.escape(heading)}</h1>'
         f'<p class="soft">{about}</p></header><main class="sheet">{content}</main></div>'
     )
     return page(title, body, styles=("base.css", "index.css", "pictures.css"))
-
-
-def picture_svg(label: str, size: tuple[int, int], layers: Iterable[str]) -> str:
-    """A picture of layers that lie on one another.
-
-    Args:
-        label: what it shows, plain text.
-        size: (width, height), the unit of the layers' coordinates.
-        layers: SVG, the lowest first.
-    """
-    return (
-        f'<svg class="picture" viewBox="0 0 {size[0]} {size[1]}" role="img" '
-        f'aria-label="{html.escape(label)}">{"".join(layers)}</svg>'
-    )
 
 
 def figure_html(picture: str, caption: str) -> str:
@@ -121,10 +98,25 @@ def figure_html(picture: str, caption: str) -> str:
     return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
 
-def image_layer(data: bytes) -> str:
-    """A JPEG file as a layer that fills its picture."""
-    href = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
-    return f'<image href="{href}" width="100%" height="100%" preserveAspectRatio="none"/>'
+def photograph_html(
+    label: str, photo: bytes, size: tuple[int, int], caption: str, marks: str = ""
+) -> str:
+    """A JPEG file with a caption.
+
+    Args:
+        label: what it shows, plain text.
+        photo: the file.
+        size: (width, height), the unit of the marks' coordinates.
+        caption: HTML.
+        marks: SVG that lies over it.
+    """
+    href = f"data:image/jpeg;base64,{base64.b64encode(photo).decode()}"
+    picture = (
+        f'<svg class="picture" viewBox="0 0 {size[0]} {size[1]}" role="img" '
+        f'aria-label="{html.escape(label)}"><image href="{href}" width="100%" height="100%" '
+        f'preserveAspectRatio="none"/>{marks}</svg>'
+    )
+    return figure_html(picture, caption)
 
 
 def command_line(*words: str) -> str:
@@ -141,11 +133,10 @@ def table_html(titles: Iterable[str], rows: Iterable[str]) -> str:
     )
 
 
-def row_html(name: str, cells: Iterable[object], kind: str = "") -> str:
-    """A row of a table: its name and cells as HTML; `kind` is a class of index.css."""
+def row_html(name: str, cells: Iterable[object]) -> str:
+    """A row of a table: its name and cells as HTML."""
     listed = "".join(f"<td>{cell}</td>" for cell in cells)
-    opening = f'<tr class="{kind}">' if kind else "<tr>"
-    return f'{opening}<th scope="row">{name}</th>{listed}</tr>'
+    return f'<tr><th scope="row">{name}</th>{listed}</tr>'
 
 
 def utc_now() -> str:
@@ -172,15 +163,11 @@ def embedded(data: Mapping[str, Any]) -> str:
 
 def _policy(style: str, code: str) -> str:
     """Nothing from anywhere, but these very styles and scripts and the pictures in the page."""
-    allowed = {
-        "default-src": "'none'",
-        "img-src": "data:",
-        "style-src": _fingerprint(style),
-        "script-src": _fingerprint(code) if code else "'none'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{directive} {source}" for directive, source in allowed.items())
+    script = _fingerprint(code) if code else "'none'"
+    return (
+        f"default-src 'none'; img-src data:; style-src {_fingerprint(style)}; "
+        f"script-src {script}; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _fingerprint(text: str) -> str:
