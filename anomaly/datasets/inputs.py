@@ -21,7 +21,7 @@ from anomaly.datasets.names import (
     plain,
 )
 from anomaly.datasets.samples import GOOD, SPLITS, Dataset, Sample, in_splits, without_masks
-from anomaly.errors import DataError, nearest, some
+from anomaly.errors import DataError, nearest, some, why
 from anomaly.files.tables import SEPARATOR, Rows, csv_text, header_of, read_rows, texts_of
 from anomaly.files.writing import left_by_system, like, looked_in, short_name
 from anomaly.imaging.read import is_folder, is_image, list_files
@@ -83,7 +83,7 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Found:
         elif is_folder(given):
             files += list_files(given)
         elif option == "--input" and is_list(given):
-            paths.update(_listed(str(given), groups))
+            paths.update(_listed(given, groups))
         elif given.exists():
             paths.add(given)
         else:
@@ -266,27 +266,25 @@ def _samples(
 
 
 def _rows(file: Path, columns: Sequence[str], needed: Sequence[str] = ()) -> Rows:
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"there is no list {file}{like(file)}; correct data.root") from None
-    except OSError as error:
-        raise DataError(f"{file} can't be read ({error.strerror})") from None
-
     def worth(row: Mapping[str, str]) -> int:
         labelled = label_of(row.get("label", "")) in CLEAR
         return labelled + _is_there(row.get("path", ""), file.parent)
 
-    return read_rows(data, str(file), columns, needed or columns, worth)
+    return read_rows(_bytes_of(file, str(file)), str(file), columns, needed or columns, worth)
 
 
-def _listed(list_file: str, groups: dict[str, str]) -> list[Path]:
-    """The images that a list names; the part of each, where it says that, goes into `groups`."""
-    name = f"--input {list_file}"
+def _bytes_of(file: Path, name: str) -> bytes:
+    """The content of a list, of standard input for `-`."""
     try:
-        data = sys.stdin.buffer.read() if list_file == "-" else Path(list_file).read_bytes()
+        return sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
-        raise DataError(f"{name} can't be read: {error.strerror}") from None
+        raise DataError(f"{name} can't be read ({why(error)}){like(file)}") from None
+
+
+def _listed(file: Path, groups: dict[str, str]) -> list[Path]:
+    """The images that a list names; the part of each, where it says that, goes into `groups`."""
+    name = f"--input {file}"
+    data = _bytes_of(file, name)
     readings = texts_of(data)
     if len(readings) > 1:  # file names are bytes: they stay, unless a code page fits better
         readings.insert(0, os.fsdecode(data))
@@ -296,14 +294,14 @@ def _listed(list_file: str, groups: dict[str, str]) -> list[Path]:
         lines = lines[1:]
     header, _ = header_of(lines[0], _SCORED) if lines else ([], "")
     is_path = len(header) < 2 and is_image(Path(*header))
-    of_table = header and not is_path and Path(list_file).suffix.lower() in (".csv", ".tsv")
+    of_table = header and not is_path and file.suffix.lower() in (".csv", ".tsv")
     if not (of_table or {*header} & {*_SCORED}):
         return [Path(_path_of(line)) for line in lines]
     # Without groups are the paths of a results.csv, and those of a data set's list.
     of_results = "image_sha256" in header
     grouped = not of_results and not {*header} <= {*_LISTED, ""} - {"group"}
-    from_list = not (grouped or of_results or len(header) == 1 or list_file == "-")
-    folder = Path(list_file).parent if from_list else Path()
+    of_data_set = not (grouped or of_results) and len(header) > 1
+    folder = file.parent if of_data_set else Path()
     paths: list[Path] = []
     needed = _SCORED if grouped else ("path",)
     for line, row in read_rows(data, name, _SCORED, needed, lambda r: _is_there(r["path"], folder)):

@@ -316,7 +316,7 @@ def test_good_folders_may_have_other_names(tmp_path: Path) -> None:
 FILES = ("disc/train/good/1.png", "disc/train/good/reject/2.png", "bad/good/1.png", "none/a.txt")
 REFUSED = (
     ("mvtec good_defect", "disc", r"train/good/reject.* move them elsewhere"),
-    ("mvtec folder good_defect visa", "none", "no (training )?images in|there is no list"),
+    ("mvtec folder good_defect visa", "none", "no (training )?images in|can't be read"),
     ("mvtec", None, r"data\.root isn't set"),
     ("mvtec folder visa", "nowhere", "nowhere doesn't exist"),
     ("mvtec", "disk", r"disk doesn't exist \(did you mean 'disc'\?\)\. Get"),
@@ -324,7 +324,7 @@ REFUSED = (
     ("mvtec folder csv visa", "x" * 300, "File name too long"),
     ("mvtec_ad", "disc", r"did you mean .*'mvtec'"),
     ("csv", "disc", "names the list"),
-    ("csv", "none.csv", "there is no list"),
+    ("csv", "none.csv", r"none.csv can't be read \(No such file or directory\)"),
     ("csv", "zip.csv", "line 2 holds a null character: it isn't text in UTF-8"),
 )
 
