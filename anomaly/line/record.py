@@ -402,7 +402,7 @@ def open_rows(file: Path) -> Iterator[sqlite3.Connection]:
         try:
             db.execute(_TAKE)
         except sqlite3.Error:
-            raise strange(file, "line") from None
+            raise DataError(f"{file} holds lines that infer doesn't write") from None
         yield db
 
 
@@ -425,11 +425,6 @@ def _own_tables() -> frozenset[tuple[str, ...]]:
 
 def _schema() -> str:
     return files("anomaly.line").joinpath("assets", "record.sql").read_text("utf-8")
-
-
-def strange(file: Path, what: str) -> DataError:
-    """The error to raise for a value that no row has."""
-    return DataError(f"{file} holds a {what} that serve and infer don't write; give another file")
 
 
 def _places(file: Path) -> tuple[object, ...]:
@@ -487,19 +482,13 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
             `judged/defect/<type>/`.
 
     Raises:
-        DataError: the record can't be read, or holds no part of these models.
+        DataError: the record can't be read, or holds nothing of these models.
         OutputError: the disk is too full for the pictures.
     """
     marks = ", ".join("?" * len(model_ids))
     samples: dict[str, list[Sample]] = {"good": [], "defect": []}
     lost = 0
     with open_to_read(record) as db:
-        known = f"SELECT EXISTS (SELECT 1 FROM parts WHERE model_id IN ({marks}))"
-        if not db.execute(known, (*model_ids,)).fetchone()[0]:
-            raise DataError(
-                f"{record} holds no part scored by this model or an earlier version of it; give "
-                "--model the run that has scored its parts"
-            )
         rows = db.execute(_CONFIRMED.format(marks=marks), (*model_ids,))
         for verdict, kind, part, file in rows:
             if file is None:
@@ -511,6 +500,11 @@ def confirmed_parts(record: Path, model_ids: Collection[str], folder: Path) -> C
             samples[verdict].append(_sample(path, file, name))
         newest = db.execute(_NEWEST.format(marks=marks), (*model_ids,))
         past = [_sample(folder / "past" / f"{part}", file, f"part {part}") for part, file in newest]
+    if not any((lost, past, *samples.values())):
+        raise DataError(
+            f"{record} holds no picture of a part scored by this model or an earlier version of "
+            "it; give --model the run that has scored its parts"
+        )
     return Confirmed(samples["good"], samples["defect"], past, lost)
 
 

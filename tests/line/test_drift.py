@@ -148,7 +148,7 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     for content in (row + "{", row + '{"path": "a"}', row.replace("1.0", "NaN"), "words",
                     row.replace("1.0", "1e999"), row.replace("1.0", '"high"')):  # fmt: skip
         file.write_text(content)
-        with pytest.raises(DataError, match="holds a line that serve and infer don't write"):
+        with pytest.raises(DataError, match="holds lines that infer doesn't write"):
             scores_of(file)
     file.write_bytes(b"\xff")
     with pytest.raises(DataError, match="can't be read"):

@@ -86,7 +86,7 @@ def test_only_what_a_person_has_confirmed_of_this_model_is_taken(tmp_path: Path)
     kinds = {"defect/scratch/part-2.png", "defect/_._edge_nick/part-3.png"}
     assert written == {"good/part-1.png", *kinds}
     assert found.good[0].path.read_bytes() == PNG
-    with pytest.raises(DataError, match="holds no part scored by this model"):
+    with pytest.raises(DataError, match="holds no picture of a part scored by this model"):
         confirmed_parts(record.file, {"1" * 16}, to)
     (tmp_path / "other.sqlite").write_bytes(b"no record")
     with pytest.raises(DataError, match="can't be read as a record"):
