@@ -102,7 +102,7 @@ Axis: TypeAlias = tuple[AxisView, ...]
 
 @dataclass(frozen=True)
 class View:
-    """How one image is turned into the network's input: as a whole, or a large one in tiles.
+    """The rendering of an image as the network's input: whole, or in tiles if it is large.
 
     Tiles have equal size and are taken row by row; the patch grid of each is one block of the
     mosaic that stands for the whole image. Where the part's pose was found, rows and columns are of

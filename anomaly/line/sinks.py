@@ -44,7 +44,7 @@ class NotTakenError(AnomalyError):
 
 
 class Sink(Protocol):
-    """A receiver of rows, each of which has a connection of its own.
+    """A receiver of rows, with a connection of its own.
 
     Attributes:
         shown: its name in messages.
