@@ -18,6 +18,7 @@ import hypothesis
 import numpy as np
 import pytest
 from kit import DecodingThread
+from numpy.typing import NDArray
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("any machine", deadline=None)
@@ -57,16 +58,21 @@ def fast(*overrides: str) -> list[str]:
     return next(([*FAST[:-1], *own[kind]] for kind in own if kind in overrides), FAST)
 
 
-def write_part(file: Path, seed: int, mark: tuple[int, int] | None = None) -> None:
-    """A 96×120 picture of a grey disc; `mark` is the corner of a 10×10 red square on it."""
+def draw_part(seed: int, mark: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """A grey disc (96, 120, 3) BGR; `mark` is the corner of a 10×10 red square on it."""
     rng = np.random.default_rng(seed)
     picture = np.full((96, 120, 3), 40, dtype=np.uint8)
     cv2.circle(picture, (60, 48), 38, (150, 150, 150), -1)
     picture = np.clip(picture + rng.normal(0, 6, picture.shape), 0, 255).astype(np.uint8)
     if mark is not None:
-        picture[mark[0] : mark[0] + 10, mark[1] : mark[1] + 10] = (30, 30, 220)  # BGR
+        picture[mark[0] : mark[0] + 10, mark[1] : mark[1] + 10] = (30, 30, 220)
+    return picture
+
+
+def write_part(file: Path, seed: int, mark: tuple[int, int] | None = None) -> None:
+    """The picture of `draw_part` as a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    cv2.imwrite(str(file), picture)
+    cv2.imwrite(str(file), draw_part(seed, mark))
 
 
 def with_note(source: Path, copy: Path, number: int) -> None:

@@ -24,24 +24,20 @@ from anomaly.files.writing import (
 )
 
 
-def test_write_makes_folders_and_leaves_no_draft(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "b.txt", "größer")
-    write(tmp_path / "a" / "b.txt", b"second")
-    assert (tmp_path / "a" / "b.txt").read_bytes() == b"second"
-    assert os.listdir(tmp_path / "a") == ["b.txt"]
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "b.txt", "old")
+def test_a_file_appears_whole_or_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for content in ("größer", b"second"):
+        write(tmp_path / "a" / "b.txt", content)
 
     def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OutputError, match=r"b\.txt can't be written: No space left"):
-        write(tmp_path / "b.txt", "new")
-    assert (tmp_path / "b.txt").read_text() == "old"
-    assert os.listdir(tmp_path) == ["b.txt"]
+        write(tmp_path / "a" / "b.txt", "new")
+    assert (tmp_path / "a" / "b.txt").read_bytes() == b"second"
+    assert os.listdir(tmp_path / "a") == ["b.txt"]
 
 
 def test_a_disk_that_refuses_has_an_exit_code_of_its_own(
@@ -93,13 +89,6 @@ def test_only_our_own_drafts_are_removed(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(os.listdir(tmp_path / "sub")) == sorted(foreign)
 
 
-def test_nothing_is_written_into_a_model_folder(run_folder: Path) -> None:
-    before = sorted(os.listdir(run_folder / "model"))
-    with pytest.raises(OutputError, match="is a model folder, where nothing else can be written"):
-        claim(run_folder / "model", ("rows.csv",), overwrite=True)
-    assert sorted(os.listdir(run_folder / "model")) == before
-
-
 def test_nobodys_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert at_home(Path("~/a")) == Path("/home/me/a")
@@ -118,7 +107,12 @@ def test_long_names_are_cut_between_characters() -> None:
     assert len(os.fsencode(short_name("\udcff" * 255))) <= 230
 
 
-def test_claim_refuses_and_clear_deletes_only_ones_own_names(tmp_path: Path) -> None:
+def test_claim_refuses_and_clear_deletes_only_ones_own_names(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    with pytest.raises(OutputError, match="is a model folder, where nothing else can be written"):
+        claim(run_folder / "model", ("rows.csv",), overwrite=True)
+    assert not (run_folder / "model" / "rows.csv").exists()
     claim(tmp_path / "out", ("rows.csv", "pictures"), overwrite=False)
     write(tmp_path / "out" / "rows.csv", "x")
     write(tmp_path / "out" / "pictures" / "1.png", "x")
