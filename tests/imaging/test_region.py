@@ -86,13 +86,8 @@ def test_a_patch_that_is_half_inside_counts() -> None:
     assert not counted[:, 3:].any()
     mask[:, 19] = False
     assert not Region(DrawnMask(mask), None).patches(view, (8, 8))[:, 2:].any()
-
-
-def test_a_region_without_patches_is_an_error() -> None:
-    mask = np.zeros((64, 64), bool)
-    mask[3, 3] = True
     with pytest.raises(DataError, match="enlarge it"):
-        Region(DrawnMask(mask), None).patches(Sizing(64, None, 64, 8).view((64, 64)), (8, 8))
+        Region(DrawnMask(mask), DrawnMask(mask)).patches(view, (8, 8))
 
 
 LEFT = "image.region={polygons: [[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]]}"
