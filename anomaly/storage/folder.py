@@ -143,7 +143,7 @@ def find_model(folder: str | Path, *, exported: bool = True) -> Path:
             )
         return model
     if inside := _models_inside(folder):
-        first = folder / next(iter(inside))
+        first = folder / inside[0]
         if len(inside) == 1:
             raise ModelError(f"{folder} is a folder of runs that holds one; give that: {first}")
         raise ModelError(
@@ -201,14 +201,14 @@ def check_run_folder(folder: Path, source: Path | None = None) -> None:
         )
     if _model_at(folder) is None and (inside := _models_inside(folder)):
         raise OutputError(
-            f"{folder} holds the runs {', '.join(list(inside)[:5])}"
+            f"{folder} holds the runs {', '.join(inside[:5])}"
             f"{' …' if len(inside) > 5 else ''}, which a model in it would hide; name one of them, "
             "or a new folder"
         )
 
 
-def _models_inside(folder: Path) -> dict[str, Path]:
-    """The model folders of the subfolders that are one or are a run, by the subfolder's name.
+def _models_inside(folder: Path) -> list[str]:
+    """The names of the subfolders that are a model folder or a run.
 
     Raises:
         ModelError: a subfolder holds other parts of a model, but no manifest.
@@ -216,13 +216,13 @@ def _models_inside(folder: Path) -> dict[str, Path]:
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError:  # no folder, or not ours to read
-        return {}
-    models = {}
+        return []
+    models = []
     for entry in entries:
         if entry.name == "model" or entry.name.startswith("."):
             continue
-        if model := _model_at(entry):
-            models[entry.name] = model
+        if _model_at(entry):
+            models.append(entry.name)
         elif any((entry / part).exists() for part in _PARTS):  # a broken copy
             raise ModelError(
                 f"{entry} holds parts of a model, but no {MANIFEST} in it or in its model/; "

@@ -73,11 +73,15 @@ def load_model(
         raise ModelError(f"precision {precision!r}: give 'fp32' or 'bf16'")
     folder = find_model(folder)
     manifest, export = read_folder(folder)
-    chosen, config = _device(folder, export, device), config_in(folder)
-    if export and precision == "bf16":
-        raise ModelError(f"{folder} is an exported model, which computes in fp32 only")
+    if export and (precision == "bf16" or str(device) not in ("auto", "cpu")):
+        raise ModelError(f"{folder} is an exported model, which computes on the CPU and in fp32")
+    config = config_in(folder)
     # Outside the try: a missing engine is no damage, and training again wouldn't help.
     stages = exported_stages(folder, manifest, export, config) if export else None
+    try:
+        chosen = CPU if export else device_of(device)
+    except ModuleNotFoundError as error:
+        raise needs_training(str(folder), error) from None
     try:
         statistics, reference = None, None
         if (folder / STATISTICS).is_file():
@@ -102,25 +106,6 @@ def load_model(
     except (OSError, AnomalyError) as error:
         # The hashes fit, so the folder is as it was written: by another version, perhaps.
         raise _unreadable(folder, error) from None
-
-
-def _device(
-    folder: Path, export: dict[str, Any] | None, wanted: str | torch.device
-) -> torch.device:
-    """The device that a model computes on.
-
-    Raises:
-        ModelError: an export was to compute elsewhere.
-        AnomalyError: there is no such device here, or no torch, which the model needs.
-    """
-    if export is None:
-        try:
-            return device_of(wanted)
-        except ModuleNotFoundError as error:
-            raise needs_training(str(folder), error) from None
-    if str(wanted) not in ("auto", "cpu"):
-        raise ModelError(f"{folder}: an exported model computes on the CPU; choose that device")
-    return CPU
 
 
 def _torch_stages(
