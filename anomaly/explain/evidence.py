@@ -23,7 +23,6 @@ from anomaly.evaluation.splits import TrainingImages, dataset_images, training_n
 from anomaly.explain import saliency
 from anomaly.explain.page import Explanation
 from anomaly.hooks import capture
-from anomaly.imaging.alignment import Pose
 from anomaly.imaging.geometry import AxisView, View
 from anomaly.imaging.loading import NetworkInput, UnusableImage, turn_of, upright
 from anomaly.imaging.pool import Decoders
@@ -63,7 +62,7 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         raise ImageError(prediction.reason, prediction.status)
     training = GoodImages(detector, good_images(detector, *good))
     flaws = () if detector.thresholds is None else prediction.regions
-    places = [peak_of(flaw, item.view.pose) for flaw in flaws]
+    places = [peak_of(flaw, item.view) for flaw in flaws]
     item = item.in_part()  # so that equal places of parts are compared
     scores = prediction.patch_scores
     patches = worst_patches(scores, places, item.view)
@@ -235,10 +234,10 @@ def _where(values: NDArray[Any]) -> tuple[int, int]:
     return row, column
 
 
-def peak_of(flaw: MarkedRegion, pose: Pose | None) -> tuple[float, float]:
+def peak_of(flaw: MarkedRegion, view: View) -> tuple[float, float]:
     """(x, y) of a flaw's highest pixel, in the part's coordinates where it has a pose."""
     peak = np.array([(flaw.peak_x + 0.5, flaw.peak_y + 0.5)])
-    ((x, y),) = (peak if pose is None else pose.in_part(peak)).tolist()
+    ((x, y),) = (peak if view.pose is None else view.pose.in_part(peak)).tolist()
     return x, y
 
 

@@ -30,7 +30,6 @@ from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write
 from anomaly.imaging.loading import size_of
 from anomaly.imaging.read import read_image
-from anomaly.methods.base import Progress
 from anomaly.runtime import __version__, program_threads
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Prediction
@@ -253,7 +252,7 @@ def network_pairs(
     reference: Model,
     exported: Model,
     paths: Sequence[Path],
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Pair]:
     """What an exported model says of images, and the model as trained.
 

@@ -17,7 +17,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from anomaly.calibration.thresholds import Thresholds
 from anomaly.errors import ImageError
 from anomaly.imaging.read import read_image
 from anomaly.inference.rows import Row
@@ -52,7 +51,7 @@ def gallery_html(
         facts: what else there is to say, by name.
         learned: sha256 of the images that the model was learned from.
     """
-    tally = _Tally(about.thresholds, learned)
+    tally = _Tally(about, learned)
     # Earlier ones win among equals, so that the page hangs on the rows alone.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
@@ -99,13 +98,14 @@ class _Tally:
             where there is a reason for review.
     """
 
-    def __init__(self, thresholds: Thresholds | None, learned: frozenset[str]) -> None:
+    def __init__(self, about: About, learned: frozenset[str]) -> None:
         self.scores, self.odd = array("d"), array("d")  # without and with a reason for review
         self.learned = self.refused = 0
         self.reasons: list[dict[str, str]] = []
         self.new = array("d")
         self._learned = learned
-        self._odd = -np.inf if thresholds is None else np.nextafter(thresholds.review, np.inf)
+        limits = about.thresholds
+        self._odd = -np.inf if limits is None else np.nextafter(limits.review, np.inf)
 
     def scored(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
         """Count rows, and pass on those with a score, numbered."""

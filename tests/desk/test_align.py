@@ -147,7 +147,7 @@ def test_an_explanation_compares_equal_places(run: Path, plates: Path) -> None:
         assert isinstance(item, NetworkInput)
         x, y = (int(value) for value in place([(-20, -10)], pose)[0])
         flaw = MarkedRegion(x - 6, y - 6, 12, 12, 100, 1.0, x, y, 8.0, 8.0, 12.0, 12.0)
-        right, down = map(int, peak_of(flaw, item.view.pose))
+        right, down = map(int, peak_of(flaw, item.view))
         red, green, _ = item.in_part().decoded.pixels[down, right].tolist()
         assert red > 150 > green
         # A patch that holds the mark lies around it.

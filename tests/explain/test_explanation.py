@@ -70,7 +70,7 @@ def test_worst_patches_are_those_of_what_is_marked(scores: np.ndarray, limit: fl
     """Patches of ten pixels, and a map of which each pixel is its patch."""
     pixels = scores.repeat(10, 0).repeat(10, 1)
     flaws = marked_regions((pixels > limit).astype(np.uint8), pixel_map(pixels))
-    patches = worst_patches(scores, [peak_of(flaw, None) for flaw in flaws], VIEW)
+    patches = worst_patches(scores, [peak_of(flaw, VIEW) for flaw in flaws], VIEW)
     found = list(patches)
     assert next(iter(patches.values())) == (1 if flaws else None)
     labels = ndimage.label(scores > limit, np.ones((3, 3)))[0]
