@@ -225,11 +225,11 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
         end = datetime.now().astimezone()  # a length in hours, whatever the clocks do
         period = Period(end - timedelta(hours=hours), end)
         try:
-            text = (await draw(report, service.record.file, period, {})).files[PAGE]
+            pages, _ = await draw(report, service.record.file, period, {})
         except DataError as error:
             raise HTTPException(404, str(error)) from None
         policy = {"Content-Security-Policy": _REPORT_POLICY}  # the page's own one says which style
-        return Response(text, media_type="text/html", headers=policy)
+        return Response(pages[PAGE], media_type="text/html", headers=policy)
 
     @app.get("/v1/news", summary="A number that changes with each new part and judgement")
     async def news() -> dict[str, int]:

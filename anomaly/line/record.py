@@ -52,9 +52,6 @@ INSERT INTO parts (model, line)
 SELECT json_extract (line, '$.model_name'), line FROM lines ORDER BY json_extract (line, '$.time')
 """
 _HELD = "SELECT COALESCE (SUM (bytes), 0) FROM pictures"
-_RECEIVER = """
-INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts
-"""
 _KEEP = """
 INSERT OR IGNORE INTO pictures (part, asked, bytes, file, heatmap) VALUES (?, ?, ?, ?, ?)
 """
@@ -157,11 +154,6 @@ class Record:
         with suppress(OutputError), self.changing():
             pass
         return self._trouble
-
-    def send_to(self, receiver: str) -> None:
-        """Register a receiver; a new one gets only rows from now on."""
-        with self.changing() as db:
-            db.execute(_RECEIVER, (receiver,))
 
     def add(self, answers: Sequence[Answer]) -> list[int]:
         """Record results; they are on disk when this returns.

@@ -13,7 +13,7 @@ from datetime import date, datetime, time, timedelta
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from anomaly.calibration.rates import Rate, percent, rate_of
 from anomaly.desk.advice import DEFECT_SHARE, LEAST_PARTS, compare_flagged
@@ -148,21 +148,9 @@ def parts_of(record: Path, period: Period) -> Iterator[sqlite3.Connection]:
         yield db
 
 
-class Report(NamedTuple):
-    """A report.
-
-    Attributes:
-        files: texts by name, the page first.
-        drifted: whether the scores of a model have drifted.
-    """
-
-    files: dict[str, str]
-    drifted: bool
-
-
 def report(
     record: Path, period: Period, prices: Mapping[str, str], more: _Promises | None = None
-) -> Report:
+) -> tuple[dict[str, str], bool]:
     """Write up a period.
 
     Args:
@@ -170,6 +158,9 @@ def report(
         period: what it is about.
         prices: of what `_PRICES` names, as numbers, and the `currency`.
         more: promises that the record doesn't hold.
+
+    Returns:
+        Texts of its files by name, the page first; whether the scores of a model have drifted.
 
     Raises:
         DataError: there is no record.
@@ -200,7 +191,7 @@ def report(
     title = f"Report of {period}"
     page = table_page(title, title, about, answer + "".join(sections))
     csv = {f"{name}.csv": _csv(*table) for name, table in tables.items()}
-    return Report({PAGE: page} | csv, drifted)
+    return {PAGE: page} | csv, drifted
 
 
 def _tables(db: sqlite3.Connection, promises: _Promises) -> Iterator[_Table]:

@@ -206,6 +206,8 @@ def _reason(error: Exception) -> str:
     return why(error) if isinstance(error, OSError) else "the connection is lost"
 
 
+# A new receiver gets only rows from now on.
+_RECEIVER = "INSERT OR IGNORE INTO outboxes SELECT ?, COALESCE (MAX (id), 0), 0 FROM parts"
 _UNSENT = """
 SELECT id, time, json_set (line, '$.id', id, '$.model', model) FROM parts
 WHERE id > (SELECT sent FROM outboxes WHERE sink = ?) ORDER BY id LIMIT 1
@@ -237,7 +239,8 @@ class Outbox:
         self._thread = threading.Thread(target=self._work, name=f"send {self.name}", daemon=True)
 
     def __enter__(self) -> Outbox:
-        self._record.send_to(self._sink.name)
+        with self._record.changing() as db:
+            db.execute(_RECEIVER, (self._sink.name,))
         self._thread.start()
         return self
 

@@ -60,7 +60,7 @@ def test_odd_values_do_nothing(value: str, tmp_path: Path) -> None:
         db.executescript(VALUES[value])  # the tables refuse most of it
     period = Period.of("2025-12-31", "2026-01-02")
     with suppress(AnomalyError):
-        assert "<img src=x" not in report(file, period, {}).files[PAGE]
+        assert "<img src=x" not in report(file, period, {})[0][PAGE]
     with suppress(AnomalyError):
         confirmed_parts(file, ["0" * 16], inside)
     with suppress(OutputError), closing(Record(file)) as record:

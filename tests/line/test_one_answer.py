@@ -86,17 +86,8 @@ def test_whoever_asks_gets_one_answer(tmp_path: Path) -> None:
     run_command("train", train_arguments(write(tmp_path / "parts"), run, *settings))
     run_command("export", ["--model", run, "--to", "onnx", "--output", tmp_path / "export"])
     for model, output in ((run, "torch"), (tmp_path / "export", "onnx")):
-        asked = [
-            "--model",
-            model,
-            "--input",
-            pictures,
-            "--output",
-            tmp_path / output,
-            "--write",
-            "heatmaps",
-            "regions",
-        ]
+        asked = ["--model", model, "--input", pictures, "--output", tmp_path / output]
+        asked += ["--write", "heatmaps", "regions"]
         run_command("infer", asked)
     expected = _of_rows(tmp_path / "torch")
     assert len(expected) == len(_pictures())

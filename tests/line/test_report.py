@@ -212,7 +212,7 @@ def test_periods_and_those_before(begin: str, end: str, period: str, before: str
 
 def test_without_feedback_nothing_is_claimed(tmp_path: Path) -> None:
     file = recorded(tmp_path, answers(2.5, 2.5, 2.5))
-    files = report(file, DAY, {}).files
+    files = report(file, DAY, {})[0]
     page = files["report.html"]
     assert "No good or rejected part has been judged" in page
     assert "0.00 % of 3 parts are called good" in page
@@ -241,7 +241,7 @@ def test_each_version_is_held_to_its_own_promise(
             assert command("calibrate", lower)[0] == 0
         for part in range(1, 51):
             record.add_feedback("good", who="eva", part=part)
-    files = report(record.file, DAY, {}).files
+    files = report(record.file, DAY, {})[0]
     rows, page = table(files, "promises"), files["report.html"]
     assert [row["compared"] for row in rows] == ["more"] * 4
     assert [float(row["about"]) for row in rows[::2]] == promised
@@ -256,7 +256,7 @@ def test_each_version_is_held_to_its_own_promise(
 def test_false_rejects_and_escapes_are_held_to_the_promise(tmp_path: Path) -> None:
     said = dict.fromkeys(range(1, 31), "good") | {99: "defect"}
     found = answers(*[2.5] * 40, *[0.5] * 60)
-    rows = table(report(recorded(tmp_path, found, said, 0.01, 0.9), DAY, {}).files, "promises")
+    rows = table(report(recorded(tmp_path, found, said, 0.01, 0.9), DAY, {})[0], "promises")
     assert [(row["promised share"], float(row["seen"]), row["compared"]) for row in rows] == [
         ("parts flagged", 0.4, "more"),
         ("good parts rejected", 0.3, "more"),
@@ -285,14 +285,14 @@ def test_refusals(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_is_no_zero_and_no_good_news(tmp_path: Path) -> None:
     file = recorded(tmp_path, answers(*[2.5] * 4, *[0.5] * 96), promised=0.05)
-    page = report(file, DAY, {"escape": "250"}).files["report.html"]
+    page = report(file, DAY, {"escape": "250"})[0]["report.html"]
     assert 'class="answer good"' in page  # as many are flagged as promised
     assert "unknown: no part called good was judged" in page
     assert page.count("unknown: no rejected part was judged") >= 2  # yield, promises
     assert page.count("as promised") == 1  # parts flagged
     assert "Known cost: unknown" in page
     assert "<h2>96.00 % of 100 parts are called good</h2>" in page
-    few = report(recorded(tmp_path / "few", answers(*[0.5] * 5), promised=0.05), DAY, {}).files
+    few = report(recorded(tmp_path / "few", answers(*[0.5] * 5), promised=0.05), DAY, {})[0]
     assert 'class="answer "' in few["report.html"]
     compared = [row["compared"] for row in table(few, "promises")]
     assert compared == ["unknown: fewer than 20 parts"] * 2
@@ -301,14 +301,14 @@ def test_an_unknown_is_no_zero_and_no_good_news(tmp_path: Path) -> None:
 def test_a_shift_with_a_dark_lamp_is_no_good_news(tmp_path: Path) -> None:
     found = answers(*[1.5] * 5, *[0.5] * 195, *[1.5] * 60)
     found[200:] = [replace(part, row=replace(part.row, reason="darker")) for part in found[200:]]
-    page = report(recorded(tmp_path, found, promised=0.03), DAY, {}).files["report.html"]
+    page = report(recorded(tmp_path, found, promised=0.03), DAY, {})[0]["report.html"]
     assert 'class="answer review"' in page
     assert "60 parts not judged by their score: check lamp, lens and product." in page
 
 
 def test_only_parts_near_a_threshold_are_listed_as_near(tmp_path: Path) -> None:
     scores = [0.75, 0.85, 1.15, 1.35, 1.65, 1.9, 2.3, 2.5, 4.0]
-    page = report(recorded(tmp_path, answers(*scores)), DAY, {}).files["report.html"]
+    page = report(recorded(tmp_path, answers(*scores)), DAY, {})[0]["report.html"]
     listed = [s for s in scores if f"<br>score {s:.4g}, " in page]
     assert listed == [0.85, 1.15, 1.65, 1.9, 2.3]  # thresholds: 1 and 2
 
@@ -326,11 +326,11 @@ def test_the_hour_that_comes_twice_is_two_hours(tmp_path: Path) -> None:
     found = [answer(0.5, midnight + timedelta(minutes=30 * i), i) for i in range(10)]
     file = recorded(tmp_path, found)
     period = Period.of("2026-10-25", "2026-10-25 04:00")
-    times = report(file, period, {}).files["times.csv"].splitlines()[1:]
+    times = report(file, period, {})[0]["times.csv"].splitlines()[1:]
     hours = ("00:00 UTC+02", "01:00 UTC+02", "02:00 UTC+02", "02:00 UTC+01", "03:00 UTC+01")
     assert times == [f"2026-10-25 {hour}:00,2,2,0,0" for hour in hours]
     second = Period.of("2026-10-25T02:00+01:00", "2026-10-25 03:00")
-    assert "all parts,2," in report(file, second, {}).files["yield.csv"]
+    assert "all parts,2," in report(file, second, {})[0]["yield.csv"]
 
 
 def test_the_service_shows_the_last_hours(served: Served, product: Path) -> None:
