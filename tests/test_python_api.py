@@ -160,7 +160,7 @@ def test_pil_images_are_what_their_files_are(detector: anomaly.Detector, tmp_pat
         (np.zeros((40, 40, 4), np.uint8), {}, "alpha"),
         (np.zeros((3, 40, 40), np.uint8), {}, "layout='CHW'"),
         (np.zeros((0, 40), np.uint8), {}, "no pixels"),
-        (np.full((40, 40), 9000, np.uint16), {"full_scale": 4095}, "9000, above 4095"),
+        (np.full((40, 40), 9000, np.uint16), {"full_scale": 4095}, "to 9000, not from 0 to 4095"),
         (np.zeros((40, 40, 3), np.uint8), {}, "channels='bgr'"),
         (np.zeros((3, 40, 40), np.float32), {"layout": "CHW", "full_scale": 1}, "channels='rgb'"),
         (torch.zeros(3, 40, 40), {}, "layout='CHW'"),

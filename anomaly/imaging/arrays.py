@@ -127,7 +127,7 @@ class ArrayImage:
                 values = values.transpose(1, 2, 0)
         full_scale = self._full_scale(values.dtype, decoding)
         pixels = turned_upright(_rgb(values, channels), orientation)
-        check_range(pixels, full_scale, in_memory=True)
+        check_range(pixels, full_scale)
         digest = hashlib.sha256(f"{pixels.shape} {pixels.dtype} {full_scale}".encode())
         digest.update(pixels.data)
         mode = f"rgb{'float' if pixels.dtype.kind == 'f' else ''}{8 * pixels.itemsize}"

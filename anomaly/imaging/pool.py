@@ -41,7 +41,6 @@ from numpy.typing import NDArray
 
 from anomaly.errors import AnomalyError, ImageError, OutputError, why
 from anomaly.imaging import read
-from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import (
     NetworkInput,
     Preprocessing,
@@ -553,5 +552,5 @@ class Worker:
             return to_unusable(index, described(index, source), error)
 
 
-def _elsewhere(view: View) -> NDArray[np.float32]:
+def _elsewhere(view: Any) -> NDArray[np.float32]:
     raise ValueError(f"{view} can't be rendered: the image was decoded in another process")

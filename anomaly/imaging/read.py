@@ -310,31 +310,26 @@ def described(index: int, source: object = None) -> str:
     return str(source) if isinstance(source, Path) else f"image {index}"
 
 
-def check_range(pixels: Pixels, full_scale: float, *, in_memory: bool = False) -> None:
+def check_range(pixels: Pixels, full_scale: float) -> None:
     """Refuse pixels (H, W, 3) that aren't all numbers from 0 to the full scale.
 
     Raises:
-        ImageError: `unsupported`; says what to do, which differs for pixels that were given in
-            memory.
+        ImageError: `unsupported`; says what to do.
     """
-    if pixels.dtype.kind == "f":
-        lowest, highest = float(pixels.min()), float(pixels.max())
-        if not np.isfinite((lowest, highest)).all():
-            raise unsupported("some of its pixels are not a number or infinite")
-        if lowest < 0 or highest > full_scale:
-            remedy = "divide by the camera's full scale before saving"
-            if in_memory:
-                remedy = "give the camera's own as full_scale"
-            raise unsupported(
-                f"its float values run from {lowest:g} to {highest:g}, but 0 to {full_scale:g} is "
-                f"what floats have to mean; {remedy}"
-            )
-    elif full_scale < np.iinfo(pixels.dtype).max and pixels.max() > full_scale:
+    is_float = pixels.dtype.kind == "f"
+    if not is_float and full_scale >= np.iinfo(pixels.dtype).max:
+        return
+    lowest, highest = float(pixels.min()), float(pixels.max())
+    if not np.isfinite((lowest, highest)).all():
+        raise unsupported("some of its pixels are not a number or infinite")
+    if lowest < 0 or highest > full_scale:
         bits = int(full_scale).bit_length()
-        remedy = "give the camera's full_scale, or " if in_memory else ""
+        remedy = f"its camera has more than {bits} bits: set image.bit_depth"
+        if is_float:
+            remedy = "save floats from 0 to 1"
         raise unsupported(
-            f"its brightest value is {pixels.max()}, above {full_scale:.0f}, the full scale of "
-            f"{bits} bits; {remedy}set image.bit_depth to the depth of the camera"
+            f"its values run from {lowest:g} to {highest:g}, not from 0 to {full_scale:g}; "
+            f"{remedy}, or give an array and its own full_scale"
         )
 
 
