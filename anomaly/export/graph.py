@@ -6,8 +6,6 @@ import errno
 import logging
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -254,8 +252,12 @@ def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
 def _trace(
     module: nn.Module, example: Tensor, free: dict[int, Any], names: list[str], file: Path
 ) -> None:
+    """Write a module as an ONNX file, without the libraries' messages about operators."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        with _quiet(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
             traced = torch.export.export(
                 module.eval(), (example,), dynamic_shapes=(free,), strict=False
             )
@@ -273,21 +275,10 @@ def _trace(
             "this network can't be written as a graph: its steps depend on the image, or it uses "
             "an operation that ONNX lacks; train with another backbone, or hook earlier layers"
         ) from None
-    assert program is not None
-    program.save(file)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence libraries' messages about operators and symbols."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
     finally:
         logging.disable(before)
+    assert program is not None
+    program.save(file)
 
 
 def _tidied(
