@@ -319,23 +319,17 @@ class Config(_Section):
         return METHODS[self.model.kind].one_grid and self.image.resize is None
 
     @model_validator(mode="after")
-    def _smallest_defect_has_a_scale(self) -> Config:
+    def _sections_go_together(self) -> Config:
+        kind, score = self.model.kind, f"model.image_score={self.model.image_score}"
+        turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
         smallest = self.model.smallest_defect
-        if smallest is None:
-            return self
-        if self.image.tile is not None:
+        if smallest and tiled:
             raise ValueError(
                 "model.smallest_defect and image.tile exclude each other: a defect that lies "
                 "on two tiles would be measured in parts; raise image.area instead"
             )
-        if smallest.unit == "mm" and not self.image.mm_per_pixel:
+        if smallest and smallest.unit == "mm" and not self.image.mm_per_pixel:
             raise ValueError("model.smallest_defect is in mm; set image.mm_per_pixel")
-        return self
-
-    @model_validator(mode="after")
-    def _method_takes_what_is_asked(self) -> Config:
-        kind, score = self.model.kind, f"model.image_score={self.model.image_score}"
-        turned, tiled = self.model.turned_copies != "none", self.image.tile is not None
         if METHODS[kind].one_grid and (turned or tiled):
             raise ValueError(
                 f"{'image.tile' if tiled else 'model.turned_copies'} needs model.kind=patchcore, "

@@ -136,12 +136,11 @@ def read_history(folder: Path) -> bytes:
     Raises:
         ModelError: they can't be read.
     """
+    file = folder / HISTORY
     try:
-        return (folder / HISTORY).read_bytes()
-    except FileNotFoundError:
-        return b""
+        return file.read_bytes() if file.exists() else b""
     except OSError as error:
-        raise ModelError(f"{folder / HISTORY} can't be read: {error.strerror}; {AGAIN}") from None
+        raise ModelError(f"{file} can't be read: {error.strerror}; {AGAIN}") from None
 
 
 def thresholds_alone_differ(folder: Path) -> frozenset[str]:
