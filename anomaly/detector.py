@@ -26,9 +26,8 @@ from anomaly.errors import ConfigError, DataError, ImageError, needs_training
 from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding
-from anomaly.methods.base import Progress
 from anomaly.report.report import Category, evaluated
-from anomaly.runtime import device_of
+from anomaly.runtime import Progress, device_of
 from anomaly.scoring.build import decoding_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction

@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from anomaly.errors import AnomalyError
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     import torch
 
 __version__ = "0.1.0"
+
+# Called with what is done, and how much there is to do.
+Progress: TypeAlias = Callable[[int, int], None]
 
 _counting = threading.Lock()
 # What holds OpenBLAS down, one for all the blocks that threads are in.

@@ -29,8 +29,8 @@ from anomaly.errors import AnomalyError, DataError
 from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import UnusableImage
 from anomaly.imaging.read import Image
-from anomaly.methods.base import Fitter, PatchSet, Progress, Result, Scorer
-from anomaly.runtime import device_of, use_threads
+from anomaly.methods.base import Fitter, PatchSet, Result, Scorer
+from anomaly.runtime import Progress, device_of, use_threads
 from anomaly.scoring.model import Model
 from anomaly.training.cross_fitting import scores_of
 from anomaly.training.features import (

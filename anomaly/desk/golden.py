@@ -15,7 +15,7 @@ from anomaly.datasets import Sample
 from anomaly.errors import DataError, some, why
 from anomaly.files.writing import GOLDEN, as_json, from_json, locked, sha256_of, short_name, write
 from anomaly.imaging.read import list_images, suffix_of
-from anomaly.methods.base import Progress
+from anomaly.runtime import Progress
 from anomaly.scoring.model import score
 from anomaly.storage.folder import model_id, read_manifest
 

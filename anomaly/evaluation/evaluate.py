@@ -26,7 +26,7 @@ from anomaly.evaluation.metrics import (
 from anomaly.evaluation.splits import threshold_images
 from anomaly.imaging.loading import UnusableImage, picture_of
 from anomaly.imaging.pool import read_one
-from anomaly.methods.base import Progress
+from anomaly.runtime import Progress
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction, Scored
 

@@ -31,8 +31,7 @@ from anomaly.inference.rows import (
     row_of,
 )
 from anomaly.maps.heatmap import Thumbnails
-from anomaly.methods.base import Progress
-from anomaly.runtime import StoppedError
+from anomaly.runtime import Progress, StoppedError
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from anomaly.errors import DataError, ModelError
 from anomaly.imaging.arrays import Array, module_of
-from anomaly.runtime import CPU
+from anomaly.runtime import CPU, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,6 @@ def is_finite(values: Array) -> bool:
     return bool(np.isfinite([float(values.min()), float(values.max())]).all())
 
 
-Progress: TypeAlias = Callable[[int, int], None]
 # Feature maps (B, C_i, h_i, w_i) of several layers -> patch embeddings (B, h, w, D) float32.
 Align: TypeAlias = "Callable[[Sequence[Tensor]], Tensor]"
 Fold: TypeAlias = tuple[int, ...]  # training images that are left out together

@@ -35,7 +35,6 @@ from anomaly.maps.heatmap import (
     pixels_for,
     thumbnail,
 )
-from anomaly.methods.base import Progress
 from anomaly.report.page import (
     About,
     asset,
@@ -45,7 +44,7 @@ from anomaly.report.page import (
     shown_time,
     utc_now,
 )
-from anomaly.runtime import __version__
+from anomaly.runtime import Progress, __version__
 from anomaly.scoring.build import flatten
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction, Scored

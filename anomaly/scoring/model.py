@@ -32,8 +32,8 @@ from anomaly.imaging.loading import (
 )
 from anomaly.imaging.pool import Decoders
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.methods.base import PatchScores, Progress, Scorer
-from anomaly.runtime import apply_thread_limit, check_fork, in_parallel
+from anomaly.methods.base import PatchScores, Scorer
+from anomaly.runtime import Progress, apply_thread_limit, check_fork, in_parallel
 from anomaly.scoring.build import loading_of, smallest_area
 from anomaly.scoring.image_score import (
     Piece,

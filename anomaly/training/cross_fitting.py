@@ -15,7 +15,8 @@ from anomaly.imaging.arrays import as_numpy
 from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import turn_of
 from anomaly.maps.anomaly_map import without_halo
-from anomaly.methods.base import Fitter, Fold, PatchBatch, Progress
+from anomaly.methods.base import Fitter, Fold, PatchBatch
+from anomaly.runtime import Progress
 from anomaly.scoring.image_score import Piece, image_scores, network_map
 from anomaly.scoring.model import Model
 from anomaly.training.features import CachedFeatures, HeldOutScores, Scoring

@@ -33,16 +33,8 @@ from anomaly.imaging.loading import (
 )
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Image
-from anomaly.methods.base import (
-    Align,
-    Fitter,
-    PatchBatch,
-    PatchSet,
-    Progress,
-    Result,
-    Scorer,
-)
-from anomaly.runtime import in_parallel, release_memory
+from anomaly.methods.base import Align, Fitter, PatchBatch, PatchSet, Result, Scorer
+from anomaly.runtime import Progress, in_parallel, release_memory
 from anomaly.scoring.build import turns_of
 from anomaly.scoring.image_score import patches_inside
 from anomaly.scoring.image_statistics import ImageStatistics, statistics_of

@@ -29,7 +29,8 @@ from anomaly.imaging.geometry import patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
-from anomaly.methods.base import Fitter, Progress
+from anomaly.methods.base import Fitter
+from anomaly.runtime import Progress
 from anomaly.scoring.build import (
     backbone,
     decoding_of,

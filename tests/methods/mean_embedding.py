@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from anomaly.errors import DataError
-from anomaly.methods.base import (
-    Align,
-    Fitter,
-    PatchBatch,
-    PatchScores,
-    Progress,
-    Scorer,
-    check_tensors,
-)
+from anomaly.methods.base import Align, Fitter, PatchBatch, PatchScores, Scorer, check_tensors
 from anomaly.methods.patchcore.embedding import patchcore_concat
+from anomaly.runtime import Progress
 
 
 @dataclass(frozen=True, eq=False)

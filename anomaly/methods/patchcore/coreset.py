@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.errors import ConfigError, DataError
-from anomaly.methods.base import Progress
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
-from anomaly.runtime import ParallelMap, parallel_pool
+from anomaly.runtime import ParallelMap, Progress, parallel_pool
 
 # A pool is 1 MiB at 128 numbers a point, and a pick reads it once; with a larger one, picks cost
 # more than the rounds that are saved.

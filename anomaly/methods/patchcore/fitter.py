@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet, Progress
+from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet
 from anomaly.methods.patchcore.bank import MemoryBank
 from anomaly.methods.patchcore.coreset import (
     random_projection,
@@ -25,6 +25,7 @@ from anomaly.methods.patchcore.held_out import (
     placed,
 )
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
+from anomaly.runtime import Progress
 
 
 def fitter(settings: Mapping[str, Any], *, seed: int) -> MemoryBankFitter:
