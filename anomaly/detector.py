@@ -80,12 +80,12 @@ class Detector:
 
     @property
     def thresholds(self) -> Thresholds | None:
-        """Where good ends; None where there were no good images to find that with."""
+        """The scores at which good ends; None without good images to find them with."""
         return self.model.thresholds
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        """What the model folder says, or will say, of how the model was made."""
+        """The record of how the model was made, as its folder has it or will have it."""
         return self.model.manifest
 
     @property

@@ -188,7 +188,7 @@ _FOREIGN = {
 
 
 def _foreign(error: OSError) -> str:
-    """What to do about a missing file whose path isn't one of this system; else empty."""
+    """A remedy for a missing file whose path isn't one of this system; else empty."""
     if not isinstance(error, FileNotFoundError) or os.name == "nt":
         return ""
     name = os.fsdecode(error.filename or "")
@@ -196,7 +196,7 @@ def _foreign(error: OSError) -> str:
 
 
 def why(error: BaseException) -> str:
-    """Why a file can't be used, in words for the user of a program that a library has failed."""
+    """The reason why a file can't be used, in words for a user whom a library has failed."""
     if isinstance(error, AnomalyError):
         return str(error)
     if isinstance(error, OSError):

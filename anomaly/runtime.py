@@ -121,7 +121,7 @@ def program_threads() -> int:
 
 
 def get_threads() -> int:
-    """How many threads this thread computes with: torch's setting, where torch is imported."""
+    """The number of threads that this thread computes with: torch's, where torch is imported."""
     if torch := imported_torch():
         return int(torch.get_num_threads())
     return getattr(_own, "threads", None) or program_threads()
@@ -332,7 +332,7 @@ _ASK_EVERY = 0.2  # seconds: how long a stop may go unnoticed
 
 
 class StoppedError(Exception):
-    """What is waited for isn't wanted any more: a signal has come."""
+    """The results aren't wanted any more: a signal has come."""
 
 
 def prefetch(
@@ -430,7 +430,7 @@ def check_fork(device: torch.device) -> None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 faster than float32.
+    """True if a device multiplies bfloat16 faster than float32.
 
     On a CPU both have to be there: the processor's instructions, and oneDNN's leave to use them,
     which ONEDNN_MAX_CPU_ISA takes away.

@@ -1,4 +1,4 @@
-"""What commands do with options that several have: images, cluster, device and threads."""
+"""Questions, cluster, device and threads of a command, from options that several have."""
 
 from __future__ import annotations
 

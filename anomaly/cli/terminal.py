@@ -120,7 +120,7 @@ def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[N
 
 
 def is_quiet() -> bool:
-    """Whether only results and errors are shown."""
+    """True if only results and errors are shown."""
     shown = [h.level for h in logging.root.handlers if isinstance(h, _Terminal)]
     return bool(shown) and min(shown) >= logging.ERROR
 
@@ -271,7 +271,7 @@ class Stopping:
 
     @property
     def exit_code(self) -> int:
-        """What shells expect of a program that a signal has ended."""
+        """The code that shells expect of a program that a signal has ended."""
         return 128 + (self.signal or 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -308,7 +308,7 @@ class Stopping:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: extension modules turn an interruption into errors."""
+    """True while a module is imported: extension modules turn an interruption into errors."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None

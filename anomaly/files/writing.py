@@ -73,7 +73,7 @@ _held: set[tuple[str, int]] = set()
 
 
 def left_by_system(name: str) -> bool:
-    """Whether a file or folder of this name is a system's own, never data.
+    """True if a file or folder of this name is a system's own, never data.
 
     Hidden ones, recycle bins, snapshots, thumbnails of network storage, what an archive of macOS
     holds beside the files.
@@ -82,7 +82,7 @@ def left_by_system(name: str) -> bool:
 
 
 def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
-    """Which entries of a folder this program's commands have written there.
+    """The entries of a folder that this program's commands have written there.
 
     Nothing is taken for theirs by its name alone, and nothing else in such a folder is.
 
@@ -109,7 +109,7 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
 
 
 def _others(folder: Path, *, is_own: bool) -> Path | None:
-    """What somebody else has put into a folder that is to be deleted; None where there is nothing.
+    """A file of somebody else's in a folder that is to be deleted, or all of it; None for none.
 
     In a run's own folders files are recognised by their suffixes; one that its run wasn't to write
     holds others' files only. What file managers leave (`left_by_system`) isn't counted.
@@ -141,7 +141,7 @@ def _asked_for(folder: Path) -> Collection[str]:
 
 
 def is_model(folder: Path, names: Collection[str]) -> bool:
-    """Whether a folder that holds entries of these names is a model folder."""
+    """True if a folder that holds entries of these names is a model folder."""
     return _MANIFEST in names and b'"anomaly-model/' in _head(folder / _MANIFEST)
 
 
@@ -367,7 +367,7 @@ def like(path: Path) -> str:
 
 
 def looked_in(path: Path) -> str:
-    """Where a missing file was looked for, as far as its path leaves that open, and what is alike.
+    """The place where a missing file was looked for, if its path leaves that open; what is alike.
 
     Returns:
         `" (looked in /folder); in /folder did you mean 'a'?"`, or parts of it, or nothing.
