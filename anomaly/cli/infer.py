@@ -22,27 +22,11 @@ from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
 from anomaly.datasets.inputs import Found, find_inputs, is_list, passed_over, picture_names
 from anomaly.desk.advice import flagged_line
 from anomaly.errors import DataError, first_of, visible
-from anomaly.files.writing import (
-    FOLDERS,
-    HEATMAPS,
-    PAGE,
-    from_json,
-    locked,
-    remove_drafts,
-    write,
-)
+from anomaly.files.writing import FOLDERS, HEATMAPS, PAGE, from_json, locked, remove_drafts, write
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import is_folder, list_files
 from anomaly.inference.outputs import Outputs
-from anomaly.inference.pipeline import (
-    LINES,
-    Finished,
-    Inputs,
-    Journal,
-    Run,
-    RunJournal,
-    resumable,
-)
+from anomaly.inference.pipeline import LINES, Finished, Inputs, Journal, Run, RunJournal, resumable
 from anomaly.inference.rows import Row, Tally, learned_by
 from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails

@@ -33,12 +33,7 @@ from anomaly.methods.base import Fitter, PatchSet, Result, Scorer
 from anomaly.runtime import Progress, device_of, use_threads
 from anomaly.scoring.model import Model
 from anomaly.training.cross_fitting import scores_of
-from anomaly.training.features import (
-    CachedFeatures,
-    HeldOutScores,
-    TrainingSetup,
-    cached_features,
-)
+from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSetup, cached_features
 
 # Images of a shard, in whole batches, so that these are as one machine's; fewer where that leaves
 # workers without any.

@@ -20,14 +20,7 @@ from anomaly.calibration.rates import percent
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, NAMED_DIGITS, Config, readers
 from anomaly.datasets import Dataset, Sample, open_dataset
-from anomaly.desk.judging import (
-    LEAST_DEFECTS,
-    Judgement,
-    Mask,
-    Scores,
-    judge,
-    worth,
-)
+from anomaly.desk.judging import LEAST_DEFECTS, Judgement, Mask, Scores, judge, worth
 from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table
 from anomaly.files.writing import write

@@ -31,14 +31,7 @@ from anomaly.maps.anomaly_map import (
     outlined_areas,
     predicted_mask,
 )
-from anomaly.maps.heatmap import (
-    Thumbnail,
-    encode_float32,
-    encode_png,
-    heatmap,
-    shrunk,
-    thumbnail,
-)
+from anomaly.maps.heatmap import Thumbnail, encode_float32, encode_png, heatmap, shrunk, thumbnail
 from anomaly.runtime import __version__
 
 if TYPE_CHECKING:

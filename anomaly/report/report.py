@@ -26,15 +26,7 @@ from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json, claim, clear, write
 from anomaly.maps.anomaly_map import predicted_mask
-from anomaly.maps.heatmap import (
-    QUALITY,
-    display,
-    encoded,
-    layer,
-    outlines,
-    pixels_for,
-    thumbnail,
-)
+from anomaly.maps.heatmap import QUALITY, display, encoded, layer, outlines, pixels_for, thumbnail
 from anomaly.report.page import (
     About,
     asset,

@@ -6,13 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import (
-    Command,
-    Says,
-    run_command,
-    train_arguments,
-    write_part,
-)
+from conftest import Command, Says, run_command, train_arguments, write_part
 from kit import table, touch
 
 import anomaly

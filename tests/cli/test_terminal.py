@@ -16,12 +16,7 @@ from conftest import Command, train_arguments
 
 from anomaly import cli
 from anomaly.cli import start, terminal
-from anomaly.cli.terminal import (
-    NOTE,
-    ProgressLine,
-    command_line,
-    log_to_terminal,
-)
+from anomaly.cli.terminal import NOTE, ProgressLine, command_line, log_to_terminal
 from anomaly.errors import DataError
 
 

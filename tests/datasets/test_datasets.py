@@ -11,13 +11,7 @@ import pytest
 from kit import touch
 
 from anomaly.config.schema import DataConfig
-from anomaly.datasets import (
-    FORMATS,
-    Dataset,
-    Sample,
-    ground_truth,
-    open_dataset,
-)
+from anomaly.datasets import FORMATS, Dataset, Sample, ground_truth, open_dataset
 from anomaly.datasets.layouts import recognise
 from anomaly.errors import DataError, ImageError
 

@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import (
-    average_precision_score,
-    f1_score,
-    roc_auc_score,
-    roc_curve,
-)
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score, roc_curve
 
-from anomaly.evaluation.metrics import (
-    confusion,
-    image_intervals,
-    image_metrics,
-    metrics_by_type,
-)
+from anomaly.evaluation.metrics import confusion, image_intervals, image_metrics, metrics_by_type
 
 # Few distinct values, so that ties are the rule; neighbours in float32, so that a threshold
 # between two of them is hard to find.

@@ -15,11 +15,7 @@ from pixel_references import (
     published_aupro,
     smooth_images,
 )
-from sklearn.metrics import (
-    average_precision_score,
-    precision_recall_curve,
-    roc_auc_score,
-)
+from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 
 from anomaly.errors import DataError
 from anomaly.evaluation.metrics import PixelAccumulator, ScoreHistogram

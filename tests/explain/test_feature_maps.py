@@ -8,11 +8,7 @@ from sklearn.decomposition import PCA
 from torch import nn
 
 from anomaly.errors import LayerError
-from anomaly.explain.saliency import (
-    feature_map_picture,
-    feature_map_pictures,
-    pca_rgb,
-)
+from anomaly.explain.saliency import feature_map_picture, feature_map_pictures, pca_rgb
 from anomaly.hooks import live_hooks
 
 

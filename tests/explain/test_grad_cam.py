@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anomaly.errors import AnomalyError
-from anomaly.explain.saliency import (
-    feature_map_pictures,
-    grad_cam,
-    image_gradient,
-    saliency_map,
-)
+from anomaly.explain.saliency import feature_map_pictures, grad_cam, image_gradient, saliency_map
 from anomaly.hooks import live_hooks
 from anomaly.scoring.image_score import image_scores, network_map
 

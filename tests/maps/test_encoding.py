@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as Pil
 
-from anomaly.maps.heatmap import (
-    SHOWN,
-    Thumbnail,
-    Thumbnails,
-    encode_float32,
-    thumbnail,
-)
+from anomaly.maps.heatmap import SHOWN, Thumbnail, Thumbnails, encode_float32, thumbnail
 
 
 def _scores(size: tuple[int, int], seed: int = 0) -> np.ndarray:

@@ -10,14 +10,7 @@ from pixel_map import pixel_map
 from anomaly.imaging.read import Image
 from anomaly.maps import heatmap as heatmap_module
 from anomaly.maps.anomaly_map import outlined_areas
-from anomaly.maps.heatmap import (
-    OPACITY,
-    colour_stops,
-    display,
-    encode_png,
-    heatmap,
-    layer,
-)
+from anomaly.maps.heatmap import OPACITY, colour_stops, display, encode_png, heatmap, layer
 
 
 def _grey(height: int, width: int) -> np.ndarray:

@@ -15,12 +15,7 @@ from torch import Tensor
 from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.arrays import Array
 from anomaly.methods.base import Align, Fitter, Fold, PatchBatch, PatchSet, Result, Scorer
-from anomaly.methods.padim.gaussian import (
-    PatchGaussian,
-    check_grid,
-    position_blocks,
-    projected,
-)
+from anomaly.methods.padim.gaussian import PatchGaussian, check_grid, position_blocks, projected
 from anomaly.runtime import Progress, parallel_map
 
 # Images whose patches are added at once, whichever of them share a batch.

@@ -12,18 +12,9 @@ from torch import Tensor
 
 from anomaly.methods.base import Align, Fitter, Fold, MatrixOf, PatchSet
 from anomaly.methods.patchcore.bank import MemoryBank
-from anomaly.methods.patchcore.coreset import (
-    random_projection,
-    select_streamed,
-)
+from anomaly.methods.patchcore.coreset import random_projection, select_streamed
 from anomaly.methods.patchcore.embedding import ALIGNERS
-from anomaly.methods.patchcore.held_out import (
-    banks_without,
-    extended,
-    gather,
-    in_chunks,
-    placed,
-)
+from anomaly.methods.patchcore.held_out import banks_without, extended, gather, in_chunks, placed
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 from anomaly.runtime import Progress
 

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from anomaly.methods.patchcore.coreset import (
-    Selection,
-    select_streamed,
-)
+from anomaly.methods.patchcore.coreset import Selection, select_streamed
 from anomaly.methods.patchcore.nearest_centres import distances_to_nearest
 
 DIM = 12
