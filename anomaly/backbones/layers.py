@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -293,14 +294,19 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
     Args:
         network: on the meta device.
         described: what `describe` gave.
+
+    Raises:
+        Exception: of many types, where the values aren't those of this network.
     """
     for path in described["dropped"]:
         network.set_submodule(path, PassThrough(), strict=True)
+    for path in (*described["layers"], *chain(*described["folded"])):
+        network.get_submodule(path)  # which the first pass would miss otherwise
     layouts = zip(described["axes"], described["channels"], described["strides"], strict=True)
     return FeatureExtractor(
         network.eval(),
         tuple(described["layers"]),
-        tuple(Layout(*values) for values in layouts),
+        tuple(Layout(axes, int(count), int(stride)) for axes, count, stride in layouts),
         described["copies"],
         tuple((convolution, norm) for convolution, norm in described["folded"]),
     )

@@ -127,18 +127,19 @@ def _torch_stages(
         extractor = truncate_again(build(name), backbone)
         file, network = folder / BACKBONE, extractor.network
         load_state(network, _tensors(file), network, str(file))
+        colours = (tuple(float(backbone[of][i]) for i in range(3)) for of in ("mean", "std"))
+        return {
+            "extractor": extractor.to(device, _precision(config.precision, device, precision)),
+            "normalise": Normalisation(*colours),
+            "scorer": scorer_of(config, _tensors(folder / SCORER), device),
+            "device": device,
+        }
     except (AnomalyError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # torch, timm and networks raise many types
         raise ModelError(
             f"{folder}: its network can't be built from its manifest; {AGAIN}"
         ) from None
-    return {
-        "extractor": extractor.to(device, _precision(config.precision, device, precision)),
-        "normalise": Normalisation(tuple(backbone["mean"]), tuple(backbone["std"])),
-        "scorer": scorer_of(config, _tensors(folder / SCORER), device),
-        "device": device,
-    }
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
