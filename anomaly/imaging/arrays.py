@@ -85,11 +85,10 @@ class ArrayImage:
     layout: AxisOrder | None = None
 
     def __post_init__(self) -> None:
-        legal = {"channels": (None, "rgb", "bgr"), "layout": (*_AXES,)}
-        for name, values in legal.items():
-            if getattr(self, name) not in values:
-                known = ", ".join(repr(value) for value in values if value)
-                raise DataError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+        both = ("channels", self.channels, (None, "rgb", "bgr")), ("layout", self.layout, (*_AXES,))
+        for name, value, legal in both:
+            if value not in legal:
+                raise DataError(f"{name} is {value!r}; it must be one of {legal[1:]}")
         if self.full_scale is not None and not 0 < self.full_scale < float("inf"):
             raise DataError(f"full_scale is {self.full_scale!r}; it must be a number above 0")
 

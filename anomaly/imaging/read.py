@@ -418,12 +418,10 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
         own += [here / name for name in outputs if name in folders or is_image(here / name)]
         kept = {name for name in every if not (name in outputs or left_by_system(name))}
         files += [here / name for name in names if name in kept]
-        around = here.resolve() / "any"  # no folder that this one lies in is looked through again
-        folders[:] = [
-            name
-            for name in folders
-            if name in kept and (here / name).resolve() not in around.parents
-        ]
+        # No folder on the way here is looked through again.
+        around = {each.resolve() for each in (here, *here.parents)}
+        kept -= {name for name in folders if (here / name).resolve() in around}
+        folders[:] = [name for name in folders if name in kept]
     if own and tell:
         skipped = some([path.relative_to(folder).as_posix() for path in sorted(own)], most=6)
         log.warning("%s: skipped this program's own outputs: %s", folder, skipped)

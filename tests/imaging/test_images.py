@@ -309,6 +309,8 @@ def test_list_images(tmp_path):
     today.mkdir()
     (today / "line").symlink_to(lot / "c")  # links to other folders are followed
     assert list_images(today) == [today / "line" / "x.gif"]
+    (lot / "c" / "today").symlink_to(today)  # a circle of two
+    assert list_images(today) == [today / "line" / "x.gif"]
 
 
 def test_list_images_never_skips_a_folder_it_cant_read(tmp_path, monkeypatch):
