@@ -146,7 +146,6 @@ def _deploy(options: argparse.Namespace) -> int:
     print(f"{options.to} holds model {model.model_id} now")
     if replaces and not options.back:
         log.info(f"To undo: anomaly deploy --to {options.to} --back")
-    log.info("A running service switches to it after checking it, too.")
     return 0
 
 
@@ -196,8 +195,9 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
             raise OutputError(f"{run} holds this model already; nothing was changed")
         try:
             shutil.copytree(new, draft / "model")
-            for part in beside:
-                _copy(part, draft / part.name)
+            for part in filter(Path.exists, beside):
+                copy = shutil.copytree if part.is_dir() else shutil.copy2
+                copy(part, draft / part.name)
             carry_missed(run / "golden", draft / "golden", _id(draft))
             _move(run, _numbered(run, kind))
             _move(draft, run)
@@ -256,13 +256,6 @@ def _numbered(run: Path, kind: str) -> Path:
     kept = _kept(run, kind)
     last = int(kept[-1].name.partition("-")[0]) if kept else 0
     return run / kind / f"{last + 1:03}-{_id(run)}"
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target)
-    elif source.exists():
-        shutil.copy2(source, target)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -198,8 +198,7 @@ class InspectionService:
 
     def refuse_waiting(self) -> None:
         """Refuse the parts that nothing has begun with."""
-        count = sum(slot.refuse_waiting(STOPPING) for slot in self.models.values())
-        if count:
+        if count := sum(slot.refuse_waiting(STOPPING) for slot in self.models.values()):
             log.warning("%d waiting parts were refused; clients have to send them again", count)
 
     def _publish(self, number: int, answer: Answer) -> None:

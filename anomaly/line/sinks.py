@@ -16,7 +16,7 @@ import socket
 import ssl
 import threading
 from contextlib import closing, suppress
-from typing import Protocol
+from typing import TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from anomaly.errors import AnomalyError, why
@@ -43,29 +43,6 @@ class NotTakenError(AnomalyError):
         self.for_good = for_good
 
 
-class Sink(Protocol):
-    """A receiver of rows, with a connection of its own.
-
-    Attributes:
-        shown: its name in messages.
-        name: identifies it from one start of the service to the next; holds no password.
-    """
-
-    shown: str
-    name: str
-
-    def send(self, message: bytes, key: str) -> None:
-        """Deliver a row.
-
-        Args:
-            message: as JSON.
-            key: identifies this row whenever it is sent.
-
-        Raises:
-            NotTakenError: the receiver hasn't confirmed the row.
-        """
-
-
 class Webhook:
     """A POST request for each row, which any 2xx status confirms.
 
@@ -74,6 +51,10 @@ class Webhook:
 
     Raises:
         AnomalyError: the address is invalid.
+
+    Attributes:
+        shown: its name in messages.
+        name: identifies it from one start of the service to the next; holds no password.
     """
 
     def __init__(self, url: str) -> None:
@@ -88,7 +69,15 @@ class Webhook:
             self._headers["Authorization"] = f"Basic {basic}"
 
     def send(self, message: bytes, key: str) -> None:
-        """Deliver a row; see `Sink`."""
+        """Deliver a row, on a connection of its own.
+
+        Args:
+            message: as JSON.
+            key: identifies this row whenever it is sent.
+
+        Raises:
+            NotTakenError: the receiver hasn't confirmed the row.
+        """
         scheme, host, port = self._where
         kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         connection, late = kind(host, port, timeout=_SECONDS), threading.Event()
@@ -143,7 +132,7 @@ class Mqtt:
         self._parts, self._port = parts, port
 
     def send(self, message: bytes, key: str) -> None:
-        """Deliver a row; see `Sink`."""
+        """Deliver a row, on a connection of its own; see `Webhook.send`."""
         from paho.mqtt.client import Client
         from paho.mqtt.enums import CallbackAPIVersion
 
@@ -165,6 +154,9 @@ class Mqtt:
         finally:
             client.disconnect()
             client.loop_stop()
+
+
+Sink: TypeAlias = Webhook | Mqtt
 
 
 def _split(url: str, option: str, schemes: tuple[str, ...]) -> tuple[SplitResult, int]:
