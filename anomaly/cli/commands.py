@@ -145,6 +145,8 @@ COMMANDS = {
         _path("folder", "your images, or a CSV list of them"),
         _value("--format", "layout of the folder, if it isn't recognised: mvtec, folder, …"),
         _output("output folder (default: runs/<name>)", "an earlier start", required=False),
+        _value("--name", "name of the run and its model (default: the folder's)"),
+        _flag("--no-open", "leave the page closed"),
         _SET,
         _DEVICE,
         home="cli.start",

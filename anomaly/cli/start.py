@@ -107,8 +107,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _start(options: argparse.Namespace) -> int:
     """Look, check, train, evaluate, show."""
-    named = {"name": _name_of(options.folder)}
-    settings = parse_config(named, "the folder's name", options.overrides)
+    named = {"name": options.name or _name_of(options.folder)}
+    settings = parse_config(named, "--name", options.overrides)
     options.output = options.output or Path("runs") / settings.name
     config = options.output / f"{settings.name}.yaml"
     with locked(options.output):  # the commands that follow work within this lock
@@ -275,7 +275,8 @@ def _show(
     for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
-        _open(page)
+        if not options.no_open:
+            _open(page)
     if 1 < (usable := report.splits["train"].usable) < SMALL_SET:
         log.warning(
             f"only {usable} good images to learn from, so thresholds aren't reliable: give "

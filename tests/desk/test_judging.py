@@ -73,15 +73,14 @@ def seen(
 def test_settings_that_are_alike_are_not_taken_for_better() -> None:
     draw, groups = np.random.default_rng(0), np.arange(10).repeat(6)
     wrong, more = [], []
-    for _ in range(50):
+    for _ in range(100):
         settings = seen(draw, [0.0] * 12, parts=10, views=6)
         judged = judge(settings, [1.0] * 12, RATE, groups=groups)
         caught = [(scores.defects > scores.limit(RATE)).mean() for scores in settings]
         wrong.append(judged.better)
         more.append(judged.caught.expected - np.mean(caught))
-    # 0.07 and 0.02 of many draws.
     assert np.mean(wrong) <= 0.1
-    assert abs(np.mean(more)) < 0.06
+    assert abs(np.mean(more)) < 0.03
 
 
 @pytest.mark.parametrize(("parts", "views"), [(40, 1), (30, 4)])
