@@ -184,9 +184,7 @@ def deploy(new: Path, run: Path, kind: str = _EARLIER) -> None:
         OutputError: the run holds this model already, can't be written, or is a folder of runs.
     """
     if (run / MANIFEST).is_file():
-        raise OutputError(
-            f"{run} is a model folder, which holds one version; give the run's folder"
-        )
+        raise OutputError(f"{run} is a model folder, which holds one version; give its run")
     check_run_folder(run)
     draft = draft_of(run / "model")
     beside = [new.parent / part for part in _BESIDE if new.name == "model"]

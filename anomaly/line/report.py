@@ -43,9 +43,7 @@ _UNKNOWN = {
     "false rejects": "unknown: no rejected part was judged",
     "escapes": "unknown: no part called good was judged",
 }
-_VERSIONS = (
-    "False rejects, escapes and agreement (95 % confidence) are estimated from judged parts."
-)
+_VERSIONS = "False rejects, escapes and agreement are those of judged parts (95 % confidence)."
 _DRIFTED = "The scores have drifted: check lamp, lens and product."
 _Cell: TypeAlias = str | int | float | Rate | None
 _Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[_Cell]]]  # titles and rows
@@ -79,9 +77,7 @@ class Period:
         last = datetime.now() if end is None else _moment(end, "--to", timedelta(days=1))
         period = cls(_moment(begin, "--from"), last)
         if period.begin >= period.end:
-            raise AnomalyError(
-                f"--from {begin} isn't before --to {end or 'now'}; give a later --to"
-            )
+            raise AnomalyError(f"--from {begin} isn't before --to {end or 'now'}; change one")
         return period
 
     @property

@@ -125,9 +125,7 @@ class Mqtt:
                 "--mqtt needs a topic without + and # after the host: mqtt://HOST/factory/line-1"
             )
         if importlib.util.find_spec("paho") is None:
-            raise AnomalyError(
-                "--mqtt needs paho-mqtt, which isn't installed: pip install 'anomaly[mqtt]'"
-            )
+            raise AnomalyError("--mqtt needs paho-mqtt: pip install 'anomaly[mqtt]'")
         self.shown, self.name = _names(parts, port)
         self._parts, self._port = parts, port
 
