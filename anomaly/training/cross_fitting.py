@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from anomaly.calibration.thresholds import GoodScores
+from anomaly.config.schema import METHODS
 from anomaly.datasets.samples import too_few_different
 from anomaly.imaging.arrays import as_numpy
 from anomaly.imaging.geometry import View
@@ -25,6 +28,9 @@ log = logging.getLogger(__name__)
 
 # Suspects that are shown.
 COUNT = 5
+# Batches that are joined where there is one grid: Gaussians are read once for each batch, and meet
+# 16 images in the time that 6 take. More are hardly quicker, and take memory.
+_TOGETHER = 4
 # Parts into which the training images are split to be scored.
 _FOLDS = 10
 # Robust standard deviations of log scores by which an image stands out, and their least: images
@@ -67,9 +73,10 @@ def scores_of(
     """
     every: dict[int, HeldOutScores] = {}
     settings = model.config.model
+    batches = (batch for batch in batches if not is_turned(batch))
+    if METHODS[settings.kind].one_grid:
+        batches = _joined(batches)
     for batch in batches:
-        if is_turned(batch):
-            continue
         pieces = patch_pieces(batch, views)
         patches, scores = model.score_patches(batch.embeddings, pieces, batch.inside)
         shown = without_halo(patches.scores, settings.halo_damping)
@@ -87,6 +94,18 @@ def scores_of(
     for held in worst(every)[COUNT:]:
         held.patches = None
     return every
+
+
+def _joined(batches: Iterable[PatchBatch]) -> Iterator[PatchBatch]:
+    """Batches of a few times as many images, all of one grid."""
+    waiting = iter(batches)
+    while held := list(islice(waiting, _TOGETHER)):
+        masks = [batch.inside for batch in held if batch.inside is not None]
+        yield PatchBatch(
+            torch.cat([batch.embeddings for batch in held]),
+            tuple(image for batch in held for image in batch.images),
+            inside=torch.cat(masks) if masks else None,
+        )
 
 
 def worst(scores: Mapping[int, HeldOutScores]) -> list[HeldOutScores]:
