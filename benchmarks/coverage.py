@@ -198,14 +198,14 @@ PAGE = """# How often intervals and bounds hold
 For anybody who wants to check that "95 % confidence" means 95 %.
 
 Each cell shows how often an interval or bound held the true figure in simulations: the lowest
-share over four laws of scores ({laws}). Each law and size has {repeats} draws ({few} above
-1,000 images), so 95 % is uncertain by 2 points (4 points).
+share over four laws of scores ({laws}), of {repeats} draws each ({few} above 1,000 images), so
+95 % is uncertain by 2 points (4 points).
 Made by `python -m benchmarks.coverage`.
 
 ## Figures of `evaluate`
 
-The intervals hold in at least 95 % of cases (the best F1 in at least 92 %). With few images they
-are wide: with 20 good images, the interval of the recall at 1 % covers nearly everything.
+The intervals hold in at least 95 % of cases (the best F1 in at least 92 %). With 20 good images,
+that of the recall at 1 % covers nearly everything.
 
 {figures}
 

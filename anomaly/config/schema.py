@@ -86,7 +86,7 @@ class ShapeConfig(_Section):
     png: Path | None = None
     """A picture of the region: every value except 0 belongs to it."""
     polygons: tuple[Annotated[tuple[tuple[float, float], ...], Field(min_length=3)], ...] = ()
-    """Lists of corners [x, y], as shares of width and height; `check --region` draws them."""
+    """Lists of corners [x, y], as shares of width and height."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> ShapeConfig:
@@ -119,11 +119,7 @@ class ImageConfig(_Section):
     """
 
     area: Size = 256
-    """Keeps the aspect, with the area of a square of this side.
-
-    Sides become multiples of 32, so images of many aspects share few sizes and batches are
-    full.
-    """
+    """Keeps the aspect, with the area of a square of this side; sides become multiples of 32."""
     resize: Size | None = None
     """Squashes images to a square of this side, as the papers do."""
     crop: Size | None = None
@@ -131,9 +127,8 @@ class ImageConfig(_Section):
     tile: Annotated[int, Field(ge=64, le=16384)] | None = None
     """Cuts large images into squares of this side, in original pixels."""
     align: Literal["none", "shift", "rigid"] = "none"
-    """Finds the part in each image and brings it into the pose of a training image: `shift` for
-    shifted parts, `rigid` for shifted and turned parts (any angle). Regions follow the part.
-    `anomaly check` says how far parts move. Surfaces such as fabric have no pose."""
+    """Brings the part into the pose of a training image: `shift` for shifted parts, `rigid` for
+    shifted and turned parts."""
     region: ShapeConfig | None = None
     """The part of the image to inspect; unset: the whole image."""
     ignore: ShapeConfig | None = None
@@ -171,11 +166,7 @@ class ImageConfig(_Section):
 
 
 class BackboneConfig(_Section):
-    """The network whose layers are hooked.
-
-    `weights` is `imagenet`, `random`, or a path to a `.safetensors` or `.pth` file. `layers` are
-    paths as PyTorch prints them; left out, they follow from the network's family and `model.kind`.
-    """
+    """The network whose layers are hooked."""
 
     name: str = "wide_resnet50_2"
     """A torchvision classification network, `resnet50_v1` (stride in the first 1×1), or a timm
@@ -208,52 +199,34 @@ class ModelConfig(_Section):
     image_score: Literal[
         "map_top_percent", "map_max", "map_top_relative", "top_percent", "max", "reweighted"
     ] = "map_top_percent"
-    """How the image score is computed.
-
-    `map_top_percent`: mean of the highest 1 % of the blurred map; `map_max`: its maximum;
-    `map_top_relative`: that mean divided by the image's median patch score, for products whose
-    good images differ as a whole in light or grain; `top_percent` and `max`: the same of the
-    patch scores (`max` is PatchCore's reference); `reweighted`: the PatchCore paper's, with b = 3.
-    """
+    """How the image score is computed."""
     smallest_defect: SmallestConfig | None = None
-    """Smaller defects don't count, however high they score.
-
-    The image score is the highest level at which the map has a region of this area. Replaces
-    `image_score`.
-    """
+    """Smaller defects don't count, however high they score. Replaces `image_score`."""
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
     halo_damping: Annotated[float, Field(ge=0, le=4)] = 0.5
-    """How strongly the glow around a defect is reduced (0 = off).
-
-    Display only; the image score is unchanged. A patch score s in the map is multiplied by (s /
-    highest neighbour) to this power.
-    """
+    """How strongly the glow around a defect in maps is reduced (0 = off)."""
     leave_out_suspects: bool = False
     """Leaves out training images that look unlike all others, which may be defects: images
-    whose score's logarithm lies five robust standard deviations above the median. `train`
-    always says how many there are."""
+    whose score's logarithm lies five robust standard deviations above the median."""
     turned_copies: Literal["none", "quarter_turns", "quarter_turns_and_mirrors"] = "none"
-    """Also learns turned copies of each training image, for parts that may lie in any
-    direction. A turned part then counts as good. Helps most with few images. PatchCore."""
+    """PatchCore: also learns turned copies of each training image, so that turned parts count as
+    good. Helps most with few images."""
 
     coreset_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """PatchCore: share of the patches kept in the memory bank."""
     embedding: Literal["sharp", "concat", "adaptive"] = "sharp"
     """PatchCore: layers averaged over 3 × 3 positions and joined, with more weight on the
-    centre in the finest layer (`sharp`) or without (`concat`, as published); or pooled to 1,024
-    numbers as in the reference (`adaptive`)."""
+    centre in the finest layer (`sharp`) or without (`concat`, as published); or pooled as in the
+    reference (`adaptive`)."""
     spacing_neighbours: Annotated[int, Field(ge=0, le=1000)] = 9
-    """PatchCore: number of neighbours K that make rare kinds of good patches count less for the
-    image score. A distance is divided by the nearest bank vector's mean distance to its K
-    neighbours, relative to the bank's mean, if that is above 1. 0: plain distances, which maps
-    always use."""
+    """PatchCore: number of neighbours that make rare kinds of good patches count less for the
+    image score. 0: plain distances, which maps always use."""
     search: Literal["exact", "faiss", "ivf"] = "exact"
     """PatchCore: how the nearest bank vector is found."""
 
     dimensions: PositiveInt = 100
-    """PaDiM: number of dimensions that a semi-orthogonal projection keeps of the embedding. Memory
-    grows with its square."""
+    """PaDiM: number of dimensions kept of the embedding. Memory grows with its square."""
     regularisation: Annotated[float, Field(gt=0)] = 0.01
     """PaDiM: added to the diagonal of each covariance."""
 
@@ -292,7 +265,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto` uses bf16 if the processor has it and a trial on training images shows that it is
-    safe. Set at training; part of the model."""
+    safe."""
     calibration: CalibrationConfig = CalibrationConfig()
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Images computed together: on a CPU at most 4, in exported models 2."""
