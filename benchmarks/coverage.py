@@ -195,7 +195,7 @@ def main() -> None:
 
 PAGE = """# How often intervals and bounds hold
 
-For anybody who wants to check that "95 % confidence" means 95 %.
+For anybody who checks that "95 % confidence" means 95 %.
 
 Each cell shows how often an interval or bound held the true figure in simulations: the lowest
 share over four laws of scores ({laws}), of {repeats} draws each ({few} above 1,000 images), so

@@ -67,7 +67,7 @@ INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py` from anomaly/config/schema.py; edit that. -->
 
-For anybody who writes a config or changes a setting. A config is a short YAML file; `--set key=value` overrides any key. Unknown keys are errors. A config may build on another one (`base: base/mvtec_ad.yaml`). A name without a folder is looked up in the working directory, in its `configs/`, and among the configs of the program:
+For anybody who writes a config. `--set key=value` overrides any key. A config may build on another one (`base: base/mvtec_ad.yaml`). A name without a folder is looked up in the working directory, in its `configs/`, and among the configs of the program:
 
 - `folder.yaml` and (with timm's networks) `dinov2_448.yaml` and `dinov2_672.yaml`, for your own images;
 - one config for each MVTec AD category with PatchCore's published settings (for PaDiM's add `--set model.kind=padim --set model.image_score=map_max`);
