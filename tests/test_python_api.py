@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -59,21 +60,16 @@ def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert next((tmp_path / "evaluation").rglob("report.html")).is_file()
 
 
-def test_the_ten_lines_of_the_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_product(tmp_path / "bottle", n_train=8)
-    (tmp_path / "camera").mkdir()
-    (tmp_path / "camera" / "broken.png").write_bytes(b"")
+    plates = write_product(tmp_path / "data/sample/brushed_plate", n_train=8)
+    for folder in ("test", "ground_truth"):
+        (plates / folder / "spot").rename(plates / folder / "scratch")
     (snippet,) = SNIPPET.findall((REPOSITORY / "README.md").read_text())
-    settings, folder = '{"model": {"coreset_ratio": 0.02}}', '"path/to/good"'
-    assert settings in snippet
-    assert folder in snippet
-    code = snippet.replace(settings, "settings").replace(folder, "root / 'bottle/train/good'")
-    paths = [tmp_path / "camera" / "broken.png", tmp_path / "bottle/test/good/000.png"]
-    exec(code, {"settings": TINY, "root": tmp_path, "frame": part(3), "paths": paths})
-    assert "broken.png: it is empty" in capsys.readouterr().out
+    names: dict[str, Any] = {}
+    exec(snippet.replace('"timm/tf_efficientnet_lite2"', '"tiny", "weights": "random"'), names)
+    assert names["prediction"].verdict == "good"
+    assert names["picture"].shape == (96, 120, 3)
 
 
 def test_an_array_scores_as_the_lossless_file_of_its_pixels(
