@@ -303,8 +303,9 @@ class Detector:
                 "anomaly.open_dataset(format, folder), or samples"
             )
         samples = not_learned(model, model.config.name, samples)
-        # Samples of a program's own have no split.
-        return evaluated(model, samples, place, own_split=bool(place), progress=progress)
+        # Samples from a program have no place, so advice shows a placeholder for their folder.
+        tested = () if place else ("--defects", "FOLDER")
+        return evaluated(model, samples, place, tested=tested, progress=progress)
 
 
 def fit(

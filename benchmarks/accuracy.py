@@ -39,7 +39,7 @@ def figures(folder: Path, settings: Sequence[str], seed: int, device: str) -> Fi
     assert result.verdicts is not None
     counts = result.verdicts
     known = {name: result.metrics.get(name) for name in FIGURES[:5]}
-    known["flagged"] = (counts.false_rejects + counts.good_to_review) / counts.good.total
+    known["flagged"] = (counts.false_rejects + counts.good.review) / counts.good.total
     known["caught"] = counts.caught / counts.defective.total
     return {name: float("nan") if value is None else value for name, value in known.items()}
 

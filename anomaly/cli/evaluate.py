@@ -140,27 +140,16 @@ def _evaluate(source: str, options: argparse.Namespace, device: torch.device) ->
     """
     folder = Path(source)
     model = load_model(folder, device)
-    samples, data_folder = images_to_test(
-        model,
-        folder,
-        good=options.good,
-        defects=options.defects,
-    )
+    samples, data_folder = images_to_test(model, folder, options.good, options.defects)
     with ProgressLine() as progress:
         return evaluated(
             model,
             samples,
             data_folder,
-            own_split=not (options.good or options.defects),
-            tested=_tested(options),
+            tested=["--defects", *options.defects] if options.defects else [],
             progress=partial(progress, model.config.name),
-            model=str(folder),
+            folder=folder,
         )
-
-
-def _tested(options: argparse.Namespace) -> list[object]:
-    """The option that names the defects to test with."""
-    return ["--defects", *options.defects] if options.defects else []
 
 
 def _distinct(category: Category, taken: set[str]) -> Category:

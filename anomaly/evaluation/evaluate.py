@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import cv2
@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 Map = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-# What else to do with an image while it is at hand: (prediction, sample, anomaly map, mask). The
-# mask is None for a defective image without one.
+# Called with each scored image: prediction, sample, anomaly map, mask (None for a defect without).
 Visit = Callable[[Prediction, Sample, Map, Mask | None], None]
 
 
@@ -50,8 +49,8 @@ class Evaluation:
         intervals: of the image figures, by name, each with at least 95 % confidence.
         by_type: each type of defect's figures against all good images.
         thresholds: the model's own; None where it has none.
-        n_threshold_images: how many of the images the thresholds were chosen with.
-        n_settings_images: how many of them the settings were chosen with, see `anomaly.tune`.
+        n_threshold_images: number of test images that the thresholds were chosen with.
+        n_settings_images: number of test images that the settings were chosen with (tune).
     """
 
     name: str
@@ -65,7 +64,7 @@ class Evaluation:
 
     @property
     def usable(self) -> list[tuple[Scored, float]]:
-        """The images that have a score, with it."""
+        """Images that have a score, and their scores."""
         return [(row, row.score) for row in self.scored if row.score is not None]
 
     @property
@@ -80,7 +79,7 @@ class Evaluation:
 
     @property
     def verdicts(self) -> Confusion | None:
-        """What the model's own thresholds did; None where it has none."""
+        """Verdicts of the model's own thresholds against the truth; None without thresholds."""
         if self.thresholds is None:
             return None
         rows = [row for row, _ in self.usable]
@@ -100,24 +99,25 @@ def score_test_split(
 ) -> Evaluation:
     """Score a test split and compare with the ground truth, pixels at the images' own resolution.
 
+    An image that can't be read, or whose mask can't, gets no score, only the reason.
+
     Args:
         detector: trained.
-        samples: good and defective images; a defective one without a mask, or whose mask marks
-            nothing, counts for the image metrics only.
+        samples: good and defective images; a defect without a mask, or whose mask marks nothing,
+            counts for the image metrics only.
         progress: called with (done, total).
-        visit: called with every scored image; nothing of it is kept here.
+        visit: called with each scored image; its arrays aren't kept.
 
     Raises:
-        DataError: no images at all, one picture as good and as a defect, or a mask that contradicts
-            its image. An image whose mask can't be read is left out like one that can't be read
-            itself.
+        DataError: there are no images, a picture is good and defective at once, or a mask
+            contradicts its image.
     """
     if not samples:
         raise DataError("the test split is empty: there is nothing to evaluate")
     pixels = PixelAccumulator()
     scored: dict[int, Scored] = {}
-    first: dict[str, Sample] = {}  # that shows a picture
-    good = {sha256: name for name, sha256 in detector.manifest.get("training_images", {}).items()}
+    first: dict[str, Sample] = {}  # by the picture's hash: the first sample that shows it
+    learned = {sha256: name for name, sha256 in detector.manifest["training_images"].items()}
     for result in detector.results([s.source for s in samples], keep_images=True):
         sample = samples[result.index]
         try:
@@ -125,14 +125,15 @@ def score_test_split(
                 raise ImageError(result.reason, result.status)
             assert result.image is not None
             same = first.setdefault(picture_of(result.image), sample)
-            if contrary := contradiction(same, sample) or _learned(sample, result.sha256, good):
-                raise contrary
+            twin = learned.get(result.sha256)
+            if conflict := contradiction(same, sample) or _learned_as_good(sample, twin):
+                raise conflict
             mask = _mask(sample, result.view.source)
         except ImageError as error:
             scored[result.index] = Scored(sample, None, str(error), status=error.status)
         else:
             if mask is not None and sample.is_defect and not mask.any():
-                mask = None  # or it would count as a good image's
+                mask = None  # an empty mask would count as a good image's
             width = None if mask is None or not sample.is_defect else width_of(mask)
             scored[result.index] = replace(Scored.of(sample, result), width=width)
             anomaly_map = result.anomaly_map
@@ -156,15 +157,15 @@ def score_test_split(
     return _evaluation(detector, rows, pixels.result())
 
 
-def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -> Evaluation:
-    """The figures of scored images."""
+def _evaluation(detector: Model, rows: tuple[Scored, ...], pixel_metrics: Metrics) -> Evaluation:
+    """The evaluation of scored images, with their pixel figures."""
     known = [(r.score, r.sample) for r in rows if r.score is not None]
     scores, labels = [score for score, _ in known], [s.is_defect for _, s in known]
     chosen_with = threshold_images(detector)
     return Evaluation(
         detector.config.name,
         rows,
-        image_metrics(scores, labels) | of_pixels,
+        image_metrics(scores, labels) | pixel_metrics,
         image_intervals(scores, labels),
         metrics_by_type(scores, labels, [s.defect_type for _, s in known]),
         detector.thresholds,
@@ -174,28 +175,34 @@ def _evaluation(detector: Model, rows: tuple[Scored, ...], of_pixels: Metrics) -
 
 
 def width_of(mask: Mask) -> float:
-    """The width of a defect where it is widest, in pixels of its mask (H, W)."""
+    """Largest width of a defect, in pixels of its mask (H, W)."""
+    # Twice the distance from the pixel that is farthest from the defect's edge.
     return 2 * float(cv2.distanceTransform(mask.astype(np.uint8), cv2.DIST_L2, 3).max())
 
 
-def _learned(sample: Sample, sha256: str, good: Mapping[str, str]) -> DataError | None:
+def _learned_as_good(sample: Sample, name: str | None) -> DataError | None:
     """The error of a defect that was learned as good.
 
     Args:
-        sample: to test with.
-        sha256: of its file.
-        good: names of the images that were learned from, by theirs.
+        sample: a test image.
+        name: the training image of the same content; None where there is none.
     """
-    if not sample.is_defect or sha256 not in good:
+    if not sample.is_defect or name is None:
         return None
     return DataError(
         f"{sample.path} is labelled as a defect ({sample.defect_type}), but the model has learned "
-        f"it as good ({good[sha256]}); look at it. If it is a defect, remove it from the training "
+        f"it as good ({name}); look at it. If it is a defect, remove it from the training "
         "images and train again; if it is good, remove it from the defects"
     )
 
 
 def _mask(sample: Sample, size: tuple[int, int]) -> Mask | None:
+    """The ground truth of an image of `size` (H, W); None for a defect without a mask file.
+
+    Raises:
+        ImageError: the mask can't be read.
+        DataError: the mask contradicts the image.
+    """
     if sample.mask_path is None:
         return None if sample.is_defect else ground_truth(sample, size)
     try:

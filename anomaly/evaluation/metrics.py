@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import cv2
 import numpy as np
@@ -30,7 +29,7 @@ NO_GOOD_PIXELS = "no defect-free pixels where the anomaly maps have values"
 FALSE_REJECT_RATES = (0.01, 0.05)
 _RECALLS = tuple(f"recall_at_frr_{rate:g}" for rate in FALSE_REJECT_RATES)
 _IMAGE_NAMES = ("image_auroc", "image_ap", "image_f1_max", *_RECALLS)
-# Draws of this many numbers fit the processor's outer cache.
+# Random numbers drawn at once: as many as fit the processor's outer cache.
 _DRAWN_AT_ONCE = 1 << 20
 
 
@@ -47,12 +46,11 @@ class Metrics:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __or__(self, other: Metrics) -> Metrics:
-        """Both sets of figures; those of `other` win where a name is in both."""
-        kept = {name: why for name, why in self.reasons.items() if name not in other.values}
-        return Metrics(self.values | other.values, kept | other.reasons)
+        """Two sets of figures, with no name in both."""
+        return Metrics(self.values | other.values, self.reasons | other.reasons)
 
     def only(self, *names: str) -> Metrics:
-        """Some of the figures."""
+        """The named figures."""
         reasons = {name: why for name, why in self.reasons.items() if name in names}
         return Metrics({name: self.values[name] for name in names}, reasons)
 
@@ -68,11 +66,11 @@ class _Roc:
 
     Attributes:
         false: (n,) false-positive rates, rising from 0 to 1.
-        found: (n,) recall at each of them.
+        recalls: (n,) recall at each rate.
     """
 
     false: Floats
-    found: Floats
+    recalls: Floats
 
     @classmethod
     def of(cls, labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) -> _Roc:
@@ -84,21 +82,21 @@ class _Roc:
         return cls(*curve[:2])
 
     def recall(self, rate: float) -> float:
-        """The share found with at most this share of the good flagged."""
-        return float(self.found[self.false <= rate].max())
+        """Highest recall at a false-positive rate of at most `rate`."""
+        return float(self.recalls[self.false <= rate].max())
 
     def area(self, limit: float = 1.0) -> float:
         """Mean recall over false-positive rates up to `limit`, interpolated there."""
         inside = self.false <= limit
         false = np.append(self.false[inside], limit)
-        found = np.append(self.found[inside], np.interp(limit, self.false, self.found))
-        return float(_area(false, found)) / limit
+        recalls = np.append(self.recalls[inside], np.interp(limit, self.false, self.recalls))
+        return float(_area(false, recalls)) / limit
 
 
 def _precision(
     labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None
 ) -> tuple[float, float]:
-    """Average precision, and the highest F1 of any threshold; arguments as of `_Roc.of`."""
+    """Average precision, and the highest F1 of any threshold; `_Roc.of` has the arguments."""
     from sklearn.metrics import average_precision_score, precision_recall_curve
 
     precision, recall, _ = precision_recall_curve(labels, scores, sample_weight=weights)
@@ -166,11 +164,7 @@ def metrics_by_type(
 
 
 def image_intervals(
-    scores: ArrayLike,
-    labels: ArrayLike,
-    *,
-    draws: int = 1000,
-    seed: int = 0,
+    scores: ArrayLike, labels: ArrayLike, *, draws: int = 1000, seed: int = 0
 ) -> dict[str, tuple[float, float] | None]:
     """Intervals of the figures that parts still to come would show, with 95 % confidence.
 
@@ -186,7 +180,7 @@ def image_intervals(
     Args:
         scores: (n,) finite image scores.
         labels: (n,) bool, True for defective images.
-        draws: of pieces.
+        draws: number of random sets of pieces.
         seed: the same seed gives the same intervals.
 
     Returns:
@@ -202,11 +196,12 @@ def image_intervals(
         return dict.fromkeys(_IMAGE_NAMES)
     distinct, group = np.unique(values, return_inverse=True)
     # (2, K): good and defective images at each score, highest score first.
-    of_class = (group[~defective], group[defective])
-    counts = [np.bincount(of, minlength=len(distinct))[::-1] for of in of_class]
+    groups = (group[~defective], group[defective])
+    counts = [np.bincount(places, minlength=len(distinct))[::-1] for places in groups]
     weights = np.array(counts, np.float64)
     rng = np.random.default_rng(seed)
     flagged, caught = np.cumsum(weights, axis=1)
+    # F1 = 2 · caught / (false rejects + caught + defects)
     best = 1 + int(np.argmax(caught / (flagged + caught + caught[-1])))
     at_once = max(1, _DRAWN_AT_ONCE // weights.shape[1])
     ends = [
@@ -222,18 +217,23 @@ def image_intervals(
 def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Generator) -> Floats:
     """Figures of `count` draws, at their lower and at their upper end: (2, figures, count).
 
-    The lower end of the best F1 is that of the threshold which is best for the data, after `best`
-    scores: a maximum over all of them would be taken by chance, once more than it was already.
+    Args:
+        weights: (2, K) good and defective images at each score, highest score first.
+        best: number of scores above the threshold with the data's best F1. Its lower end is taken
+            there: a second maximum, over the draw, would choose by chance once more.
+        count: draws.
+        rng: source of the draws.
     """
     (good, good_rest), (defect, defect_rest) = (_pieces(row, count, rng) for row in weights)
     nothing = np.zeros_like(good_rest)
     n_good = weights[0].sum()
     ends = []
     for low in (True, False):
+        # Columns from the highest score to the lowest: the rest of a class lies above or below all.
         parts = [(good_rest, good, nothing), (nothing, defect, defect_rest)]
         if not low:
             parts = [(nothing, good, good_rest), (defect_rest, defect, nothing)]
-        # Of 1,000 draws at once, which scikit-learn can't take: (count, K + 3), from nothing on.
+        # (count, K + 3), from no image flagged to all; scikit-learn takes one draw at a time.
         false, true = (np.cumsum(np.concatenate([nothing, *p], axis=1), axis=1) for p in parts)
         recall = true / true[:, -1:]
         flagged = false + true
@@ -251,9 +251,9 @@ def _drawn_figures(weights: Floats, best: int, count: int, rng: np.random.Genera
 
 
 def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Random weights at K scores (count, K), and of the piece beyond them (count, 1).
+    """Random weights at K scores (count, K) and of the piece beyond them (count, 1).
 
-    Together they weigh as much as `weights` (K,), which say how many images each score has.
+    Each draw weighs as much as `weights` (K,), the images at each score, does.
     """
     pieces = rng.standard_gamma(np.append(weights, 1.0), size=(count, len(weights) + 1))
     pieces *= weights.sum() / pieces.sum(axis=1, keepdims=True)
@@ -261,7 +261,11 @@ def _pieces(weights: Floats, count: int, rng: np.random.Generator) -> tuple[Floa
 
 
 def _checked(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    """Scores and labels as arrays (n,)."""
+    """Scores and labels as arrays (n,).
+
+    Raises:
+        ValueError: shapes differ, or a score isn't finite.
+    """
     values = np.asarray(scores, np.float64)
     defective: NDArray[np.bool_] = np.asarray(labels, dtype=bool)
     if values.ndim != 1 or values.shape != defective.shape:
@@ -322,11 +326,6 @@ class Confusion:
         """Good images that were rejected; those for review don't count."""
         return self.good.reject
 
-    @property
-    def good_to_review(self) -> int:
-        """Good images that are for review."""
-        return self.good.review
-
 
 def confusion(
     verdicts: Sequence[str], labels: Sequence[bool], defect_types: Sequence[str]
@@ -340,14 +339,14 @@ def confusion(
     """
     rows = list(zip(map(bool, labels), defect_types, verdicts, strict=True))
 
-    def counted(chosen: Iterable[str]) -> VerdictCounts:
+    def counts(chosen: Iterable[str]) -> VerdictCounts:
         return VerdictCounts(**Counter(chosen))
 
     return Confusion(
-        good=counted(verdict for defect, _, verdict in rows if not defect),
-        defective=counted(verdict for defect, _, verdict in rows if defect),
+        good=counts(verdict for defect, _, verdict in rows if not defect),
+        defective=counts(verdict for defect, _, verdict in rows if defect),
         by_type={
-            name: counted(verdict for _, kind, verdict in rows if kind == name)
+            name: counts(verdict for _, kind, verdict in rows if kind == name)
             for name in dict.fromkeys(defect_types)
         },
     )
@@ -372,8 +371,8 @@ class ScoreHistogram:
 
     def __init__(self, rows: int, max_bins: int) -> None:
         self._max_bins = max_bins
-        self._shift = 0
-        self._first = 0
+        # Column i holds the keys (`_ordered_keys`) from (first + i) << shift on.
+        self._shift = self._first = 0
         self._weights: Floats = np.zeros((rows, 0))
 
     def add(self, scores: NDArray[np.float32], weights: Mapping[int, Floats | None]) -> None:
@@ -381,7 +380,7 @@ class ScoreHistogram:
 
         Args:
             scores: (n,) finite.
-            weights: by row, the weight of each score, (n,), or None for 1 each.
+            weights: weights (n,) of the scores by row; None weighs each 1.
         """
         if not len(scores):
             return
@@ -396,7 +395,7 @@ class ScoreHistogram:
             self._weights[row, here] += np.bincount(bins, weights=weight)
 
     def weighted(self) -> tuple[Floats, Floats]:
-        """Lowest score (K,) that each occupied bin can hold, and its weights (rows, K)."""
+        """Lowest scores (K,) of the occupied bins, and the bins' weights (rows, K)."""
         occupied = np.flatnonzero(self._weights.any(axis=0))
         keys = (occupied + self._first).astype(np.uint64) << np.uint64(self._shift)
         return _scores_of(keys), self._weights[:, occupied]
@@ -406,6 +405,7 @@ class ScoreHistogram:
         if self._weights.shape[1]:
             low = min(low, self._first << self._shift)
             high = max(high, ((self._first + self._weights.shape[1]) << self._shift) - 1)
+        # Twice as wide until they fit; a coarser bin is the sum of whole finer ones.
         shift = self._shift
         while (high >> shift) - (low >> shift) >= self._max_bins:
             shift += 1
@@ -421,6 +421,7 @@ class ScoreHistogram:
 
 def _ordered_keys(scores: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Integers in the order of the scores; both zeros get the same."""
+    # Adding 0 turns -0.0 into 0.0. Bits of floats order like integers, of negative ones backwards.
     bits = (scores + np.float32(0)).view(np.uint32)
     return np.where(bits & _SIGN, ~bits, bits | _SIGN)
 
@@ -432,14 +433,9 @@ def _scores_of(keys: NDArray[np.uint64]) -> Floats:
     return bits.view(np.float32).astype(np.float64)
 
 
-class Weight(IntEnum):
-    """The rows of the histogram: what one pixel adds at its score."""
-
-    GOOD = 0  # 1 for a defect-free pixel
-    DEFECT = 1  # 1 for a defect pixel
-    REGION = 2  # 1 / size of its defect region, for a defect pixel
-
-
+# Rows of the histogram: a defect-free pixel weighs 1 in the first. A defect pixel weighs 1 in the
+# second and, so that all defect regions weigh alike, 1 / (pixels of its region) in the third.
+_GOOD, _DEFECT, _REGION = range(3)
 _PIXEL_NAMES = ("pixel_auroc", "pixel_ap", "pixel_f1_max", "aupro_30", "aupro_05")
 _LOST = "lost_defect_share"
 
@@ -452,10 +448,8 @@ class PixelAccumulator:
     """
 
     def __init__(self, max_bins: int = 1 << 20) -> None:
-        self._scores = ScoreHistogram(len(Weight), max_bins)
-        self._images = 0
-        self._defect_pixels = 0
-        self._lost_defect_pixels = 0
+        self._scores = ScoreHistogram(3, max_bins)
+        self._images = self._defect_pixels = self._lost_defect_pixels = 0
 
     def update(self, anomaly_map: ArrayLike, mask: ArrayLike) -> None:
         """Add one image.
@@ -481,7 +475,7 @@ class PixelAccumulator:
             raise ValueError("an anomaly map holds an infinite score")
         self._images += 1
         seen = ~np.isnan(scores)
-        self._scores.add(scores[seen & ~defect], {Weight.GOOD: None})
+        self._scores.add(scores[seen & ~defect], {_GOOD: None})
         inspected = seen & defect
         self._defect_pixels += int(defect.sum())
         self._lost_defect_pixels += int((defect & ~seen).sum())
@@ -489,7 +483,7 @@ class PixelAccumulator:
         _, regions = cv2.connectedComponents(defect.astype(np.uint8), connectivity=8)
         region = regions[inspected]
         of_region = 1.0 / np.bincount(region)[region]
-        self._scores.add(scores[inspected], {Weight.DEFECT: None, Weight.REGION: of_region})
+        self._scores.add(scores[inspected], {_DEFECT: None, _REGION: of_region})
 
     def result(self) -> Metrics:
         """The figures of all images added.

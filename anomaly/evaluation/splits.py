@@ -1,4 +1,4 @@
-"""Which images a model is tested with, and which it has learned from."""
+"""The images that a model is tested with, was set with, and has learned from."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ log = logging.getLogger(__name__)
 def images_to_test(
     model: Model,
     folder: Path,
-    *,
     good: Sequence[Path] = (),
     defects: Sequence[Path] = (),
 ) -> tuple[Sequence[Sample], str]:
-    """The named images that the model hasn't learned from; without names the data set's.
+    """Test images: of the given folders, without those learned from, or else of the data set.
 
     Args:
         model: trained.
@@ -36,10 +35,10 @@ def images_to_test(
         defects: folders of defects, whose subfolders name the types.
 
     Returns:
-        The images, and the folders that they come from, for people.
+        The images, and their folders as text for people.
 
     Raises:
-        DataError: there are none, or nothing says where they are.
+        DataError: there are no such images, or no record says where the data set is.
     """
     if good or defects:
         samples = not_learned(model, folder, open_test_images(good, defects))
@@ -58,7 +57,7 @@ def images_to_test(
 
 
 def content_hash(sample: Sample) -> str:
-    """sha256 of an image's file, or of its pixels; empty where it can't be read."""
+    """sha256 of an image's file, or of pixels in memory; empty where the file can't be read."""
     with suppress(OSError):
         return sample.image.sha256 if sample.image else sha256_of(sample.path)
     return ""
@@ -67,49 +66,49 @@ def content_hash(sample: Sample) -> str:
 def threshold_images(model: Model) -> frozenset[str]:
     """sha256 of the images that a model's thresholds were chosen with; figures on them flatter.
 
-    Good images, and the defects that were given where thresholds were set by hand.
+    These are good images and, where thresholds were set by hand, the defects given with them.
     """
     limits = model.thresholds
     if limits is None:
         return frozenset()
-    hashes = {*limits.good.hashes} - {""}
-    if not hashes:
-        hashes |= {*model.manifest["training_images"].values()}
+    # Without hashes of their own the good scores are held-out scores of the training images.
+    hashes = {*limits.good.hashes} - {""} or {*model.manifest["training_images"].values()}
     if limits.label != "calibrated":
-        with suppress(*_EDITED_BY_HAND):
+        with suppress(*_MALFORMED):
             hashes |= {*_last_change(model)["images"].get("defects", {}).values()}
     return frozenset(hashes)
 
 
 def caught_defects(model: Model) -> float | None:
     """The share of the defects given to `calibrate` that its thresholds catch; None without any."""
-    with suppress(*_EDITED_BY_HAND):
+    with suppress(*_MALFORMED):
         return float(_last_change(model)["defects_found"]["caught"]["expected"])
     return None
 
 
-# What a line of the history that somebody has written may raise.
-_EDITED_BY_HAND = (ValueError, TypeError, KeyError, AttributeError, IndexError)
+# Errors of reading an entry of the history that somebody has edited by hand: it counts as empty.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def recorded(model: Model, kind: str) -> set[str]:
-    """sha256 of the images that a model's history names as `kind`: `defects` that were given, say.
+    """sha256 of the images of one kind in a model's history.
 
     Args:
         model: trained.
-        kind: of images.
+        kind: name in the history's entries, such as `defects`.
     """
     hashes: set[str] = set()
+    # Lines of the model folder, then the entries that aren't saved yet.
     lines: list[Any] = [*model.history.splitlines(), *model.changes]
     for line in lines:
-        with suppress(*_EDITED_BY_HAND):
+        with suppress(*_MALFORMED):
             entry = json.loads(line) if isinstance(line, bytes) else line
             hashes |= {*entry["images"].get(kind, {}).values()}
     return hashes
 
 
 def _last_change(model: Model) -> Mapping[str, Any]:
-    """The last line of a model's history."""
+    """The latest entry of a model's history, saved or not."""
     if model.changes:
         return model.changes[-1]
     return dict(json.loads(model.history.splitlines()[-1]))
@@ -119,54 +118,52 @@ def dataset_of(model: Model, folder: Path) -> Dataset:
     """The data set that a model was trained on.
 
     Raises:
-        DataError: it isn't there, or nothing says where it is.
+        DataError: the data set is missing, or no record says where it is.
     """
     return open_dataset(model.config.data.format, trained_on(folder), None)
 
 
-def not_learned(model: Model, name: object, named: Sequence[Sample]) -> list[Sample]:
-    """The images that the model hasn't learned from.
-
-    Unreadable files, and defects that were learned as good, stay and are reported later.
-
-    A warning says how many it has learned from.
+def not_learned(model: Model, name: object, given: Sequence[Sample]) -> list[Sample]:
+    """Images that a model hasn't learned from; a warning counts the others.
 
     Args:
-        model: what learned.
-        name: of the model, for the message.
-        named: the images that somebody names.
+        model: trained.
+        name: the model's name in messages.
+        given: images of the user. Unreadable files, and defects that were learned as good, stay:
+            the evaluation reports them.
 
     Raises:
-        DataError: it has learned from all of them.
+        DataError: the model has learned from all images.
     """
     learned = frozenset(model.manifest["training_images"].values())
-    samples = [s for s in named if s.is_defect or content_hash(s) not in learned]
-    if len(samples) < len(named):
-        out = len(named) - len(samples)
-        log.warning("the model has learned from %d of %d images; left out", out, len(named))
-    if named and not samples:
+    samples = [s for s in given if s.is_defect or content_hash(s) not in learned]
+    if out := len(given) - len(samples):
+        log.warning("the model has learned from %d of %d images; left out", out, len(given))
+    if given and not samples:
         raise DataError(f"{name} has learned from all of these images; give others")
     return samples
 
 
 def dataset_images(model: Model, folder: Path) -> list[Sample]:
-    """All images of the data set that a model was trained on, whichever split they are in.
-
-    A split that was drawn may have been drawn anew since.
+    """All images of the data set that a model was trained on.
 
     Args:
         model: trained.
         folder: the run, or the model folder, that it was loaded from.
 
     Raises:
-        DataError: the data set isn't there, or nothing says where it is.
+        DataError: the data set is missing, or no record says where it is.
     """
+    # Of all splits: a drawn split may have been drawn anew since.
     splits = dataset_of(model, folder).splits
     return [sample for samples in splits.values() for sample in samples]
 
 
 def training_names(manifest: Mapping[str, Any]) -> list[str]:
-    """The names of the training images, each at the index that the memory bank knows it by."""
+    """Names of the images given for training, at the indices that memory bank vectors carry.
+
+    Refused images have an index, too.
+    """
     names = list(manifest["training_images"])
     refused: dict[str, int] = manifest["refused_images"] or {}
     for name, index in sorted(refused.items(), key=lambda at: at[1]):
@@ -175,13 +172,13 @@ def training_names(manifest: Mapping[str, Any]) -> list[str]:
 
 
 class TrainingImages:
-    """Finds training images by their names, and knows them by their content.
+    """Search for training images by name, and by content.
 
     Args:
-        hashes: sha256 of each by name, as a model's manifest has them.
-        samples: images among which they may be. Their names may be the ends of those in the
-            manifest: `good/1.png` or `1.png` for `train/good/1.png`.
-        renamed: those of them that may have any name; all are read to find one.
+        hashes: sha256 of the training images by name, from a model's manifest.
+        samples: candidates. A candidate's name may be the end of the name in the manifest:
+            `good/1.png` or `1.png` for `train/good/1.png`.
+        renamed: candidates under any name; the first search that needs them hashes all.
     """
 
     def __init__(
@@ -189,16 +186,15 @@ class TrainingImages:
         hashes: Mapping[str, str],
         samples: Iterable[Sample],
         *,
-        renamed: Iterable[Sample] = (),
+        renamed: Sequence[Sample] = (),
     ) -> None:
-        self._hashes = hashes
-        self._renamed = list(renamed)
+        self._hashes, self._renamed = hashes, renamed
         self._by_name: dict[str, list[Sample]] = {}
         for sample in samples:
             self._by_name.setdefault(sample.name, []).append(sample)
 
     def find(self, name: str) -> Sample | str:
-        """A training image, or why it isn't there."""
+        """The training image of a name in the manifest, or the reason why it isn't there."""
         reason = "not found"
         parts = PurePosixPath(name).parts
         ends = [PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts))]
@@ -215,15 +211,5 @@ class TrainingImages:
 
     @cached_property
     def _by_content(self) -> dict[str, Sample]:
+        # Reversed, so that the first of equal files wins.
         return {content_hash(sample): sample for sample in reversed(self._renamed)}
-
-    def find_all(self) -> dict[str, Sample | str]:
-        """All training images by name; else why one isn't there."""
-        return {name: self.find(name) for name in self._hashes}
-
-    def numbered(self, manifest: Mapping[str, Any]) -> tuple[dict[int, Sample], dict[str, str]]:
-        """All training images by their numbers (`training_names`); of those not there, why."""
-        found = self.find_all()
-        missing = {name: why for name, why in found.items() if isinstance(why, str)}
-        names = enumerate(training_names(manifest))
-        return {i: image for i, n in names if isinstance(image := found.get(n), Sample)}, missing

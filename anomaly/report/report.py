@@ -193,24 +193,23 @@ def evaluated(
     samples: Sequence[Sample],
     data_folder: str,
     *,
-    own_split: bool = True,
-    tested: Sequence[object] = ("--defects", "FOLDER"),
+    tested: Sequence[object] = (),
     progress: Progress = lambda done, total: None,
-    model: str = "",
+    folder: Path | None = None,
 ) -> Category:
     """Score test images and draw them for the report.
 
     Args:
         detector: trained.
-        samples: to test with.
-        data_folder: where they are, for people.
-        own_split: whether they are the test split of a data set.
-        tested: options that name the defects among them, where they aren't.
+        samples: test images.
+        data_folder: their folder, for people.
+        tested: options of proposed commands that name the defects among the test images; empty for
+            a data set's test split, which commands find by themselves.
         progress: called with (done, total).
-        model: the model's folder, as the user named it.
+        folder: the run or model folder, as the user named it; None takes the detector's own.
 
     Raises:
-        DataError: as `evaluate`.
+        DataError: there are no test images, or a label or mask contradicts an image.
     """
     started = time.perf_counter()
     limit = None if detector.thresholds is None else detector.thresholds.pixel
@@ -222,9 +221,9 @@ def evaluated(
 
     evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
     seconds = time.perf_counter() - started
-    folder = Path(model) if model else detector.folder
+    folder = folder or detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
-    run = Run(detector, folder or Path("RUN"), training, () if own_split else tested)
+    run = Run(detector, folder or Path("RUN"), training, tested)
     return Category(
         evaluation=evaluation,
         about=About.of(detector, folder or ""),
@@ -573,11 +572,11 @@ def _category(evaluation: Evaluation) -> dict[str, Any]:
 def _verdicts(counts: Confusion) -> dict[str, Any]:
     return {
         "false_rejects": counts.false_rejects,
-        "good_to_review": counts.good_to_review,
+        "good_to_review": counts.good.review,
         "escapes": counts.escapes,
         "caught": counts.caught,
         "false_reject_rate": _rate(counts.false_rejects, counts.good.total),
-        "good_to_review_rate": _rate(counts.good_to_review, counts.good.total),
+        "good_to_review_rate": _rate(counts.good.review, counts.good.total),
         "escape_rate": _rate(counts.escapes, counts.defective.total),
         **asdict(counts),
     }

@@ -25,7 +25,7 @@ def test_every_figure_of_the_example_follows_from_its_counts() -> None:
     assert (good, defective) == (200, 50)
     for word, count, total in (
         ("false reject", counts.false_rejects, good),
-        ("good part to review", counts.good_to_review, good),
+        ("good part to review", counts.good.review, good),
         ("escape", counts.escapes, defective),
         ("caught", counts.caught, defective),
     ):

@@ -115,7 +115,8 @@ def test_patches_too_coarse_for_the_defects(run_folder: Path, tmp_path: Path) ->
     assert model.thresholds is not None
     blind = replace(model, thresholds=thresholds_by_hand(model.thresholds.good, 1e6, 1e6))
     samples = open_dataset("mvtec", product, None).test
-    found = evaluated(blind, samples, product, own_split=False, model=str(run_folder)).weaknesses[1]
+    tested = ("--defects", "FOLDER")
+    found = evaluated(blind, samples, product, tested=tested, folder=run_folder).weaknesses[1]
     assert re.match(r"3 of 3 missed defects are narrower than a patch: 2", found.what)
     assert "image.area=" in found.command
 

@@ -23,9 +23,9 @@ def learned(tmp_path: Path) -> dict[str, str]:
 
 def test_in_any_folder_that_holds_them(learned: dict[str, str], tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "train", tmp_path / "train" / "good"):
-        found = TrainingImages(learned, listed(folder)).find_all()
-        paths = {name: one.path for name, one in found.items() if isinstance(one, Sample)}
-        assert paths == {name: tmp_path / name for name in NAMES}
+        there = TrainingImages(learned, listed(folder))
+        paths = [sample.path for sample in map(there.find, NAMES) if isinstance(sample, Sample)]
+        assert paths == [tmp_path / name for name in NAMES]
 
 
 def test_why_one_is_not_there(learned: dict[str, str], tmp_path: Path) -> None:
@@ -36,7 +36,6 @@ def test_why_one_is_not_there(learned: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / NAMES[2]).mkdir()
     reasons = ["changed since training", "not found", "can't be read"]
     assert [there.find(name) for name in NAMES] == reasons
-    assert [*there.find_all().values()] == reasons
 
 
 def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: Path) -> None:
@@ -45,20 +44,8 @@ def test_all_are_found_under_other_names_too(learned: dict[str, str], tmp_path: 
     files = listed(tmp_path)
     assert TrainingImages(learned, files).find(NAMES[0]) == "not found"
     there = TrainingImages(learned, files, renamed=files)
-    first, second, third = there.find_all().values()
-    assert there.find(NAMES[0]) == first
+    first, second, third = map(there.find, NAMES)
     assert isinstance(first, Sample)
     assert isinstance(second, Sample)
     assert (first.path.name, second.path.name) == ("moved.png", "1.png")
     assert third == "changed since training"
-
-
-def test_numbers_leave_out_what_was_refused(learned: dict[str, str], tmp_path: Path) -> None:
-    """A bank's origins count the images that couldn't be used at training, too."""
-    manifest = {"training_images": learned, "refused_images": {"broken.png": 1}}
-    there = TrainingImages(learned, listed(tmp_path))
-    (tmp_path / NAMES[2]).unlink()
-    samples, missing = there.numbered(manifest)
-    places = {number: sample.path for number, sample in samples.items()}
-    assert places == {0: tmp_path / NAMES[0], 2: tmp_path / NAMES[1]}
-    assert missing == {NAMES[2]: "not found"}
