@@ -131,8 +131,10 @@ def image_metrics(scores: ArrayLike, labels: ArrayLike) -> Metrics:
         ValueError: shapes differ, or a score isn't finite.
     """
     values, defective = _checked(scores, labels)
-    if missing := _missing_class(defective):
-        return Metrics.undefined(_IMAGE_NAMES, missing)
+    if not defective.any():
+        return Metrics.undefined(_IMAGE_NAMES, NO_DEFECTS)
+    if defective.all():
+        return Metrics.undefined(_IMAGE_NAMES, NO_GOOD)
     roc = _Roc.of(defective, values)
     figures = [roc.area(), *_precision(defective, values), *map(roc.recall, FALSE_REJECT_RATES)]
     return Metrics(dict(zip(_IMAGE_NAMES, figures, strict=True)))
@@ -192,7 +194,7 @@ def image_intervals(
         ValueError: shapes differ, or a score isn't finite.
     """
     values, defective = _checked(scores, labels)
-    if _missing_class(defective):
+    if not defective.any() or defective.all():
         return dict.fromkeys(_IMAGE_NAMES)
     distinct, group = np.unique(values, return_inverse=True)
     # (2, K): good and defective images at each score, highest score first.
@@ -273,13 +275,6 @@ def _checked(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.b
     if not np.isfinite(values).all():
         raise ValueError("every image score must be finite")
     return values, defective
-
-
-def _missing_class(defective: NDArray[np.bool_]) -> str:
-    """Why image figures are undefined; empty where there are good and defective images."""
-    if not defective.any():
-        return NO_DEFECTS
-    return NO_GOOD if defective.all() else ""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def images_to_test(
-    model: Model,
-    folder: Path,
-    good: Sequence[Path] = (),
-    defects: Sequence[Path] = (),
+    model: Model, folder: Path, good: Sequence[Path] = (), defects: Sequence[Path] = ()
 ) -> tuple[Sequence[Sample], str]:
     """Test images: of the given folders, without those learned from, or else of the data set.
 
@@ -196,6 +193,7 @@ class TrainingImages:
     def find(self, name: str) -> Sample | str:
         """The training image of a name in the manifest, or the reason why it isn't there."""
         reason = "not found"
+        # a/b/c.png, b/c.png, c.png: a folder given may be any part of the former one.
         parts = PurePosixPath(name).parts
         ends = [PurePosixPath(*parts[i:]).as_posix() for i in range(len(parts))]
         for sample in (sample for end in ends for sample in self._by_name.get(end, ())):

@@ -1,4 +1,4 @@
-"""Evidence for an anomaly score: patches, the good ones most like them, and the pixels."""
+"""Evidence for an image score: worst patches, good patches most like them, score gradient."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from anomaly.scoring.prediction import Prediction
 # A rectangle in an image's own pixels: top, left, bottom, right; the last two lie outside.
 Box: TypeAlias = tuple[float, float, float, float]
 MARK = (255, 64, 32)
-_FLAWS = 4  # that are shown
-_CROP = 150
-_CONTEXT = 7  # sides of the patch that a crop shows
+_FLAWS = 4  # marked regions with crops
+_CROP = 150  # side of a crop in pixels
+_CONTEXT = 7  # side of a crop in sides of its patch
 
 
 def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explanation:
-    """Find the evidence for an image's score; see `Detector.explain`.
+    """Find the evidence for an image's score, for `Detector.explain`.
 
     Args:
         detector: trained.
         image: a file, or pixels.
-        good: further folders with training images.
+        good: folders with training images, besides the data set's.
 
     Raises:
         ImageError: the image can't be scored.
-        DataError: one of `good` isn't a folder.
+        DataError: a name in `good` isn't a folder.
     """
     item = Decoders(detector.loading, keep_image=True).load(image)
     if isinstance(item, UnusableImage):
@@ -62,25 +62,25 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
         raise ImageError(prediction.reason, prediction.status)
     training = GoodImages(detector, good_images(detector, *good))
     flaws = () if detector.thresholds is None else prediction.regions
-    places = [peak_of(flaw, item.view) for flaw in flaws]
+    peaks = [peak_of(flaw, item.view) for flaw in flaws]
     item = item.in_part()  # so that equal places of parts are compared
     scores = prediction.patch_scores
-    patches = worst_patches(scores, places, item.view)
+    patches = worst_patches(scores, peaks, item.view)
     pictures = _pictures(detector, prediction, tile_of(item, scores.shape, next(iter(patches))))
     photograph = display(item.decoded)
     crops: list[list[RgbImage]] = []
     facts: list[dict[str, Any]] = []
-    found = training.nearest(item, [*patches])
-    for (patch, region), near in zip(patches.items(), found, strict=True):
+    nearest = training.nearest(item, [*patches])
+    for (patch, region), good_patches in zip(patches.items(), nearest, strict=True):
         crop = patch_crop(photograph, patch_box(item.view, scores.shape, *patch))
-        crops.append([crop, *map(training.crop, near)])
+        crops.append([crop, *map(training.crop, good_patches)])
         facts.append(
             {
                 "region": region,
                 "row": patch[0],
                 "column": patch[1],
                 "score": float(scores[patch]),
-                "compared_with": [asdict(other) for other in near],
+                "compared_with": [asdict(good_patch) for good_patch in good_patches],
             }
         )
     folder = detector.folder
@@ -99,39 +99,44 @@ def explained(detector: Model, image: Path | Image, *good: str | Path) -> Explan
 
 
 def _pictures(detector: Model, prediction: Prediction, worst: NetworkInput) -> dict[str, RgbImage]:
-    """Feature maps and the score's gradient, by name.
+    """Pictures of the feature maps and of the score's gradient, by name.
 
     Args:
         detector: trained.
-        prediction: of the image.
+        prediction: prediction for the image.
         worst: the image, or its worst tile.
     """
-    extractor, seen = detector.extractor, saliency.picture_of(worst)
+    extractor, network_picture = detector.extractor, saliency.picture_of(worst)
     maps = saliency.feature_map_pictures(
         extractor.network,
         network_input([worst], detector.normalise, detector.device)[0],
         extractor.layers,
-        picture=seen,
+        picture=network_picture,
     )
     pictures = {f"feature_maps_{layer}": picture for layer, picture in maps.items()}
-    seen, gradient = saliency.fitted(seen), saliency.saliency_map(score_gradient(detector, worst))
+    shown, gradient = saliency.fitted(network_picture), score_gradient(detector, worst)
+    glow = saliency.glowing(shown, saliency.saliency_map(gradient))
     pictures["score_gradient"] = saliency.beside(
         [
-            ("what the network sees" + (" of its worst tile" if worst.whole else ""), seen),
+            ("what the network sees" + (" of its worst tile" if worst.whole else ""), shown),
             (f"heatmap, score {prediction.score:.3g}", saliency.fitted(prediction.heatmap())),
-            ("pixels that move the score: |gradient|", saliency.glowing(seen, gradient)),
+            ("pixels that move the score: |gradient|", glow),
         ]
     )
     return pictures
 
 
 def good_images(detector: Model, *named: str | Path) -> TrainingImages:
-    """The training images, looked for in folders and where the data set was at training.
+    """A search for the training images in folders and in the data set of the training.
 
-    An update learns from elsewhere, so that one place alone needn't hold all of them.
+    All places count, as an update may have learned from other folders.
+
+    Args:
+        detector: trained.
+        named: folders.
 
     Raises:
-        DataError: what is named isn't a folder.
+        DataError: a name isn't a folder.
     """
     in_folders: list[Sample] = []
     for folder in map(Path, named):
@@ -147,13 +152,13 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
 
 
 def patch_box(view: View, grid: tuple[int, int], row: int, column: int) -> Box:
-    """The box of a patch in the original image, or in the part where the view is one of it.
+    """The box of a patch in the original image, or in the part's coordinates of an aligned one.
 
     Args:
-        view: how the network saw the image.
-        grid: (h, w) of its patch grid; with tiles, of their mosaic.
-        row: of the patch.
-        column: of the patch.
+        view: geometry of the network's input.
+        grid: (h, w) of the patch grid; with tiles, of their mosaic.
+        row: row of the patch in that grid.
+        column: column of the patch in that grid.
     """
     (top, bottom), (left, right) = (
         _edges(pieces, count, index)
@@ -166,27 +171,29 @@ def patch_crop(picture: RgbImage, box: Box, size: int = _CROP) -> RgbImage:
     """A patch and its surroundings, the patch itself outlined.
 
     Args:
-        picture: the whole image, (H0, W0, 3).
-        box: the patch.
-        size: side of the result.
+        picture: the whole image (H0, W0, 3).
+        box: the patch's box in it.
+        size: side of the result in pixels.
 
     Returns:
         (size, size, 3); beyond the image's border it is white.
     """
     first_row, first_column, end_row, end_column = box
+    # White all around by a whole crop, so that a patch at the border needs no case of its own.
     side = max(1, round(max(end_row - first_row, end_column - first_column) * _CONTEXT))
     top, left = (round((a + b - side) / 2) for a, b in zip(box[:2], box[2:], strict=True))
     around = ((side, side), (side, side), (0, 0))
     padded = np.pad(picture, around, constant_values=saliency.BACKGROUND)
     crop = padded[top + side : top + 2 * side, left + side : left + 2 * side]
     result, scale = saliency.resized(crop, size, size, cv2.INTER_CUBIC), size / side
+    # The outline lies outside the patch: one pixel before its first, and at its end.
     first = round((first_column - left) * scale) - 1, round((first_row - top) * scale) - 1
     last = round((end_column - left) * scale), round((end_row - top) * scale)
     return np.asarray(cv2.rectangle(result, first, last, MARK, 1), np.uint8)
 
 
 def absent(text: str) -> RgbImage:
-    """A grey tile, as large as a crop, that says word by word why there is no picture."""
+    """A grey tile, as large as a crop, with the reason for a missing picture, a word a line."""
     tile = np.full((_CROP, _CROP, 3), 225, np.uint8)
     words = saliency.stacked([saliency.text_line(word, _CROP) for word in text.split()])
     top = (_CROP - len(words)) // 2
@@ -195,47 +202,47 @@ def absent(text: str) -> RgbImage:
 
 
 def _edges(pieces: Sequence[AxisView], count: int, index: int) -> tuple[float, float]:
-    """Beginning and end of one of `count` patches along an axis of one or more pieces."""
-    each = count // len(pieces)
-    piece = pieces[index // each]
-    local = index % each
-    start, end = piece.to_source(np.array([local, local + 1.0]) * (piece.size / each)).tolist()
+    """Beginning and end of patch `index` of `count` along an axis, whose pieces are tiles."""
+    per_piece = count // len(pieces)
+    piece, local = pieces[index // per_piece], index % per_piece
+    ends = np.array([local, local + 1.0]) * (piece.size / per_piece)  # in network pixels
+    start, end = piece.to_source(ends).tolist()
     return start, end
 
 
 def worst_patches(
-    scores: NDArray[np.float32], places: Sequence[tuple[float, float]], view: View
+    scores: NDArray[np.float32], peaks: Sequence[tuple[float, float]], view: View
 ) -> dict[tuple[int, int], int | None]:
-    """The patches at the peaks of the four worst flaws.
+    """The patches at the peaks of the four worst marked regions; without any, the highest patch.
 
     Args:
         scores: patch scores (h, w), with tiles of their mosaic; NaN doesn't count.
-        places: (x, y) of the flaws' peaks, the worst first. Where there are none, the highest of
-            all patches is returned alone.
-        view: how the network saw the image that the peaks are places of.
+        peaks: (x, y) of the regions' peaks, the worst region first.
+        view: geometry of the network's input, in whose source the peaks lie.
 
     Returns:
-        (row, column) of each once, and which flaw it is of, from 1.
+        Number of the region, from 1, by the patch's (row, column); None for the highest patch.
     """
+    # The middles of patches, in the coordinates of the peaks.
     rows, columns = (
         np.array([sum(_edges(pieces, count, index)) / 2 for index in range(count)])
         for pieces, count in zip(view.axes, scores.shape, strict=True)
     )
     worst: dict[tuple[int, int], int | None] = {}
-    for number, (x, y) in enumerate(places[:_FLAWS], 1):
-        away = (rows[:, None] - y) ** 2 + (columns - x) ** 2
-        worst.setdefault(_where(np.where(np.isnan(scores), -np.inf, -away)), number)
-    return worst or {_where(np.nan_to_num(scores, nan=-np.inf)): None}
+    for number, (x, y) in enumerate(peaks[:_FLAWS], 1):
+        distance = (rows[:, None] - y) ** 2 + (columns - x) ** 2
+        worst.setdefault(_highest(np.where(np.isnan(scores), -np.inf, -distance)), number)
+    return worst or {_highest(np.nan_to_num(scores, nan=-np.inf)): None}
 
 
-def _where(values: NDArray[Any]) -> tuple[int, int]:
+def _highest(values: NDArray[Any]) -> tuple[int, int]:
     """(row, column) of the highest value (h, w)."""
     row, column = divmod(int(values.argmax()), values.shape[1])
     return row, column
 
 
 def peak_of(flaw: MarkedRegion, view: View) -> tuple[float, float]:
-    """(x, y) of a flaw's highest pixel, in the part's coordinates where it has a pose."""
+    """(x, y) of the middle of a region's highest pixel, in the part's coordinates if aligned."""
     peak = np.array([(flaw.peak_x + 0.5, flaw.peak_y + 0.5)])
     ((x, y),) = (peak if view.pose is None else view.pose.in_part(peak)).tolist()
     return x, y
@@ -246,10 +253,11 @@ class GoodPatch:
     """A patch of a training image.
 
     Attributes:
-        image: the training image's name.
-        row: of the patch grid.
-        column: of the patch grid.
-        distance: to the patch that it is compared with; None where it only shows the same place.
+        image: name of the training image.
+        row: row in the image's patch grid.
+        column: column in the image's patch grid.
+        distance: distance to the image's patch in score units; None where this one only shows the
+            same place.
     """
 
     image: str
@@ -263,7 +271,7 @@ def tile_of(item: NetworkInput, grid: tuple[int, int], patch: tuple[int, int]) -
 
     Args:
         item: one loaded image.
-        grid: (h, w) of its patch grid; with tiles, of their mosaic.
+        grid: (h, w) of the patch grid; with tiles, of their mosaic.
         patch: (row, column) in that grid.
     """
     if item.view.whole:
@@ -279,7 +287,7 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
     """The gradient of an image's anomaly score with respect to its pixels.
 
     Args:
-        detector: of any method, with any image score.
+        detector: trained, of any method, with any image score.
         item: one loaded image, or one tile of it.
 
     Returns:
@@ -302,42 +310,41 @@ def score_gradient(detector: Model, item: NetworkInput) -> Tensor:
 
 
 class GoodImages:
-    """The good images that a detector has learned from, as far as they are still to be found.
+    """Good patches of a detector's training images, with pictures where the files still exist.
 
     Args:
-        detector: a trained detector.
-        files: finds them.
+        detector: trained.
+        files: search for the training images.
     """
 
     def __init__(self, detector: Model, files: TrainingImages) -> None:
         self._detector = detector
-        self._names = training_names(detector.manifest)
-        self._files = files
-        self._looked_up: dict[str, NetworkInput | str] = {}
+        self._names, self._files = training_names(detector.manifest), files
+        self._loaded: dict[str, NetworkInput | str] = {}  # by name: the image, or why it's missing
         self._grid_of = cache(detector.embedder.grid)
 
     def nearest(
         self, item: NetworkInput, patches: Sequence[tuple[int, int]], count: int = 5
     ) -> list[list[GoodPatch]]:
-        """The good patches that patches were compared with, nearest first.
+        """Good patches for each of an image's patches, nearest first.
 
-        A method that keeps patches names them. One that keeps none is shown with the same place
-        on `count` good images, taken evenly.
+        A memory bank gives the nearest ones. A method without a bank gives the same place on good
+        images that are spread evenly over the training set.
 
         Args:
-            item: the image that the patches are of.
-            patches: (row, column) of each.
-            count: how many good patches for each.
+            item: the image.
+            patches: (row, column) of the image's patches.
+            count: number of good patches for each.
         """
         with torch.inference_mode():
-            wanted = torch.stack([self._embedding(item, patch) for patch in patches])
-            evidence = self._detector.scorer.evidence(wanted, count)
-        if evidence is None:
+            embeddings = torch.stack([self._embedding(item, patch) for patch in patches])
+            evidence = self._detector.scorer.evidence(embeddings, count)
+        if evidence is None:  # the method keeps no patches
             learned = list(self._detector.manifest["training_images"])
             count = min(count, len(learned))
-            picked = [learned[i * len(learned) // count] for i in range(count)]
+            names = [learned[i * len(learned) // count] for i in range(count)]
             return [
-                [GoodPatch(name, *self._same_place(item, patch, name), None) for name in picked]
+                [GoodPatch(name, *self._same_place(item, patch, name), None) for name in names]
                 for patch in patches
             ]
         distances, origins = (values.tolist() for values in evidence)
@@ -350,7 +357,7 @@ class GoodImages:
         ]
 
     def crop(self, patch: GoodPatch) -> RgbImage:
-        """The patch in its surroundings (H, W, 3), or a grey tile that says why it isn't shown."""
+        """The patch in its surroundings (H, W, 3), or a grey tile with the reason for none."""
         item = self._image(patch.image)
         if isinstance(item, str):
             return absent(item)
@@ -358,25 +365,25 @@ class GoodImages:
         return patch_crop(display(item.decoded), box)
 
     def as_photographed(self, image: int, row: int, column: int) -> tuple[int, int]:
-        """The place on an image of a patch that was learned from it, or from a turned copy.
+        """The place of a learned patch on the upright image: (row, column) of its patch grid.
 
         Args:
-            image: its number.
-            row: of the patch, as its origin has it.
-            column: of the patch.
+            image: index of the training image.
+            row: row from the bank's origin, which also holds the turn of a turned copy.
+            column: column from the bank's origin.
         """
         turn, row = turn_of(row)
-        item = self._image(self._names[image]) if turn else "isn't needed"
-        if isinstance(item, str):
+        if not turn or isinstance(item := self._image(self._names[image]), str):
             return row, column
         rows, columns = item.view.axes
         return upright(turn, (row, column), self._grid(item), (len(rows), len(columns)))
 
     def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
-        """The same place as a patch's on a training image, whose grid may be another."""
+        """The place of an image's patch in the patch grid, maybe another, of a training image."""
         other = self._image(name)
         if isinstance(other, str):
             return patch
+        # The patch of the other grid in which the middle of this one lies, in whole numbers.
         row, column = (
             (2 * place + 1) * there // (2 * here)
             for place, here, there in zip(patch, self._grid(item), self._grid(other), strict=True)
@@ -384,21 +391,22 @@ class GoodImages:
         return row, column
 
     def missing(self) -> dict[str, str]:
-        """Images that were wanted but couldn't be shown, and why."""
-        return {name: item for name, item in self._looked_up.items() if isinstance(item, str)}
+        """Names of training images that couldn't be shown, with the reasons."""
+        return {name: item for name, item in self._loaded.items() if isinstance(item, str)}
 
     def _image(self, name: str) -> NetworkInput | str:
-        """A training image, or why it isn't there."""
-        if name not in self._looked_up:
-            found: Sample | NetworkInput | UnusableImage | str = self._files.find(name)
-            if isinstance(found, Sample):
-                found = Decoders(self._detector.loading, keep_image=True).load(found.path)
-            if isinstance(found, UnusableImage):
-                found = "can't be read"
-            self._looked_up[name] = found if isinstance(found, str) else found.in_part()
-        return self._looked_up[name]
+        """A training image in its part's coordinates, or the reason why it can't be shown."""
+        if name not in self._loaded:
+            item: Sample | NetworkInput | UnusableImage | str = self._files.find(name)
+            if isinstance(item, Sample):
+                item = Decoders(self._detector.loading, keep_image=True).load(item.path)
+            if isinstance(item, UnusableImage):
+                item = "can't be read"
+            self._loaded[name] = item if isinstance(item, str) else item.in_part()
+        return self._loaded[name]
 
     def _embedding(self, item: NetworkInput, patch: tuple[int, int]) -> Tensor:
+        """The embedding (D,) of an image's patch."""
         tile = tile_of(item, self._grid(item), patch)
         embeddings = self._detector.embedder([tile])[0]
         height, width = embeddings.shape[:2]

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from anomaly.scoring.prediction import Prediction
 
 _TITLES = {"good": "Good", "review": "To review", "reject": "Rejected"}
-_PIXELS = 1_000_000  # of a picture
-_REGIONS = 4  # that are numbered, as many as have crops; explanation.json has all
-_AFFORDABLE = 0.2  # share of good parts above a threshold up to which it is worth proposing
+_PIXELS = 1_000_000  # of a picture on the page
+_REGIONS = 4  # on the page, as many as have crops; explanation.json has all
+_AFFORDABLE = 0.2  # share of good parts to review up to which a threshold is proposed
+FACTS, PAGE = "explanation.json", "explanation.html"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,15 +34,14 @@ class Explanation:
     """Evidence for an image's score, in pictures and figures.
 
     Attributes:
-        prediction: what the detector makes of the image.
-        model: name, id and folder of the detector; empty where it is in memory alone.
+        prediction: the detector's prediction, with the image.
+        model: name, id and folder of the detector; an empty folder for a detector in memory.
         pictures: (H, W, 3) uint8 RGB by name: `score_gradient` (the pixels that move the score) and
             `feature_maps_<layer>` for each hooked layer.
-        regions: what is marked, as in regions.csv.
-        patches: place and score of each flagged patch, the region that it is in, and what it was
-            compared with.
-        crops: of each flagged patch a picture, and one of each that it was compared with.
-        notes: what couldn't be shown, and why.
+        regions: marked regions, as in regions.csv.
+        patches: for each worst patch its place, score, region, and the good patches beside it.
+        crops: for each worst patch its picture (150, 150, 3), then those of the good patches.
+        notes: training images that couldn't be shown, with the reason.
     """
 
     prediction: Prediction
@@ -63,7 +63,7 @@ class Explanation:
         """Write `explanation.html`, the pictures as PNG files, and `explanation.json`.
 
         Raises:
-            OutputError: they exist already, or can't be written.
+            OutputError: the files exist already, or can't be written.
         """
         folder = Path(folder)
         clear(folder, claim_folder(folder, overwrite=overwrite))
@@ -92,7 +92,7 @@ class Explanation:
         return pages.table_page(f"{title}: {name}", name, about, content)
 
     def facts(self) -> dict[str, Any]:
-        """Everything but the pictures themselves as plain values."""
+        """The content of explanation.json: plain values, and the pictures' file names."""
         prediction, limits = self.prediction, self.prediction.thresholds
         facts: dict[str, Any] = {
             "image": prediction.name,
@@ -112,24 +112,21 @@ class Explanation:
 
 
 def verdict_lines(prediction: Prediction) -> list[str]:
-    """The score against the thresholds, in words.
-
-    Args:
-        prediction: of the image.
-    """
+    """The score against the thresholds, in words."""
     score, limits = prediction.score, prediction.thresholds
+    # The reason comes first: it, not the score, decides the verdict then.
     odd = [f"Reason for a person to look: {prediction.reason}."] if prediction.reason else []
     if limits is None:
         return [f"Score {score:.4g}. The model has no thresholds to compare it with.", *odd]
-    shown, review, reject = _apart(score, limits.review, limits.image)
+    shown, review, reject = _distinct(score, limits.review, limits.image)
     borders = f"parts above {reject} are rejected"
     if limits.review < limits.image:
         borders = f"parts above {review} are for a person to look at, {borders}"
     return [*odd, f"Score {shown}; {borders}. {_rarity(score, limits)}"]
 
 
-def _apart(*values: float) -> list[str]:
-    """Numbers with so many digits, four at least, that different ones look different."""
+def _distinct(*values: float) -> list[str]:
+    """Numbers as text, with four digits or as many as make different numbers look different."""
     for digits in range(4, 18):
         texts = [f"{value:.{digits}g}" for value in values]
         if len(set(texts)) == len(set(values)):
@@ -138,7 +135,7 @@ def _apart(*values: float) -> list[str]:
 
 
 def _rarity(score: float, limits: Thresholds) -> str:
-    """The number of good images that score as high, of those behind the thresholds."""
+    """A sentence on how many of the thresholds' good images score as high."""
     count = sum(good >= score for good in limits.good.image)
     scores = "score" if count > 1 else "scores"
     return f"{count or 'None'} of {limits.images} good images {scores} as high."
@@ -156,20 +153,22 @@ def _photograph(explanation: Explanation) -> str:
         x, y, width, height = (
             round(side * scale, 1) for side in (region.x, region.y, region.width, region.height)
         )
-        top = y - 4 if y > font else y + height + font
+        top = y - 4 if y > font else y + height + font  # below a frame at the upper border
         marks += f'<rect class="frame" x="{x}" y="{y}" width="{width}" height="{height}"/>'
         marks += f'<text x="{x}" y="{top:.1f}" font-size="{font:.1f}">{region.region}</text>'
-    count = min(len(explanation.regions), 2)
+    count = min(len(explanation.regions), 2)  # none, one, several
     places = ("Nothing is marked", "Framed: the marked place", "Framed: marked places, worst first")
     caption = f"The photograph. {places[count]}."
     return pages.photograph_html("the photograph", photo.photo, photo.size, caption, marks)
 
 
 def _map(prediction: Prediction) -> str:
+    """The heatmap, with a legend of its lines."""
     limits = prediction.thresholds
     lines = ""
     if prediction.verdict != "good":
         lines = "White lines surround marked regions, fainter lines regions for review."
+    # The image score can exceed its threshold although no pixel exceeds its own.
     if limits is not None and prediction.verdict == "reject" and not prediction.regions:
         lines = (
             "No single place is unusual enough to be marked, but all places together are. A faint "
@@ -183,7 +182,7 @@ def _map(prediction: Prediction) -> str:
 
 
 def _regions(regions: list[RegionRow]) -> str:
-    """A table of sizes; nothing where nothing is marked."""
+    """A table of the marked regions' sizes; empty without any."""
     if not regions:
         return ""
     titles = ["Marked", "Width × height", "Uncertain by one patch", "Area", "Highest value"]
@@ -214,11 +213,11 @@ def _sizes(region: RegionRow) -> list[str]:
 
 
 def _compared(explanation: Explanation) -> Iterator[str]:
-    """Each flagged patch beside good ones."""
+    """Rows of pictures: a worst patch, then the good patches beside it."""
     nearest = explanation.prediction.nearest is not None
-    what = "the good patches most like it" if nearest else "the same place on good parts"
+    good = "the good patches most like it" if nearest else "the same place on good parts"
     place = "Each marked place" if explanation.regions else "The most unusual place"
-    yield f"<h2>{place} beside {what}</h2>"
+    yield f"<h2>{place} beside {good}</h2>"
     for facts, crops in zip(explanation.patches, explanation.crops, strict=True):
         number = f"{facts['region']}: this image" if facts["region"] else "This image"
         captions = [f"<b>{number}</b><br>score {facts['score']:.4g}"]
@@ -231,17 +230,13 @@ def _compared(explanation: Explanation) -> Iterator[str]:
 
 
 def _crop(picture: RgbImage, caption: str) -> str:
-    photo = jpeg(np.ascontiguousarray(picture[..., ::-1]))
+    photo = jpeg(picture[..., ::-1])
     size = picture.shape[1], picture.shape[0]
     return pages.photograph_html("a patch and its surroundings", photo, size, caption)
 
 
 def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
-    """Next steps for the reader of the page, each with its command or an empty text.
-
-    Args:
-        explanation: of the image.
-    """
+    """Next steps for the reader of the page, each with its command or an empty text."""
     prediction, folder = explanation.prediction, explanation.model["folder"] or "RUN"
     image = str(prediction.path or "IMAGE")
     if prediction.thresholds is None:
@@ -279,7 +274,14 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
 
 
 def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
-    """The highest threshold of five digits that catches an image, its price, and the command."""
+    """Advice on the highest threshold that catches an image: its price, and the command.
+
+    Args:
+        score: image score.
+        limits: the model's thresholds.
+        folder: the model's folder.
+    """
+    # Five digits, rounded down, so that the score stays above the threshold as it is printed.
     step = 10.0 ** (math.floor(math.log10(max(score, 1e-30))) - 4)
     threshold = float(f"{(math.ceil(score / step) - 1) * step:.5g}")
     price = rate_above(limits.good.image, threshold, limits.good.groups)
@@ -288,6 +290,7 @@ def _catching(score: float, limits: Thresholds, folder: str) -> tuple[str, str]:
         f"{price.images} good images, {price.count} ({percent(price.expected)}, {price.interval} "
         "with 95 % confidence) score higher"
     )
+    # So many good parts would go to review that no command is proposed.
     if price.expected > _AFFORDABLE:
         return f"{text}, which is too many.", ""
     limit, review = f"{limits.image:.5g}", f"{threshold:.5g}"
@@ -302,27 +305,24 @@ def _step(step: tuple[str, str]) -> str:
 
 def _model(explanation: Explanation) -> str:
     model, limits = explanation.model, explanation.prediction.thresholds
-    found = "" if limits is None else limits.lines()[0]
-    parts = [f"Model {model['name']}", model["model id"], model["folder"], found]
+    basis = "" if limits is None else limits.lines()[0]
+    parts = [f"Model {model['name']}", model["model id"], model["folder"], basis]
     shown = [f"<bdi>{escape(part)}</bdi>" for part in (*parts, f"anomaly {__version__}") if part]
     return " · ".join(shown)
 
 
-FACTS, PAGE = "explanation.json", "explanation.html"
-
-
 def claim_folder(folder: Path, *, overwrite: bool) -> list[str]:
-    """Make a folder for an explanation, and see that it can be written there.
+    """Make a folder for an explanation, and refuse one that can't take it.
 
     Args:
         folder: made if need be.
-        overwrite: take one that holds an explanation already.
+        overwrite: True accepts a folder with an earlier explanation.
 
     Returns:
-        The names of the files that an explanation may have there, or an earlier one has.
+        Names of the files that the new explanation writes, or an earlier one has.
 
     Raises:
-        OutputError: it holds an explanation already, or can't be written to.
+        OutputError: the folder holds an explanation already, or can't be written to.
     """
     maps = [file.name for file in folder.glob("feature_maps_*.png")]
     names = [FACTS, PAGE, "score_gradient.png", *maps]

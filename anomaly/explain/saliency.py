@@ -29,17 +29,17 @@ def batch_of(image: Tensor, model: nn.Module | None = None) -> Tensor:
 
     Args:
         image: (3, H, W), finite floats.
-        model: the network that is to see it, whose number format it takes on.
+        model: network for the image, which is brought to the type of its weights.
 
     Raises:
-        AnomalyError: it is something else.
+        AnomalyError: the image has another type or shape, or a value that isn't finite.
     """
     if not (isinstance(image, Tensor) and image.ndim == 3 and image.is_floating_point()):
-        what = f"a {type(image).__name__}"
+        given = f"a {type(image).__name__}"
         if isinstance(image, Tensor):
-            what += f" of {str(image.dtype).removeprefix('torch.')}, shape {tuple(image.shape)}"
+            given += f" of {str(image.dtype).removeprefix('torch.')}, shape {tuple(image.shape)}"
         raise AnomalyError(
-            f"the image is {what}: give one image as a tensor (3, H, W) of floats, normalised as "
+            f"the image is {given}: give one image as a tensor (3, H, W) of floats, normalised as "
             "the network wants it"
         )
     if not image.isfinite().all():
@@ -53,13 +53,14 @@ def map_of(output: Tensor, size: Sequence[int], layer: str) -> Tensor:
     """A layer's output as a feature map (1, C, h, w), reordered if channels come last.
 
     Args:
-        output: of one image: a map, Swin's form of one (1, h, w, C), or a transformer's tokens
-            (1, N, C), of which those of the patches are taken.
+        output: a layer's output for one image: a map (1, C, h, w), Swin's form of one
+            (1, h, w, C), or a transformer's tokens (1, N, C), of which those of the patches are
+            taken.
         size: (H, W) of the image.
         layer: path of the layer.
 
     Raises:
-        LayerError: it is something else.
+        LayerError: the output has another shape.
     """
     layout = layout_of(output.shape, size)
     values = layout.map_of(output, size) if layout else output
@@ -72,10 +73,10 @@ def map_of(output: Tensor, size: Sequence[int], layer: str) -> Tensor:
 
 
 def check_eval(model: nn.Module) -> None:
-    """See that a pass leaves a network as it is: in train mode batch norms learn from each one.
+    """Refuse a network in train mode, in which each pass would change its batch norms.
 
     Raises:
-        AnomalyError: it is in train mode.
+        AnomalyError: the network is in train mode.
     """
     moved = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     if any(module.training and isinstance(module, moved) for module in model.modules()):
@@ -85,9 +86,9 @@ def check_eval(model: nn.Module) -> None:
         )
 
 
-_TILE = 120
-_NARROWEST = 96  # enough for "channel 1234"
-_COLUMNS = 6
+_TILE = 120  # longer side of a tile in pixels
+_NARROWEST = 96  # pixels, enough for "channel 1234"
+_COLUMNS = 6  # tiles in a row
 
 
 def feature_map_pictures(
@@ -97,13 +98,13 @@ def feature_map_pictures(
     n_channels: int = 16,
     picture: RgbImage | None = None,
 ) -> dict[str, RgbImage]:
-    """Draw what each layer makes of an image.
+    """Pictures of an image's feature maps, by layer.
 
     Args:
         model: any network in eval mode.
         image: (3, H, W), normalised as the network wants it, on the network's device.
         layers: paths of layers that put out feature maps, see `anomaly.hooks.match`.
-        n_channels: how many channels are shown, the most active first.
+        n_channels: number of channels shown, the most active first.
         picture: the image before it was normalised, (H, W, 3) uint8 RGB, for the first tile; by
             default the normalised one, stretched, whose colours aren't the image's (none where it
             has neither 1 nor 3 channels).
@@ -112,8 +113,8 @@ def feature_map_pictures(
         For each layer's path a picture (h', w', 3): the image, PCA to RGB, then the channels.
 
     Raises:
-        LayerError: no such layer, or its output isn't a feature map of finite values.
-        AnomalyError: the network is in train mode, or it isn't an image (3, H, W) of finite floats.
+        LayerError: there is no such layer, or its output isn't a feature map of finite values.
+        AnomalyError: the network is in train mode, or the image isn't (3, H, W) of finite floats.
     """
     check_eval(model)
     batch = batch_of(image, model)
@@ -121,12 +122,12 @@ def feature_map_pictures(
         captured.run(batch)
         outputs = captured.pop()
     size = image.shape[1:]
-    maps = {layer: map_of(output, size, layer) for layer, output in outputs.items()}
-    shown = picture
+    maps = {layer: map_of(output, size, layer)[0] for layer, output in outputs.items()}
     if picture is None and len(image) in (1, 3):
-        shown = _stretched(image.detach().expand(3, -1, -1).cpu().float().numpy())
+        pixels = image.detach().expand(3, -1, -1).cpu().float().numpy()
+        picture = _levels(_stretched(pixels).transpose(1, 2, 0))
     return {
-        layer: feature_map_picture(values[0].float().cpu().numpy(), layer, shown, n_channels)
+        layer: feature_map_picture(values.float().cpu().numpy(), layer, picture, n_channels)
         for layer, values in maps.items()
     }
 
@@ -134,21 +135,22 @@ def feature_map_pictures(
 def feature_map_picture(
     values: NDArray[Any], title: str, image: RgbImage | None = None, n_channels: int = 16
 ) -> RgbImage:
-    """Draw one feature map.
+    """A picture of one feature map: the image, PCA to RGB, then channels.
 
     Args:
-        values: (C, h, w) floats.
-        title: the first line.
-        image: what the network looked at, (H, W, 3).
-        n_channels: how many channels are shown, the most active first.
+        values: feature map (C, h, w).
+        title: first line of the picture.
+        image: the network's input (H, W, 3); None leaves it out.
+        n_channels: number of channels shown, the most active first.
 
     Raises:
-        LayerError: it holds NaN or infinite values.
+        LayerError: the map holds NaN or infinite values.
     """
     if not np.isfinite(values).all():
         raise LayerError(f"{title}: the feature map holds NaN or infinite values; see the weights")
     _, height, width = values.shape
     longer, shorter = max(height, width), min(height, width)
+    # A narrow map's shorter side gets half a tile, as long as the longer takes three at most.
     scale = max(_TILE / longer, min(_TILE / 2 / shorter, 3 * _TILE / longer))
     size = max(1, round(height * scale)), max(1, round(width * scale))
     activity = np.abs(values.astype(np.float64)).mean(axis=(1, 2))
@@ -165,10 +167,10 @@ def feature_map_picture(
 
 
 def pca_rgb(values: NDArray[Any]) -> RgbImage:
-    """Show all channels at once: each position's first three principal components as a colour.
+    """All channels in one picture: a position's first three principal components as its colour.
 
-    Positions that the layer describes alike get the same colour. Components run over the positions
-    of this map; each is stretched from its 1st to its 99th percentile.
+    Positions that the layer describes alike get the same colour. Components are those of this
+    map's positions; each is stretched from its 1st to its 99th percentile.
 
     Args:
         values: (C, h, w) floats.
@@ -184,17 +186,22 @@ def pca_rgb(values: NDArray[Any]) -> RgbImage:
     for i in range(min(3, len(strength))):
         if strength[i] <= strength[0] * 1e-6:
             break
+        # The sign of a component is arbitrary: its largest value shall be positive.
         component = left[:, i] * (1.0 if left[np.abs(left[:, i]).argmax(), i] >= 0 else -1.0)
         low, high = np.percentile(component, [1, 99])
         rgb[:, i] = np.clip((component - low) / max(high - low, 1e-12), 0, 1)
-    return np.asarray(np.rint(rgb.reshape(height, width, 3) * 255), np.uint8)
+    return _levels(rgb.reshape(height, width, 3))
 
 
-def _stretched(image: NDArray[np.float32]) -> RgbImage:
-    """A normalised image (3, H, W) stretched to what the eye can see."""
-    low, high = float(image.min()), float(image.max())
-    unit = (image - low) / max(high - low, 1e-12)
-    return np.ascontiguousarray(np.rint(unit * 255).astype(np.uint8).transpose(1, 2, 0))
+def _stretched(values: NDArray[Any]) -> NDArray[Any]:
+    """Values brought to [0, 1], from the lowest to the highest."""
+    low, high = float(values.min()), float(values.max())
+    return (values - low) / max(high - low, 1e-30)
+
+
+def _levels(unit: NDArray[Any]) -> NDArray[np.uint8]:
+    """Values in [0, 1] as 8-bit levels."""
+    return np.ascontiguousarray(np.rint(unit * 255).astype(np.uint8))
 
 
 def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
@@ -210,10 +217,11 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
         left alone.
 
     Raises:
-        AnomalyError: the score isn't one number or can't be differentiated, or it isn't an image
+        AnomalyError: the score isn't one number or can't be differentiated, or the image isn't
             (3, H, W) of finite floats.
     """
     batch = batch_of(image)
+    # Also where the caller computes without gradients; the copy is no inference tensor.
     with torch.inference_mode(False), torch.enable_grad():
         batch = batch.detach().clone().requires_grad_()
         value = score(batch)
@@ -231,7 +239,7 @@ def image_gradient(score: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
 
 
 def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
-    """One number a pixel: the largest absolute gradient over the colours.
+    """The largest absolute gradient of a pixel's colours.
 
     Simonyan et al., "Deep Inside Convolutional Networks", 2014, section 3.1. Divided by its 99.5th
     percentile, so that a few pixels don't darken the rest.
@@ -244,7 +252,7 @@ def saliency_map(gradient: Tensor) -> NDArray[np.float32]:
     """
     strongest = gradient.detach().abs().amax(dim=0).float().cpu().numpy()
     top = float(np.percentile(strongest, 99.5))
-    if top == 0:
+    if top == 0:  # a gradient at a few pixels only
         top = float(strongest.max()) or 1.0
     return np.asarray(np.clip(strongest / top, 0, 1), np.float32)
 
@@ -254,22 +262,21 @@ def grad_cam(
 ) -> NDArray[np.float32]:
     """Grad-CAM: the evidence for a class at each pixel (eq. 1 and 2).
 
-    Of a transformer the tokens of the patches stand for the positions of a map.
+    The patch tokens of a transformer count as the positions of a map.
 
     Args:
         model: a classifier in eval mode, whose output for one image is (1, classes).
         image: (3, H, W), normalised as the network wants it, on the network's device.
-        layer: path of the layer looked at, usually the last one before the pooling
-            (`features[-1]`, `layer4`).
-        target_class: index of the class; the highest-scoring one if not given.
+        layer: path of a layer, usually the last one before the pooling (`features[-1]`, `layer4`).
+        target_class: index of the class; None takes the one with the highest score.
 
     Returns:
         (H, W) in [0, 1], 1 where the evidence is strongest; all zero if there is none.
 
     Raises:
-        LayerError: no such layer, or several, or its output isn't a feature map.
-        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or it
-            isn't an image (3, H, W) of finite floats.
+        LayerError: the path names no layer or several, or the output isn't a feature map.
+        AnomalyError: the network isn't a classifier, is in train mode, or has no such class; or the
+            image isn't (3, H, W) of finite floats.
     """
     check_eval(model)
     batch = batch_of(image, model)
@@ -306,36 +313,26 @@ def _class_score(output: object, target_class: int | None) -> Tensor:
     return output[0, target_class]
 
 
-_LINE_HEIGHT, _INDENT = 18, 2
+_LINE_HEIGHT, _INDENT = 18, 2  # pixels
 _FONT, _FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.4
-_PANEL = 160  # wide enough for most titles
+_PANEL = 160  # pixels, wide enough for most titles
 BACKGROUND = 255
 _INK = (40, 40, 40)
 
 
 def picture_of(item: NetworkInput) -> RgbImage:
     """The network's input before it is normalised, (H, W, 3) RGB."""
-    return np.rint(item.pixels * 255).astype(np.uint8)
+    return _levels(item.pixels)
 
 
 def colored(values: NDArray[Any]) -> RgbImage:
-    """Show numbers as colours: viridis, dark blue for the lowest, yellow for the highest.
-
-    Args:
-        values: (H, W) finite floats.
-
-    Returns:
-        (H, W, 3) RGB.
-    """
-    darkest, brightest = float(values.min()), float(values.max())
-    unit = (values - darkest) / max(brightest - darkest, 1e-30)
-    return _mapped(unit, cv2.COLORMAP_VIRIDIS)
+    """Finite numbers (H, W) as colours (H, W, 3): viridis, from dark blue (lowest) to yellow."""
+    return _mapped(_stretched(values), cv2.COLORMAP_VIRIDIS)
 
 
 def _mapped(unit: NDArray[Any], colours: int) -> RgbImage:
     """Values (H, W) in [0, 1] in the colours of one of OpenCV's maps, (H, W, 3) RGB."""
-    levels = np.rint(unit * 255).astype(np.uint8)
-    return np.asarray(cv2.applyColorMap(levels, colours)[..., ::-1], np.uint8)
+    return np.asarray(cv2.applyColorMap(_levels(unit), colours)[..., ::-1], np.uint8)
 
 
 def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
@@ -358,16 +355,16 @@ def glowing(picture: RgbImage, values: NDArray[Any]) -> RgbImage:
 def resized(
     picture: RgbImage, height: int, width: int, enlarging: int = cv2.INTER_NEAREST
 ) -> RgbImage:
-    """Bring a picture (H, W, 3) to (height, width, 3); `enlarging` is how it is enlarged."""
+    """A picture (H, W, 3) at (height, width, 3), by area if smaller, else by `enlarging`."""
     larger = height * width >= picture.shape[0] * picture.shape[1]
-    how = enlarging if larger else cv2.INTER_AREA
-    return np.asarray(cv2.resize(picture, (width, height), interpolation=how), np.uint8)
+    interpolation = enlarging if larger else cv2.INTER_AREA
+    return np.asarray(cv2.resize(picture, (width, height), interpolation=interpolation), np.uint8)
 
 
-def fitted(picture: RgbImage, longest: int = 420) -> RgbImage:
-    """The whole image (H0, W0, 3), its longest side of so many pixels."""
+def fitted(picture: RgbImage) -> RgbImage:
+    """A picture (H0, W0, 3) at a longer side of 420 pixels."""
     height, width = picture.shape[:2]
-    scale = longest / max(height, width)
+    scale = 420 / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
     return resized(picture, *size, cv2.INTER_CUBIC)
 
@@ -384,7 +381,7 @@ def text_line(text: str, width: int) -> RgbImage:
 
 
 def stacked(pictures: Sequence[RgbImage]) -> RgbImage:
-    """Put pictures below each other, left-aligned; the narrow ones get white to their right."""
+    """Pictures below each other, left-aligned, with white to the right of narrow ones."""
     width = max(picture.shape[1] for picture in pictures)
     return np.vstack([_padded(picture, picture.shape[0], width) for picture in pictures])
 
@@ -392,13 +389,12 @@ def stacked(pictures: Sequence[RgbImage]) -> RgbImage:
 def beside(
     panels: Sequence[tuple[str, RgbImage]], gap: int = 8, narrowest: int = _PANEL
 ) -> RgbImage:
-    """Put titled pictures next to each other, aligned at the top, with white around them.
+    """Titled pictures next to each other, aligned at the top, with white around them.
 
     Args:
         panels: title and picture (H, W, 3).
         gap: pixels of white to the left, to the right and below.
-        narrowest: a picture of fewer columns gets white to its right, at least as much as its
-            title needs.
+        narrowest: least width of a panel in pixels; a longer title makes it wider.
     """
     tallest = max(picture.shape[0] for _, picture in panels)
     columns = [np.full((_LINE_HEIGHT + tallest + gap, gap, 3), BACKGROUND, np.uint8)]
@@ -410,20 +406,20 @@ def beside(
 
 
 def _padded(picture: RgbImage, height: int, width: int) -> RgbImage:
-    """A picture with white below and to its right, of this size."""
+    """A picture with white below and to its right, (height, width, 3)."""
     missing = ((0, height - picture.shape[0]), (0, width - picture.shape[1]), (0, 0))
     return np.pad(picture, missing, constant_values=BACKGROUND)
 
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """The gradients that a monitor saw: S steps, L layers.
+    """Gradients of S training steps in L layers.
 
     Attributes:
-        layers: the L paths.
-        norms: (S, L), the L2 norm of all gradients of the layer's own parameters; NaN or inf where
-            a value wasn't finite, 0 where the layer got no gradient.
-        nonfinite: (S, L), how many values were NaN or infinite.
+        layers: paths of the L layers.
+        norms: (S, L), L2 norms of the gradients of the layers' own parameters; NaN or inf where a
+            value wasn't finite, 0 where a layer got no gradient.
+        nonfinite: (S, L), numbers of values that were NaN or infinite.
     """
 
     layers: tuple[str, ...]
@@ -447,11 +443,11 @@ class GradientMonitor:
 
     Args:
         model: any network.
-        layers: which layers are watched, see `anomaly.hooks.match`; of these, the ones that hold
-            trainable parameters themselves.
+        layers: patterns of layers, see `anomaly.hooks.match`; those that hold trainable parameters
+            themselves are watched.
 
     Raises:
-        LayerError: none of them holds a trainable parameter, or one gets its weights in its first
+        LayerError: no such layer holds a trainable parameter, or one gets its weights in its first
             pass.
     """
 
@@ -488,7 +484,7 @@ class GradientMonitor:
         self._current = self._zeros()
 
     def record(self) -> GradientRecord:
-        """Everything recorded up to the last `step`."""
+        """The gradients up to the last `step`."""
         sums = np.array(self._rows).reshape(-1, len(self._parameters), 2)
         norms, nonfinite = np.sqrt(sums[..., 0]), sums[..., 1].astype(np.int64)
         return GradientRecord(tuple(self._parameters), norms, nonfinite)

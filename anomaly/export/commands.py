@@ -51,19 +51,19 @@ from anomaly.training.runs import training_record
 log = logging.getLogger(__name__)
 
 _GOLDEN_COUNT = 16  # golden images drawn from the training images
-_TOLERANCE = 1e-4  # largest difference of scores, as a share
+_TOLERANCE = 1e-4  # largest allowed difference of scores, as a share of the score
 
-VERDICTS = ("good", "review", "reject")  # as a graph from pixels counts them
-# An image, what the export and the model say of it, whether that is the same, and the largest
-# difference of a score, as a share of it.
+VERDICTS = ("good", "review", "reject")  # by the code that a graph from pixels puts out
+# An image; score and verdict of the export and of the model, in words; True where the verdicts
+# are equal; the largest difference of scores, as a share of the model's.
 Pair: TypeAlias = tuple[Path, str, str, bool, float]
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Export a model, or report how the export differs."""
+    """Export a model and print the proof that it is equal; the exit status is 0."""
     folder = _checked(options)  # before torch is imported
     with locked(options.output):
-        options.device = "cpu"
+        options.device = "cpu"  # graphs are traced and compared there
         chosen_device(options)
         with ProgressLine() as progress:
             exported = _written(options, folder, progress)
@@ -81,13 +81,12 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> Path:
-    """The model folder, where it can be exported with these options.
+    """The model folder of options that allow an export.
 
     Raises:
-        ModelError: there is no model, it is an exported one, or the engine or what exporting needs
-            isn't installed.
-        DataError: a given folder has no images.
-        OutputError: the output exists already, or the model itself would be overwritten.
+        ModelError: there is no model, it is an exported one, or the engine or ONNX isn't installed.
+        DataError: the folder of golden images has none.
+        OutputError: the output exists already, or would overwrite the model itself.
     """
     folder, target = find_model(options.model, exported=False), options.output / "model"
     model, place = folder.resolve(), target.resolve()
@@ -114,19 +113,19 @@ def _checked(options: argparse.Namespace) -> Path:
 def _written(
     options: argparse.Namespace, folder: Path, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
-    """Write a model for another engine, if it is equal on golden images.
+    """Write a model for another engine; it stays only if it is equal on golden images.
 
     Args:
-        options: of the command.
-        folder: of the model.
+        options: options of the command.
+        folder: the model folder.
         progress: called with (stage, done, total).
 
     Returns:
         The content of export.json.
 
     Raises:
-        ModelError: the model can't be exported, or the export isn't equal; then `output` is
-            unchanged.
+        ModelError: the model can't be exported, or the export isn't equal; the output folder is
+            unchanged then.
         DataError: there are no images to compare on.
         OutputError: the disk is full.
     """
@@ -138,14 +137,14 @@ def _written(
     model = load_model(folder, "cpu", config_in(folder).precision)
     if camera:
         check_pixels(model)
-    # Every engine and processor computes in fp32.
+    # Exports compute in fp32, so their scores are compared with the model's in fp32.
     reference = model
     if model.extractor.precision != "fp32":
         reference = replace(model, extractor=model.extractor.to("cpu", "fp32"))
     paths = golden_images(model, options.model, options.golden)
     with appearing(output / "model") as draft:
         progress("writing graphs", 0, 1)
-        # All files of the model folder except the network.
+        # All files of the model folder but the network, which the graph replaces.
         for name in (MANIFEST, *model.manifest["files"].keys() - {BACKBONE}):
             shutil.copyfile(folder / name, draft / name)
         if (folder / HISTORY).exists():
@@ -179,15 +178,15 @@ def _written(
 
 
 def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
-    """The images for a comparison.
+    """The images that an export is compared on.
 
     Args:
-        model: the model.
+        model: the model to export.
         folder: the run, or the model folder, that it was loaded from.
         given: a folder of images; None for training images, drawn with the seed.
 
     Raises:
-        DataError: there are none.
+        DataError: none of the training images is where it was, and no folder is given.
     """
     if given is not None:
         return find_inputs([given], option="--golden").paths
@@ -209,11 +208,11 @@ def golden_images(model: Model, folder: Path, given: Path | None) -> list[Path]:
 
 
 def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
-    """The proof that an export says what its model says.
+    """The proof that an export and its model give the same verdicts and scores.
 
     Args:
-        pairs: what both say of golden images.
-        hint: what else there is to do where verdicts differ.
+        pairs: answers of both on golden images.
+        hint: remedy where they differ, at the end of the message.
 
     Returns:
         The compared images and their largest difference, as in export.json.
@@ -223,12 +222,12 @@ def equality(pairs: Iterable[Pair], hint: str = "") -> dict[str, Any]:
         DataError: there are no pairs.
     """
     shares: dict[Path, float] = {}
-    for path, found, wanted, is_same, share in pairs:
-        if not (share <= _TOLERANCE and is_same):
+    for path, exported, expected, is_same, share in pairs:
+        if not (share <= _TOLERANCE and is_same):  # a NaN is too large, too
             raise ModelError(
-                f"the export's scores differ: {path} has {found} in the export and {wanted} with "
-                f"torch, a difference of {share:.2g} of the score (allowed: {_TOLERANCE:g}, and no "
-                f"other verdict). Nothing was exported{hint}"
+                f"the export's scores differ: {path} has {exported} in the export and {expected} "
+                f"with torch, a difference of {share:.2g} of the score (allowed: {_TOLERANCE:g}, "
+                f"and no other verdict). Nothing was exported{hint}"
             )
         shares[path] = share
     if not shares:
@@ -252,48 +251,49 @@ def network_pairs(
     reference: Model,
     exported: Model,
     paths: Sequence[Path],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None],
 ) -> Iterator[Pair]:
-    """What an exported model says of images, and the model as trained.
+    """Answers of an exported model and of its source on images.
 
     Args:
-        model: the source, in the number format of its training; verdicts are compared with its.
-        reference: the source in fp32, in which exports compute; scores are compared with its.
+        model: the source in the precision of its training, whose verdicts count.
+        reference: the source in fp32, the precision of exports, whose scores count.
         exported: the exported model.
-        paths: images; a warning says how many can't be scored by either.
-        progress: called with (images compared, all of them).
+        paths: images; a warning counts those that neither model can score.
+        progress: called with (done, total).
     """
     samples = [Sample(path, path.name) for path in paths]
-    wanted = score(reference, samples)
-    trained = wanted if reference is model else score(model, samples)
+    in_fp32 = score(reference, samples)
+    as_trained = in_fp32 if reference is model else score(model, samples)
+    answers = score(exported, samples, progress=progress)
     unusable = 0
-    found = score(exported, samples, progress=progress)
-    for want, own, answer in zip(wanted, trained, found, strict=True):
-        limits, share = model.thresholds, float("inf")
-        if want.score is not None and answer.score is not None:
-            share = _apart(answer.score, want.score, _scale(reference))
-        elif want.status == answer.status:
+    for expected, trained, answer in zip(in_fp32, as_trained, answers, strict=True):
+        share = float("inf")  # one scores the image and the other can't, unless found otherwise
+        if expected.score is not None and answer.score is not None:
+            share = _difference(answer.score, expected.score, reference)
+        elif expected.status == answer.status:
             unusable += 1
             continue
-        said, own_said = answer.verdict(exported.thresholds), own.verdict(limits)
-        is_same = (said, bool(answer.reason)) == (own_said, bool(own.reason))
-        both = _shown(answer.score, said), _shown(own.score, own_said)
-        yield want.sample.path, *both, is_same, share
+        verdict, right = answer.verdict(exported.thresholds), trained.verdict(model.thresholds)
+        is_same = (verdict, bool(answer.reason)) == (right, bool(trained.reason))
+        both = _shown(answer.score, verdict), _shown(trained.score, right)
+        yield expected.sample.path, *both, is_same, share
     if unusable:
-        several = f"{unusable} of {len(paths)}"
-        log.warning("%s golden images can't be scored and aren't compared", several)
+        log.warning(
+            "%d of %d golden images can't be scored and aren't compared", unusable, len(paths)
+        )
 
 
 def pixel_pairs(
     reference: Model, graph: Graph, paths: Sequence[Path], camera: tuple[int, int]
 ) -> Iterator[Pair]:
-    """What a graph from pixels says of images, and the model.
+    """Answers of a graph from pixels and of its model on images.
 
     Args:
-        reference: in fp32.
-        graph: from pixels to the verdict.
-        paths: images; those of another size than the camera's, or of more bits, are left out.
-        camera: (H0, W0) that the graph takes.
+        reference: the model in fp32.
+        graph: camera pixels -> verdict.
+        paths: images; other sizes than the camera's and more than 8 bits are left out.
+        camera: (H0, W0) of the images that the graph takes.
     """
     fitting = [path for path in paths if size_of(path) == camera]
     for prediction in reference.results(fitting):
@@ -304,23 +304,22 @@ def pixel_pairs(
         if pixels.dtype != np.uint8:
             continue
         (code,), (value,), (reason,), (shown,), _ = graph(pixels[None])
-        both = ((value, prediction.score), (shown, prediction.anomaly_map))
-        share = max(_apart(found, wanted, _scale(reference)) for found, wanted in both)
-        said = VERDICTS[int(code)], bool(reason)
-        is_same = said == (prediction.verdict, bool(prediction.reason))
-        texts = _shown(value, said[0]), _shown(prediction.score, prediction.verdict)
-        yield path, *texts, is_same, share
+        share = max(
+            _difference(value, prediction.score, reference),
+            _difference(shown, prediction.anomaly_map, reference),
+        )
+        verdict = VERDICTS[int(code)]
+        is_same = (verdict, bool(reason)) == (prediction.verdict, bool(prediction.reason))
+        both = _shown(value, verdict), _shown(prediction.score, prediction.verdict)
+        yield path, *both, is_same, share
 
 
-def _apart(found: ArrayLike, wanted: ArrayLike, scale: float) -> float:
-    """The largest difference, as a share of the highest value, or of `scale` if that is higher."""
-    away = np.abs(np.subtract(found, wanted))
-    return float(np.nanmax(away)) / max(float(np.nanmax(wanted)), scale)
-
-
-def _scale(detector: Model) -> float:
-    """Smallest score that differences are shares of: a training image may score 0."""
-    return 1e-12 if detector.thresholds is None else max(detector.thresholds.review, 1e-12)
+def _difference(values: ArrayLike, expected: ArrayLike, reference: Model) -> float:
+    """The largest difference of scores, as a share of the highest, or of the review threshold."""
+    away = np.abs(np.subtract(values, expected))
+    # A training image may score 0, or close to it: the threshold keeps shares of it small.
+    least = 0.0 if reference.thresholds is None else reference.thresholds.review
+    return float(np.nanmax(away)) / max(float(np.nanmax(expected)), least, 1e-12)
 
 
 def _shown(score: float | None, verdict: str) -> str:
@@ -328,7 +327,7 @@ def _shown(score: float | None, verdict: str) -> str:
 
 
 def _features(options: argparse.Namespace) -> int:
-    """Save features."""
+    """Save features of images; the exit status is 3 where some couldn't be used."""
     if "" in (options.layers or ()):
         raise AnomalyError("--layers has an empty name; name layers, such as layer3")
     if options.model is None:
@@ -348,7 +347,7 @@ def _features(options: argparse.Namespace) -> int:
 
 
 def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
-    # Importing torch takes seconds, so options are checked before.
+    # Imports torch, which takes seconds: options are checked before.
     from anomaly.export.features import from_backbone, from_model, save_features
 
     device = chosen_device(options)
@@ -357,13 +356,7 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     else:
         source = from_model(options.model, device)
     with ProgressLine() as progress:
-        refused = save_features(
-            source,
-            paths,
-            options.output,
-            pool=options.pool,
-            progress=progress,
-        )
+        refused = save_features(source, paths, options.output, pool=options.pool, progress=progress)
     for each in refused:
         log.warning("left out: %s", each.reason)
     saved = counted(len(paths) - len(refused), "image")
@@ -371,7 +364,4 @@ def _save_features(options: argparse.Namespace, paths: Sequence[Path]) -> int:
     return 3 if refused else 0
 
 
-COMMANDS = {
-    "export": _export,
-    "features": _features,
-}
+COMMANDS = {"export": _export, "features": _features}

@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 Array: TypeAlias = NDArray[np.float32]
 
-_AT_ONCE = 8  # images
-_SIDE = 224  # images have the area of a square with this side, or are it
-_STRIDE = 32  # a side that is a multiple of it suits every network of torchvision
-_MOST_BYTES = 4 * 1024**3  # of features, which memory holds twice until they are written
+_AT_ONCE = 8  # images in a batch
+_SIDE = 224  # pixels: images are resized to the area of a square with this side, or to this square
+_STRIDE = 32  # pixels: sides that are multiples of it suit every network of torchvision
+_MOST_BYTES = 4 * 1024**3  # limit of features, which memory holds twice until they are written
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class Source:
     """A network and how its images are loaded.
 
     Attributes:
-        layers: path of each layer.
+        layers: paths of the layers.
         loading: files -> network inputs.
-        outputs: B images of one size -> what each layer puts out for them, (B, …).
+        outputs: B network inputs of one size -> the layers' outputs (B, …).
     """
 
     layers: Sequence[str]
@@ -62,7 +62,7 @@ def from_model(folder: Path, device: torch.device) -> Source:
         device: where to compute.
 
     Raises:
-        AnomalyError: there is no model, or it cuts its images into tiles.
+        AnomalyError: there is no model, or the model cuts images into tiles.
     """
     model = load_model(folder, device)
     if model.loading.sizing.tile is not None:
@@ -81,7 +81,7 @@ def from_backbone(
     """Layers of a network of torchvision or timm.
 
     Args:
-        name: of the network.
+        name: the network's name.
         weights: `imagenet`, `random`, or a file.
         device: where to compute.
         layers: names or patterns of layers; by default those of the first three stages.
@@ -92,10 +92,10 @@ def from_backbone(
     network = build(name)
     layers = layers or default_layers(name, network, 3)
     paths = list(truncate_in_place(network, layers, _SIDE).outputs)
-    multiple = side_multiple(build(name), layers)
-    load_state(
-        network, read_weights(name, weights, 0)[0], build(name), f"the weights file for {name}"
-    )
+    # Untruncated: it says which keys a weights file may have, and which sides images need.
+    whole = build(name)
+    multiple = side_multiple(whole, layers)
+    load_state(network, read_weights(name, weights, 0)[0], whole, f"the weights file for {name}")
     network = network.to(device).to(memory_format=torch.channels_last)
     normalise = backbone_of(name).normalisation()
 
@@ -103,10 +103,10 @@ def from_backbone(
         images = network_input(batch, normalise, device)
         with torch.inference_mode(), capture(network, paths, stop=True) as captured:
             captured.run(images)
-            found = captured.pop()
-        return [found[path] for path in paths]
+            outputs = captured.pop()
+        return [outputs[path] for path in paths]
 
-    # A network without a multiple takes squares only.
+    # A network without a multiple takes squares of one size only.
     sizing = Sizing(_SIDE if multiple is None else None, None, _SIDE, multiple or _STRIDE)
     return Source(paths, Preprocessing(sizing, DEFAULT), outputs)
 
@@ -124,9 +124,9 @@ def save_features(
     Args:
         source: the network.
         paths: image files.
-        file: where the features go; replaced if it is there.
+        file: the .npz file; replaced if it is there.
         pool: `mean` over the positions of a map, or `none` to keep the whole map.
-        progress: called with (stage, images done, all of them).
+        progress: called with (stage, done, total).
 
     Returns:
         The files that can't be used.
@@ -151,17 +151,23 @@ def save_features(
         progress("features", len(used) + len(refused), len(paths))
     if not used:
         raise DataError(f"no image can be used: {refused[0].reason}")
-    names = np.array([str(paths[index]) for index in used])
-    arrays: dict[str, Any] = {"paths": names}
-    for layer, own in zip(source.layers, rows, strict=True):
-        arrays[layer] = np.stack(own)
+    arrays: dict[str, Any] = {"paths": np.array([str(paths[index]) for index in used])}
+    arrays |= {layer: np.stack(own) for layer, own in zip(source.layers, rows, strict=True)}
     with draft(file) as unfinished, unfinished.open("wb") as written:
         np.savez(written, **arrays)
     return refused
 
 
 def _check_maps(rows: Sequence[Sequence[Array]], images: int) -> None:
-    """Refuse features that can't be held in one array for each layer, as soon as that is known."""
+    """Refuse features that don't fit one array for each layer; called after each batch.
+
+    Args:
+        rows: features of the images so far, by layer.
+        images: number of images in all.
+
+    Raises:
+        DataError: shapes of an array's rows differ, or all arrays together are too large.
+    """
     if any(own[0].shape != own[-1].shape for own in rows):
         raise DataError(
             "the images differ in size, and so do their maps; save those of each size by "

@@ -94,25 +94,19 @@ _Described: TypeAlias = dict[str, tuple[str, list[int | str]]]
 class _Network(nn.Module):
     """Images (B, 3, H, W) in [0, 1] -> patch embeddings (B, h, w, D)."""
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, detector: Model) -> None:
         super().__init__()
-        normalise = detector.normalise
         self.network = _padded_alike(_to_the_end(detector), _example(detector)[0])
-        self.register_buffer("mean", torch.tensor(normalise.mean).view(3, 1, 1))
-        self.register_buffer("std", torch.tensor(normalise.std).view(3, 1, 1))
-        self._detector, self._align = detector, detector.scorer.align
+        self._detector = detector
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         # Without the early stop, which a trace can't follow: layers after the last hooked one
         # aren't used, so they aren't in the graph.
         extractor = self._detector.extractor
         with capture(self.network, extractor.layers) as captured:
-            captured.run((images - self.mean) / self.std)
+            captured.run(self._detector.normalise(images))
             maps = extractor.maps_of(captured.pop(), images)
-        return (self._align(maps),)
+        return (self._detector.scorer.align(maps),)
 
     def described(self) -> _Described:
         """Meaning and lengths of the axes of the input and of the output, by name."""
@@ -132,14 +126,13 @@ class _Network(nn.Module):
 
 
 def _to_the_end(detector: Model) -> nn.Module:
-    """The detector's network, folded, so that it can run to its end.
+    """The whole network of a detector, folded.
 
-    Layers after the last wanted one were replaced by layers that pass on their input, whose shape
-    may be wrong for the rest. So it is the whole network, with zeros for the weights that no wanted
-    layer needs.
+    The detector's own has pass-through layers after the last hooked one, where only an early stop
+    spares it wrong shapes. Here these layers run, with zeros as weights.
 
     Raises:
-        ModelError: it can't run to its end.
+        ModelError: the network can't run to its end.
     """
     extractor, name = detector.extractor, detector.config.backbone.name
     images, _ = _example(detector)
@@ -149,12 +142,12 @@ def _to_the_end(detector: Model) -> nn.Module:
         for key, like in whole.state_dict().items()
         if key not in state
     }
-    load_state(whole, state | zeros, build(name), name)
+    load_state(whole, state | zeros, whole, name)
     whole = folded(whole.eval(), extractor.pairs, torch.float32)
     try:
         with torch.inference_mode():
             whole(images)
-    except Exception:  # of any kind, by what gets something else than it goes on with
+    except Exception:  # of any type: foreign code runs on shapes that it wasn't written for
         height, width = images.shape[2:]
         raise ModelError(
             f"this network can't be written as a graph: {name} doesn't run to its end on images of "
@@ -164,11 +157,14 @@ def _to_the_end(detector: Model) -> nn.Module:
 
 
 def _padded_alike(network: nn.Module, images: Tensor) -> nn.Module:
-    """Make a network's convolutions pad all images as they pad these; in place.
+    """A network whose convolutions pad images of any size as they pad these; in place.
 
-    timm's networks of TensorFlow compute the padding from their input's size, which takes a trace
-    minutes. Since sides of images are multiples of the coarsest stride, it is the same for all
-    sizes.
+    timm's networks from TensorFlow compute the padding from their input's size, which takes a trace
+    minutes. Sides of images are multiples of the coarsest stride, so one padding fits all sizes.
+
+    Args:
+        network: the whole network, in eval mode.
+        images: (B, 3, H, W).
     """
     same = [n for n, m in network.named_modules() if type(m).__name__ == "Conv2dSame"]
     if not same:
@@ -201,18 +197,18 @@ def write_graph(
 
     Args:
         detector: on the CPU, in fp32.
-        folder: for the files, which depend on the engine.
-        engine: a key of `anomaly.backbones.engine.ENGINES`.
-        camera: (H0, W0) of the raw RGB images that a graph takes and judges; None for a graph from
-            network inputs to patch embeddings.
+        folder: the place for the graph's files.
+        engine: a key of `anomaly.backbones.engine.ENGINES`, which decides the file format.
+        camera: (H0, W0) of the raw RGB images that the graph takes and judges; None for a graph
+            from network inputs to patch embeddings.
 
     Returns:
-        Its file, inputs and outputs, as in export.json.
+        File, inputs and outputs of the graph, as in export.json.
 
     Raises:
         ModelError: the network or the method can't be traced.
         DataError: the model doesn't take such images.
-        OSError: no room.
+        OSError: the disk is full.
     """
     module: _Network | PixelsToVerdict = _Network(detector)
     stem, (example, free) = "network", _example(detector)
@@ -220,7 +216,7 @@ def write_graph(
         module, stem = PixelsToVerdict(detector, module, camera), "whole"
         example, free = torch.randint(0, 256, (2, *camera, 3), dtype=torch.uint8), {0: free[0]}
     with torch.no_grad():
-        module(example)  # values that are computed once aren't traced
+        module(example)  # fills caches, so that the trace holds their values as constants
     described, name = module.described(), f"{stem}{ENGINES[engine][2]}"
     file = folder / f"{stem}.onnx"
     _trace(module, example, free, list(described), file)
@@ -230,7 +226,7 @@ def write_graph(
         model = openvino.Core().read_model(file)
         try:
             openvino.save_model(model, folder / name, compress_to_fp16=False)
-        except RuntimeError:  # doesn't report the system's error
+        except RuntimeError:  # OpenVINO hides the system's error
             raise OSError(errno.ENOSPC, "No space left on device") from None
         for part in folder.glob(f"{file.name}*"):
             part.unlink()
@@ -238,13 +234,14 @@ def write_graph(
 
 
 def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
-    """Images to trace with, and the axes whose length may be another one."""
+    """Images (2, 3, H, W) to trace with, and the free axes of the graph's input."""
     sizing = detector.loading.sizing
     batch = torch.export.Dim("batch", min=1, max=_LARGEST)
     if sizing.only is not None:
         return torch.rand(2, 3, *sizing.only), {0: batch}
     rows, columns = (torch.export.Dim(n, min=1, max=_LARGEST) for n in ("rows", "columns"))
     step = sizing.multiple
+    # Sides that differ, so that the trace doesn't take one for the other.
     images = torch.rand(2, 3, *(step * -(-side // step) for side in (128, 160)))
     return images, {0: batch, 2: step * rows, 3: step * columns}
 
@@ -252,7 +249,18 @@ def _example(detector: Model) -> tuple[Tensor, dict[int, Any]]:
 def _trace(
     module: nn.Module, example: Tensor, free: dict[int, Any], names: list[str], file: Path
 ) -> None:
-    """Write a module as an ONNX file, without the libraries' messages about operators."""
+    """Write a module as an ONNX file, without the libraries' messages about operators.
+
+    Args:
+        module: one input, a tuple of outputs.
+        example: an input.
+        free: axes of the input that may have another length.
+        names: the input, then the outputs.
+        file: the ONNX file.
+
+    Raises:
+        ModelError: the module can't be traced.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -270,7 +278,7 @@ def _trace(
                 opset_version=OPSET,
                 verbose=False,
             )
-    except Exception:  # of many types, about operators and symbols
+    except Exception:  # of many types: torch reports operators and symbols by its own
         raise ModelError(
             "this network can't be written as a graph: its steps depend on the image, or it uses "
             "an operation that ONNX lacks; train with another backbone, or hook earlier layers"
@@ -287,7 +295,7 @@ def _tidied(
     """Remove this machine's paths and source lines from a graph, and name its axes.
 
     Returns:
-        Its inputs and outputs.
+        Inputs and outputs of the graph, as in export.json.
     """
     import onnx
 
@@ -312,10 +320,10 @@ def _tidied(
 
 
 def check_pixels(detector: Model) -> None:
-    """Check that a model can be a graph from pixels to the verdict.
+    """Refuse a model whose verdict a graph from pixels can't compute.
 
     Raises:
-        ModelError: it can't; the message gives the reason.
+        ModelError: the model is such a one; the message gives the reason.
     """
     config = detector.config
     why = ""
@@ -362,29 +370,24 @@ class PixelsToVerdict(nn.Module):
         if detector.region is not None:
             self._inside = torch.from_numpy(detector.region.patches(view, grid))[None]
             self._seen = torch.from_numpy(detector.region.inside(camera))
-        self._top = self._count_top()
-        self._statistics = _Statistics(detector, self._inside, view.size)
+        self._top = self._top_count()
+        self._statistics = _Statistics(detector, self._inside, grid, view.size)
 
-    def _count_top(self) -> int:
+    def _top_count(self) -> int:
         """Number of values in the highest 1 %, whose mean is the image score."""
+        count = math.prod(self._grid) if self._inside is None else int(self._inside.sum())
         if self._detector.config.image_score_in_force.startswith("map_"):
             smoothing = self._detector.config.model.smoothing
             zeros = torch.zeros(1, *self._grid)
             values = network_map(zeros, self._view.size, smoothing, self._inside)
-        else:
-            values = torch.where(
-                torch.ones(self._grid) if self._inside is None else self._inside, 0.0, math.nan
-            )
-        return max(1, round(int((~values.isnan()).sum()) / 100))
+            count = int((~values.isnan()).sum())
+        return max(1, round(count / 100))
 
     def described(self) -> _Described:
         """Meaning and lengths of the axes of the input and of the outputs, by name."""
         height, width = self._camera
         return {
-            "pixels": (
-                "RGB, 8 bits, raw camera pixels",
-                ["batch", height, width, 3],
-            ),
+            "pixels": ("RGB, 8 bits, raw camera pixels", ["batch", height, width, 3]),
             "verdict": ("0 good, 1 review, 2 reject", ["batch"]),
             "score": ("image score, higher is more anomalous", ["batch"]),
             "reason": (
@@ -417,8 +420,9 @@ class PixelsToVerdict(nn.Module):
         )
         reason = self._statistics(images, embeddings)
         limits = self._detector.thresholds
-        assert limits is not None  # see `check_pixels`
-        # NaN exceeds neither threshold.
+        assert limits is not None  # `check_pixels` refuses models without thresholds
+        # 2 reject, less 1 for each threshold that isn't exceeded. NaN isn't at most a threshold:
+        # such an image is rejected.
         verdict = 2 - (values <= limits.review).long() - (values <= limits.image).long()
         verdict = torch.maximum(verdict, (reason > 0).long())
         return verdict, values, reason, self._anomaly_map(shown.scores), shown.scores
@@ -435,30 +439,37 @@ class PixelsToVerdict(nn.Module):
         if self._inside is None:
             return maps
         weights = rows @ self._inside.float() @ columns.T
+        # Beside a region's border the mean is taken over the patches inside it alone.
         seen = (weights > LEAST_WEIGHT) & self._seen
         return torch.where(seen, maps / torch.where(seen, weights, 1.0), math.nan)
 
 
 class _Statistics(nn.Module):
-    """Network inputs and their embeddings -> why an image is for review, (B,) int64.
+    """Network inputs and their embeddings -> reasons for review (B,) int64, 0 for none.
 
-    Same checks as in `anomaly.scoring.image_statistics`.
+    The checks are those of `anomaly.scoring.image_statistics`.
+
+    Args:
+        detector: the model.
+        inside: (1, h, w) bool, the patches that count; None for all.
+        grid: (h, w).
+        size: (H, W) of the network inputs.
     """
 
-    def __init__(self, detector: Model, inside: Tensor | None, size: tuple[int, int]) -> None:
+    def __init__(
+        self, detector: Model, inside: Tensor | None, grid: tuple[int, int], size: tuple[int, int]
+    ) -> None:
         super().__init__()
         self._learned = detector.training_statistics
         if self._learned is not None and not self._learned.is_reliable:
             self._learned = None
         self._turned = detector.config.model.turned_copies != "none"
-        self._patches = inside
-        self._pixels = None
-        if inside is not None:
-            patches = inside[0].numpy().astype(np.uint8)
-            shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
-            self._pixels = torch.from_numpy(shown > 0)
-            # Plain numbers, which a trace treats as constants.
-            self._counts = int(patches.sum()), int((shown > 0).sum())
+        self._patches = torch.ones(grid, dtype=torch.bool) if inside is None else inside[0]
+        patches = self._patches.numpy().astype(np.uint8)
+        shown = cv2.resize(patches, size[::-1], interpolation=cv2.INTER_NEAREST)
+        self._pixels = torch.from_numpy(shown > 0)
+        # Plain numbers, which a trace treats as constants.
+        self._counts = int(patches.sum()), int(shown.sum())
 
     def forward(self, images: Tensor, embeddings: Tensor) -> Tensor:
         light = images.mean(1)
@@ -468,11 +479,9 @@ class _Statistics(nn.Module):
         mean = self._mean(light)
         contrast = self._mean((light - mean[:, None, None]).square()).sqrt()
         sharpness = self._mean((beside - 4 * light).abs()) / contrast.clamp(min=QUIET)
-        lowest, highest = (
-            light if self._pixels is None else torch.where(self._pixels, light, fill)
-            for fill in (math.inf, -math.inf)
-        )
-        tests = [highest.amax((1, 2)) - lowest.amin((1, 2)) <= BLANK]
+        darkest = torch.where(self._pixels, light, math.inf).amin((1, 2))
+        brightest = torch.where(self._pixels, light, -math.inf).amax((1, 2))
+        tests = [brightest - darkest <= BLANK]
         if self._learned is not None:
             figures = {"brightness": mean, "contrast": contrast, "sharpness": sharpness}
             for name, values in figures.items():
@@ -481,21 +490,18 @@ class _Statistics(nn.Module):
             if not self._turned:
                 tests.append(self._is_foreign(embeddings, self._learned))
         reason = torch.zeros_like(mean, dtype=torch.int64)
+        # The first reason wins, so it is written last.
         for code, test in reversed([*enumerate(tests, 1)]):
             reason = torch.where(test, code, reason)
         return reason
 
     def _mean(self, values: Tensor) -> Tensor:
-        """Over the pixels (B, H, W) that count."""
-        if self._pixels is None:
-            return values.mean((1, 2))
+        """Means (B,) over the pixels (B, H, W) that count."""
         return (values * self._pixels).sum((1, 2)) / self._counts[1]
 
     def _is_foreign(self, embeddings: Tensor, learned: TrainingStatistics) -> Tensor:
-        if self._patches is None:
-            mean = embeddings.mean((1, 2))
-        else:
-            mean = (embeddings * self._patches[..., None]).sum((1, 2)) / self._counts[0]
+        """Tests (B,) of whether images show another product than the training images."""
+        mean = (embeddings * self._patches[..., None]).sum((1, 2)) / self._counts[0]
         apart = mean - _tensor(learned.mean)
         away = (apart / _tensor(learned.deviations(learned.variance))).square().mean(-1).sqrt()
         distance = apart.square().mean(-1).sqrt() / learned.spread

@@ -1,7 +1,7 @@
-"""The rows of a run of `infer` -> results.html: the report's page for images without labels.
+"""Rows of `infer` -> results.html, the report's page for images without labels.
 
-Every score counts in its histogram and verdicts; pictures are there of the images with the
-highest scores and of those with a reason for review.
+Its histogram and its verdicts count every score. It has pictures of images with a reason for review
+first, then of those with the highest scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anomaly.maps.heatmap import SHOWN, Thumbnails, thumbnail
 from anomaly.report.page import About, model_page, pictured, promise_shown, utc_now
 from anomaly.scoring.build import flatten
 
-NAMED = 200  # images named that couldn't be scored
+NAMED = 200  # at most so many images that couldn't be scored are named
 
 
 def gallery_html(
@@ -37,22 +37,22 @@ def gallery_html(
     facts: Mapping[str, Any],
     learned: frozenset[str],
 ) -> str:
-    """The page over a run.
+    """The page of a run.
 
-    It is bounded: eleven bytes for each score, and `SHOWN` small pictures.
+    Its size is bounded: eleven bytes for each score, and `SHOWN` small pictures.
 
     Args:
-        name: of the model.
-        about: the model.
-        inputs: what was scored, as the user named it.
-        rows: one for each image, in any number: they are gone through once.
-        output: the folder that the rows' heatmaps are relative to.
-        thumbnails: small heatmaps as far as they are at hand; others are made from the files.
-        facts: what else there is to say, by name.
-        learned: sha256 of the images that the model was learned from.
+        name: name of the model.
+        about: facts of the model.
+        inputs: the images' folders, as the user named them.
+        rows: one row an image, in any number: read once.
+        output: the folder that heatmaps of rows are relative to.
+        thumbnails: small heatmaps in memory; others are made from the heatmaps' files.
+        facts: names and values of a table on the run.
+        learned: sha256 of the training images.
     """
     tally = _Tally(about, learned)
-    # Earlier ones win among equals, so that the page hangs on the rows alone.
+    # Earlier rows win among equals, so that the page depends on nothing but the rows.
     shown = heapq.nlargest(
         SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
     )
@@ -91,49 +91,60 @@ def gallery_html(
 
 
 class _Tally:
-    """Numbers and rows of a run that its page needs.
+    """Counts and scores of a run, in memory that doesn't grow with its rows' texts.
+
+    Args:
+        about: facts of the model.
+        training_images: sha256 of the training images.
 
     Attributes:
-        new: the scores of images that the model hasn't learned, raised above the review threshold
-            where there is a reason for review.
+        scores: scores of images without a reason for review.
+        odd: scores of images with a reason for review.
+        new: scores of all but training images, raised above the review threshold where there is a
+            reason for review.
+        learned: number of training images among the rows.
+        refused: number of images without a score.
+        reasons: names, states and reasons of the first `NAMED` of them.
     """
 
-    def __init__(self, about: About, learned: frozenset[str]) -> None:
-        self.scores, self.odd = array("d"), array("d")  # without and with a reason for review
+    def __init__(self, about: About, training_images: frozenset[str]) -> None:
+        self.scores, self.odd, self.new = array("d"), array("d"), array("d")
         self.learned = self.refused = 0
         self.reasons: list[dict[str, str]] = []
-        self.new = array("d")
-        self._learned = learned
+        self._training_images = training_images
         limits = about.thresholds
-        self._odd = -np.inf if limits is None else np.nextafter(limits.review, np.inf)
+        # The lowest score that counts as flagged.
+        self._flagged = -np.inf if limits is None else np.nextafter(limits.review, np.inf)
 
     def scored(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row]]:
-        """Count rows, and pass on those with a score, numbered."""
+        """Count rows, and pass on those with a score, each with its number."""
         for number, row in enumerate(rows):
-            learned = row.image_sha256 in self._learned
+            learned = row.image_sha256 in self._training_images
             self.learned += learned
             if row.image_score is None:
                 self.refused += 1
+                # Memory stays bounded however many images fail.
                 if len(self.reasons) < NAMED:
                     reason = row.reason.removeprefix(f"{row.path}: ")
                     self.reasons.append({"name": row.path, "status": row.status, "reason": reason})
                 continue
             if not learned:
-                least = self._odd if row.reason else -np.inf
+                least = self._flagged if row.reason else -np.inf
                 self.new.append(max(row.image_score, least))
             (self.odd if row.reason else self.scores).append(row.image_score)
             yield number, row
 
 
 def _encoded(scores: array[float]) -> str:
-    """Ascending, as little-endian doubles: no digit of a score is lost at a threshold."""
+    """Scores in ascending order, as base64 of little-endian doubles, whose digits all count."""
     return base64.b64encode(np.sort(np.frombuffer(scores, "<f8")).tobytes()).decode()
 
 
 def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
+    """A row and its small heatmap, for the page's scripts."""
     small = thumbnails.get(row.heatmap)
-    if small is None and row.heatmap:  # of an earlier part of the run
-        with suppress(ImageError):  # exchanged for what is no image
+    if small is None and row.heatmap:  # drawn before the run was resumed
+        with suppress(ImageError):  # somebody has overwritten the file
             small = thumbnail(read_image(output / row.heatmap).pixels, thumbnails.pixels)
     return {
         "name": row.path,
@@ -143,6 +154,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
         "sha256": row.image_sha256,
         "odd": row.reason,
         **pictured(small),
+        # Names of files may be bytes that aren't UTF-8; a link carries them all the same.
         "link": row.heatmap and quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }

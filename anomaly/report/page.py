@@ -67,7 +67,7 @@ def page(
         body: HTML whose variable parts have been escaped.
         styles: names of assets.
         scripts: names of assets, in order; they share one module.
-        data: what the scripts read from the element `data`; None where there are none.
+        data: values that the scripts read from the element `data`; None for a page without scripts.
     """
     style, code, script = "".join(map(asset, styles)), "".join(map(asset, scripts)), ""
     if data is not None:
@@ -84,7 +84,7 @@ def table_page(title: str, heading: str, about: str, content: str) -> str:
         title: plain text.
         heading: plain text.
         about: HTML of a line below the heading.
-        content: HTML of everything else.
+        content: HTML below that line.
     """
     body = (
         f'<div class="explained"><header class="top"><h1>{html.escape(heading)}</h1>'
@@ -104,11 +104,11 @@ def photograph_html(
     """A JPEG file with a caption.
 
     Args:
-        label: what it shows, plain text.
-        photo: the file.
-        size: (width, height), the unit of the marks' coordinates.
+        label: subject of the picture for screen readers, plain text.
+        photo: content of the file.
+        size: (width, height) in pixels, the coordinates of the marks.
         caption: HTML.
-        marks: SVG that lies over it.
+        marks: SVG elements over the picture.
     """
     href = f"data:image/jpeg;base64,{base64.b64encode(photo).decode()}"
     picture = (
@@ -120,12 +120,12 @@ def photograph_html(
 
 
 def command_line(*words: str) -> str:
-    """A shell command of these words."""
+    """A shell command, its words quoted for this system."""
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def table_html(titles: Iterable[str], rows: Iterable[str]) -> str:
-    """A table with a line of titles, given as HTML, and rows by `row_html`."""
+    """A table of titles (HTML) and rows (from `row_html`)."""
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     return (
         f'<div class="card wide"><table class="overview"><thead><tr>{head}</tr></thead>'
@@ -134,13 +134,13 @@ def table_html(titles: Iterable[str], rows: Iterable[str]) -> str:
 
 
 def row_html(name: str, cells: Iterable[object]) -> str:
-    """A row of a table: its name and cells as HTML."""
+    """A row of a table; name and cells are HTML."""
     listed = "".join(f"<td>{cell}</td>" for cell in cells)
     return f'<tr><th scope="row">{name}</th>{listed}</tr>'
 
 
 def utc_now() -> str:
-    """The time as pages show it."""
+    """The present time in the form shown on pages."""
     return shown_time(datetime.now(UTC).isoformat())
 
 
@@ -152,17 +152,18 @@ def shown_time(utc: str) -> str:
 def asset(name: str) -> str:
     """The text of a file in assets/."""
     text = files("anomaly.report").joinpath("assets", name).read_text("utf-8")
-    return text.replace("\r\n", "\n")
+    return text.replace("\r\n", "\n")  # git may have changed them on Windows
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that can stand inside a script element whatever the strings in it are."""
+    """JSON that can stand inside a script element, whatever strings it holds."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    # As escapes of JSON, so that no string can end the element.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(style: str, code: str) -> str:
-    """Nothing from anywhere, but these very styles and scripts and the pictures in the page."""
+    """Content security policy: this very style and code, pictures in the page, nothing else."""
     script = _fingerprint(code) if code else "'none'"
     return (
         f"default-src 'none'; img-src data:; style-src {_fingerprint(style)}; "
@@ -175,18 +176,18 @@ def _fingerprint(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-_PIXELS = 1_440_000  # of a picture to draw on
+_PIXELS = 1_440_000  # at most, of the picture on the page for regions
 
 
 def region_page(path: Path, decoding: Decoding) -> str:
-    """The page: polygons are drawn over the picture, and shown as YAML.
+    """A page for drawing polygons over a picture, with the YAML of the region.
 
     Args:
-        path: the image.
-        decoding: how it is decoded.
+        path: image file.
+        decoding: limits and bit depth of the decoder.
 
     Raises:
-        ImageError: the image can't be used.
+        ImageError: the image can't be decoded.
     """
     small = thumbnail(display(read_one(read_image, path, decoding, about=path)), _PIXELS)
     width, height = small.source
@@ -201,7 +202,7 @@ def region_page(path: Path, decoding: Decoding) -> str:
 
 
 def pictured(small: Thumbnail | None) -> dict[str, Any]:
-    """A picture as the page's scripts take it; None where there is none."""
+    """A small picture as plain values for the page's scripts, empty for None."""
     if small is None:
         return {"size": None, "source": None, "photo": ""}
     photo = base64.b64encode(small.photo).decode()
@@ -220,11 +221,11 @@ class About:
     """The model behind a page.
 
     Attributes:
-        method: by the name that it has in the literature.
-        unit: of its scores.
+        method: name of the method in the literature.
+        unit: unit of the scores.
         thresholds: the model's own; None where it has none.
-        folder: of the model, as the user named it; empty for one that is in memory alone.
-        model_id: names this very model.
+        folder: folder of the model, as the user named it; empty for a model in memory.
+        model_id: identifier of the model, from its content.
         settings: the model's config as plain values.
     """
 
@@ -237,10 +238,10 @@ class About:
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> About:
-        """That of a model, with its folder as the user named it."""
+        """Facts of a model in a folder, as the user named it."""
         settings = to_dict(model.config)
-        unit, limits = model.unit, model.thresholds
-        return cls(model.method, unit, limits, str(folder), model.model_id, settings)
+        folder, limits = str(folder), model.thresholds
+        return cls(model.method, model.unit, limits, folder, model.model_id, settings)
 
 
 def model_page(
@@ -255,13 +256,13 @@ def model_page(
     """The page of images that one model has scored.
 
     Args:
-        name: of the model.
-        model: what is known of it.
-        title: of the page.
-        counted: how many images there are, in words.
+        name: name of the model.
+        model: facts of the model.
+        title: title of the page.
+        counted: numbers of images, in words.
         facts: tables of names and values, by title; empty values are left out.
-        data: what the page's scripts read of the images.
-        notes: on the thresholds, for people.
+        data: scores, pictures and figures of the images, for the page's scripts.
+        notes: remarks on the thresholds, for people.
     """
     limits = model.thresholds
     command = ""
@@ -294,18 +295,18 @@ def model_page(
 
 
 def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[str, Any]:
-    """The promise of thresholds beside the shares of these images, as a table for a page.
+    """The rates that thresholds promise beside the rates on images, as a table for a page.
 
     Args:
-        model: what is known of it; without thresholds, or images, there is nothing to show.
-        scores: (n,) of images.
-        all_good: whether somebody has said that none of the images is defective.
+        model: facts of the model; without thresholds the table is empty.
+        scores: (n,) image scores; without any the table is empty.
+        all_good: True where all images are labelled good.
     """
     values, thresholds = np.asarray(scores), model.thresholds
     if thresholds is None or not len(values):
         return {"head": [], "rows": [], "line": ""}
-    both = {"flagged": thresholds.to_review, "rejected": thresholds.to_reject}
-    counts = {name: int((values > limit.value).sum()) for name, limit in both.items()}
+    limits = {"flagged": thresholds.to_review, "rejected": thresholds.to_reject}
+    counts = {name: int((values > limit.value).sum()) for name, limit in limits.items()}
     rows = [
         [
             name,
@@ -313,9 +314,9 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
             percent(limit.false_rejects.at_most),
             f"{percent(counts[name] / len(values))} ({counts[name]})",
         ]
-        for name, limit in both.items()
+        for name, limit in limits.items()
     ]
-    promised, place = both["flagged"].false_rejects, model.folder or "RUN"
-    line = flagged_line(counts["flagged"], len(values), promised, place, all_good=all_good)
+    promised, folder = limits["flagged"].false_rejects, model.folder or "RUN"
+    line = flagged_line(counts["flagged"], len(values), promised, folder, all_good=all_good)
     images = counted(len(values), "good image" if all_good else "image")
     return {"head": ["", "promised of good parts", "at most", images], "rows": rows, "line": line}

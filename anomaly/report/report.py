@@ -44,9 +44,9 @@ from anomaly.storage.folder import find_model
 from anomaly.storage.thresholds import thresholds_alone_differ
 from anomaly.training.runs import training_record
 
-# All pictures of a page together, for about 30 MB at most: 190 images of 500 x 1254 are whole.
+# Of all pictures of a page, about 30 MB: 190 images of 500 x 1254 keep their size.
 _PIXELS = 120_000_000
-_HEAT_SIDE = 160
+_HEAT_SIDE = 160  # pixels of a small heatmap's longer side
 
 
 FIGURES = {
@@ -68,15 +68,15 @@ class Category:
 
     Attributes:
         evaluation: scores and figures.
-        about: the model.
-        training: what the run's train.json says; empty where it isn't there.
-        data_folder: where the test images are.
-        date: of the evaluation, in UTC.
-        engine: what computed the scores.
-        seconds: that scoring the test split took.
-        tiles: what the page's scripts take as pictures, by the images' places in the test split;
-            empty for no report.
-        weaknesses: of the model, the most important first.
+        about: facts of the model.
+        training: content of the run's train.json; empty without one.
+        data_folder: folder of the test images.
+        date: time of the evaluation, in UTC.
+        engine: program that ran the network: torch, onnx or openvino.
+        seconds: time of scoring the test split.
+        tiles: pictures for the page's scripts, by the images' indices in the test split; empty
+            once the report is written.
+        weaknesses: weaknesses of the model, the most important first.
         rates: lines on other review rates; none where no defect passes.
     """
 
@@ -110,13 +110,13 @@ class Category:
         return self.evaluation.scored
 
     def report(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write figures and scores, and the report of this model in a folder beside them.
+        """Write figures and scores, and this model's report in a folder beside them.
 
         Returns:
             The report's HTML file.
 
         Raises:
-            OutputError: there is one already, or it can't be written.
+            OutputError: the folder has a report already, or can't be written to.
         """
         place = EvaluationFolder(Path(folder), overwrite=overwrite)
         report = place.add(self)
@@ -134,7 +134,7 @@ _REPORT_FILES = ("report.html", *_FILES)
 
 
 def folder_name(name: str) -> str:
-    """A category's name as that of a folder that is the same on every system."""
+    """A folder's name, legal on every system, for a category's name."""
     return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"
 
 
@@ -146,11 +146,11 @@ class EvaluationFolder:
 
     Args:
         folder: made if need be.
-        overwrite: replace earlier files of these names instead of refusing: those over all
-            categories with the first one that is added, a category's with that category.
+        overwrite: True replaces earlier files of these names, those over all categories with the
+            first category added, a category's own with that category. False refuses them.
 
     Raises:
-        OutputError: the folder can't be used, or an earlier evaluation is in it.
+        OutputError: the folder can't be used, or has an earlier evaluation.
     """
 
     def __init__(self, folder: Path, *, overwrite: bool) -> None:
@@ -160,16 +160,18 @@ class EvaluationFolder:
         self._taken: set[str] = set()
 
     def add(self, category: Category) -> Path:
-        """Write one category's files; returns its report.
+        """Write one category's files; returns the path of its report.
 
         Raises:
-            OutputError: they exist already, or can't be written.
+            OutputError: the files exist already, or can't be written.
         """
         name = folder_name(category.name)
+        # Two names may become one, also on a system that ignores case.
         while name.casefold() in self._taken:
             name += "_"
         folder = self.folder / name
         claim(folder, _REPORT_FILES, overwrite=self._overwrite)
+        # Earlier figures go only now that there are new ones to come.
         if not self._taken:
             clear(self.folder, _FILES)
         clear(folder, _REPORT_FILES)
@@ -221,6 +223,7 @@ def evaluated(
 
     evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
     seconds = time.perf_counter() - started
+    # A user's own name for the folder is the better one in commands that the report proposes.
     folder = folder or detector.folder
     training = {} if folder is None else training_of(folder, detector.model_id)
     run = Run(detector, folder or Path("RUN"), training, tested)
@@ -243,6 +246,7 @@ def training_of(folder: Path, model_id: str) -> dict[str, Any]:
     record = training_record(folder)
     if record.get("model_id", model_id) == model_id:
         return record
+    # Other thresholds give a model another identifier; the training is still its own.
     with suppress(AnomalyError):
         if record["model_id"] in thresholds_alone_differ(find_model(folder)):
             return record
@@ -261,14 +265,15 @@ def tile(
     Args:
         prediction: with the decoded image.
         anomaly_map: (H0, W0).
-        mask: (H0, W0), of the ground truth; None where there is none.
-        threshold: the map's value where marking starts; None for its highest.
-        pixels: the picture has at most so many.
+        mask: ground-truth mask (H0, W0); None for an image without.
+        threshold: anomaly map value where marking starts; None for the map's highest.
+        pixels: most pixels of the picture.
 
     Returns:
-        The photograph, and over it: `heat` (WebP with opacity, to be stretched over it; empty where
-        nothing is coloured), the outlines of the ground truth and of the predicted mask as SVG
-        paths in its pixels, and whether the network didn't look at some of the image.
+        The photograph; `heat`, a WebP picture with opacity to be stretched over it, empty where
+        nothing is coloured; `truth` and `marked`, outlines of the ground-truth and of the
+        predicted mask as SVG paths in the photograph's pixels; `partly`, True where the network
+        sees a part of the image only.
     """
     assert prediction.image is not None
     if threshold is None:
@@ -285,12 +290,12 @@ def tile(
 
 
 def _heat(anomaly_map: Map, threshold: float) -> bytes:
-    """The heatmap as a picture of its own; it is smooth, so a small one will do."""
+    """The heatmap's colours as a small WebP picture, which is enough: the map is smooth."""
     height, width = anomaly_map.shape
     scale = min(1.0, _HEAT_SIDE / max(height, width))
     size = max(1, round(width * scale)), max(1, round(height * scale))
     small = np.asarray(cv2.resize(anomaly_map, size, interpolation=cv2.INTER_AREA), np.float32)
-    colours = layer(small, threshold)
+    colours = layer(small, threshold)  # RGBA, which OpenCV wants as BGRA
     if not colours[..., 3].any():
         return b""
     return encoded(".webp", colours[..., [2, 1, 0, 3]], cv2.IMWRITE_WEBP_QUALITY, QUALITY)
@@ -302,6 +307,7 @@ def _outline(mask: Mask, size: tuple[int, int]) -> str:
     small = cv2.resize(mask.astype(np.float32), size, interpolation=cv2.INTER_AREA) > 0
     parts = []
     for line in outlines(small):
+        # Within 0.6 pixels: a straight edge becomes two points.
         points = cv2.approxPolyDP(line, 0.6, closed=True).reshape(-1, 2)
         steps = np.diff(points, axis=0)
         start = f"M{points[0, 0]}.5 {points[0, 1]}.5"
@@ -311,31 +317,29 @@ def _outline(mask: Mask, size: tuple[int, int]) -> str:
 
 
 def report_html(category: Category) -> str:
-    """The page of one category.
-
-    Args:
-        category: with a tile for each scored image.
-    """
-    evaluation, model = category.evaluation, category.about
+    """The page of one category, which has a tile for each scored image."""
+    evaluation, model, usable = category.evaluation, category.about, category.evaluation.usable
     types = {row.sample.defect_type for row in evaluation.scored}
     refused = [
+        # The name stands beside the reason, so the path before it goes.
         {"name": row.sample.name, "reason": row.reason.removeprefix(f"{row.sample.path}: ")}
         for row in evaluation.scored
         if row.score is None
     ]
     counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
-    usable = evaluation.usable
     good = [score for row, score in usable if not (row.sample.is_defect or row.outlier)]
+    trained = category.training.get("time")
+    provenance = {
+        "evaluated": category.date,
+        "data in": category.data_folder,
+        "model in": model.folder,
+        "trained": trained and shown_time(trained),
+    }
     data = {
         "labelled": True,
-        # What differs from the promise is in the list of weaknesses.
-        "promise": promise_shown(category.about, good, all_good=True) | {"line": ""},
-        "provenance": [
-            *([("evaluated", category.date)] if category.date else []),
-            *([("data in", category.data_folder)] if category.data_folder else []),
-            *([("model in", model.folder)] if model.folder else []),
-            *([("trained", shown_time(when))] if (when := category.training.get("time")) else []),
-        ],
+        # The list of weaknesses has the line on a promise that isn't kept.
+        "promise": promise_shown(model, good, all_good=True) | {"line": ""},
+        "provenance": [(label, text) for label, text in provenance.items() if text],
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
         "images": [
@@ -373,6 +377,7 @@ def _figures(category: Category) -> Iterator[dict[str, Any]]:
             if rate := _rate(wrong, of):
                 yield {"label": label, "key": key, **rate, "value": f"{wrong} of {of}"}
     for key, label in FIGURES.items():
+        # No rows for pixel figures of a data set without masks.
         if key in metrics.values and metrics.reasons.get(key) not in (NO_MASKS, NO_DEFECT_MASKS):
             yield {
                 "label": label,
@@ -394,6 +399,7 @@ def _facts(category: Category) -> dict[str, dict[str, Any]]:
     """Tables of names and values for the model's part of the page, by title."""
     training, scored = category.training, len(category.evaluation.scored)
     settings = dict(flatten(category.about.settings))
+    # Hashes of the images that `tune` used: their number is enough for people.
     if chosen_by := settings.get("chosen_by"):
         settings["chosen_by"] = f"{len(chosen_by)} images"
     learned = {
@@ -426,6 +432,7 @@ def flattered(evaluation: Evaluation) -> str:
             f"{count} of {images} test images were used to choose the thresholds, so verdicts are "
             "better here than on new parts"
         )
+    # By hand: nothing records the images that somebody looked at.
     if not notes and limits is not None and limits.label == "by hand":
         notes = [
             "the thresholds were set by hand: if they were chosen by these test images, verdicts "
@@ -441,21 +448,16 @@ def glossary() -> dict[str, str]:
 
 
 def metrics_json(evaluations: Sequence[Evaluation]) -> str:
-    """`{"categories": {name: figures}, "mean": figures}`; an undefined figure is null.
+    """`{"categories": {name: figures}, "mean": figures}`; docs/outputs.md describes the figures.
 
-    Each category, and each type of defect, says why a figure is undefined under `undefined`; under
-    `intervals` what the image figures can be for parts still to come, with at least 95 %
-    confidence; each type of defect against all good images under `by_type`; and under `verdicts`
-    what the model's own thresholds did, in counts and in rates with 95 % intervals;
-    `n_threshold_images` of the images are those that the thresholds were chosen with,
-    `n_settings_images` the settings. The mean leaves undefined figures out.
+    An undefined figure is null, its reason is under `undefined`, and the mean leaves it out.
     """
     categories = {e.name: _category(e) for e in evaluations}
     return as_json(_rounded({"categories": categories, "mean": _mean(evaluations)}))
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to nine digits, which single precision needs: 1, not 0.9999999999999999."""
+    """A JSON value with numbers of nine digits, all that float32 has: 1, not 0.9999999999999999."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.9g}"))
 
 
@@ -484,23 +486,24 @@ def scores_csv(evaluations: Sequence[Evaluation]) -> str:
 
 
 def passed_in_evaluation(scores: str, thresholds: Thresholds) -> str:
-    """A line on the defects that passed an evaluation at these very thresholds; empty for others.
+    """A line on the defects that passed an evaluation; empty where that had other thresholds.
 
     Args:
-        scores: what `scores_csv` has made of the evaluation.
-        thresholds: of a model.
+        scores: content of the evaluation's scores.csv.
+        thresholds: the model's present thresholds.
 
     Raises:
-        ValueError: these aren't such lines.
+        ValueError: the text isn't such a table.
         KeyError: columns are missing.
     """
-    header, *cells = csv_rows(scores)
-    both = [repr(thresholds.review), repr(thresholds.image)]
+    header, *lines = csv_rows(scores)
+    # As text: `csv_text` writes numbers by `repr`, whose digits are exact.
+    limits = [repr(thresholds.review), repr(thresholds.image)]
     verdicts = [
         row["verdict"]
-        for row in (dict(zip(header, each, strict=True)) for each in cells)
+        for row in (dict(zip(header, line, strict=True)) for line in lines)
         if row["is_defect"] == "1" and row["verdict"]
-        if [row["review_threshold"], row["threshold"]] == both
+        if [row["review_threshold"], row["threshold"]] == limits
     ]
     if not verdicts:
         return ""
@@ -540,7 +543,7 @@ def undefined(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons for missing figures, one line for each reason of each category."""
     lines = []
     for e in evaluations:
-        for why in dict.fromkeys(e.metrics.reasons.values()):
+        for why in dict.fromkeys(e.metrics.reasons.values()):  # each reason once, in order
             missing = [key for key, reason in e.metrics.reasons.items() if reason == why]
             text = f"{', '.join(missing)} undefined"
             if why in (NO_MASKS, NO_DEFECT_MASKS):
@@ -583,7 +586,8 @@ def _verdicts(counts: Confusion) -> dict[str, Any]:
 
 
 def _rate(count: int, images: int) -> dict[str, Any] | None:
-    """A share with its Clopper–Pearson interval: the test images had no say in the thresholds."""
+    """A share with its Clopper–Pearson interval; None without images."""
+    # The interval holds since thresholds are chosen without the test images.
     if not images:
         return None
     rate = rate_of(count, images, count / images)
