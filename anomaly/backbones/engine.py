@@ -37,12 +37,12 @@ class Graph:
     """A graph in a file, which the engine loads when it is first run. Threads may share it.
 
     Args:
-        file: as `anomaly.export` wrote it.
+        file: a graph that `anomaly.export` wrote.
         engine: a key of `ENGINES`.
         threads: processor threads to use, all calls together.
 
     Attributes:
-        version: the engine's.
+        version: the engine's version.
 
     Raises:
         ModelError: the engine isn't installed; when it is run, also where the engine can't read the
@@ -103,8 +103,7 @@ def installed(engine: str, what: str) -> Any:
 
     Args:
         engine: a key of `ENGINES`.
-        what: how the message begins, which goes on with the engine's name: "runs/x/model was
-            exported for", for example.
+        what: the message up to the engine's name: "runs/x/model was exported for", for example.
 
     Returns:
         The module: `onnxruntime` or `openvino`.
@@ -189,10 +188,10 @@ def _openvino(file: Path, threads: int, streams: int) -> Run:
 
 
 def _first_alone(run: Run, images: Array) -> list[Array]:
-    """Run a graph; in this process the first run of any lets no other begin beside it.
+    """Run a graph; the first run in this process lets no other run begin beside it.
 
-    It sets up what OpenVINO's module keeps for all of them: one thread does so and waits for
-    Python's lock, and a second one, which has that lock, would wait for the first one for ever.
+    The first run sets up what OpenVINO's module shares. The thread that does so waits for Python's
+    lock; a second thread would hold that lock and wait for the first one for ever.
     """
     if _has_run.is_set():
         return run(images)
@@ -205,8 +204,7 @@ def _first_alone(run: Run, images: Array) -> list[Array]:
 _first, _has_run = Lock(), Event()
 
 
-# No engine gains by more, and eight take twice the memory.
-_MAX_BATCH = 2
+_MAX_BATCH = 2  # larger batches are no faster with any engine; eight images take twice the memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,15 +226,15 @@ class ExportedNetwork:
 
     @property
     def engine(self) -> str:
-        """What computes: a key of `ENGINES`."""
+        """The engine that computes: a key of `ENGINES`."""
         return self.graph.engine
 
     @property
     def network(self) -> Any:
-        """There is none.
+        """No network: an exported model has none.
 
         Raises:
-            ModelError: always; says where there is one.
+            ModelError: always; names the model folder to use.
         """
         raise ModelError(
             f"{self.graph.file.parent} is an exported model, which has verdicts and no layers; use "
@@ -248,7 +246,7 @@ class ExportedNetwork:
         return self._run(np.stack([item.pixels for item in batch]).transpose(0, 3, 1, 2))
 
     def max_batch_size(self, wanted: int) -> int:
-        """How many images to compute together, at most as many as are wanted."""
+        """Images to compute together, at most as many as are wanted."""
         return min(wanted, _MAX_BATCH)
 
     def inference_mode(self) -> AbstractContextManager[Any]:

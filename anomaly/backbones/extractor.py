@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What is subtracted from and divided out of RGB in [0, 1], per channel: ImageNet's."""
+    """Mean and standard deviation of RGB in [0, 1], per channel; by default ImageNet's."""
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -50,11 +50,10 @@ _MOST_PREFIX = 16  # class and register tokens; networks have up to 5
 
 @dataclass(frozen=True)
 class Layout:
-    """How a layer's output lies, and what it stands for.
+    """The axes, channels and stride of a layer's output.
 
     Attributes:
-        axes: of its outputs: `map` (B, C, h, w), `channels_last` (B, h, w, C) or `tokens`
-            (B, N, C).
+        axes: `map` (B, C, h, w), `channels_last` (B, h, w, C) or `tokens` (B, N, C).
         channels: C.
         stride: network pixels between neighbouring positions.
     """
@@ -64,10 +63,10 @@ class Layout:
     stride: int
 
     def map_of(self, output: Tensor, size: Sequence[int]) -> Tensor:
-        """An output as a feature map (B, C, h, w).
+        """The layer's output as a feature map (B, C, h, w).
 
         Args:
-            output: of the layer.
+            output: the layer's output, in the order of `axes`.
             size: (H, W) of the network's input.
         """
         if self.axes == "map":
@@ -75,18 +74,19 @@ class Layout:
         if self.axes == "tokens":
             height, width = size[0] // self.stride, size[1] // self.stride
             patches = output[:, output.shape[1] - height * width :]
-            # Its length as a shape's, which stays free in a traced graph; len() is a plain number.
+            # Not len(patches): a plain number would fix the batch size in a traced graph.
             output = patches.reshape(patches.shape[0], height, width, -1).contiguous()
         return output.permute(0, 3, 1, 2)
 
 
 def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
-    """How a layer's output for one image lies; None where it is no grid of positions.
+    """The layout of a layer's output for one image; None where it is no grid of positions.
 
-    What may be both is taken for a map (B, C, h, w): of a square image, as many channels as rows.
+    A shape that fits both orders (a square image, as many channels as rows) is taken for a map
+    (B, C, h, w).
 
     Args:
-        shape: of the output.
+        shape: the output's shape.
         size: (H, W) of the image.
     """
     height, width = size
@@ -103,18 +103,18 @@ def layout_of(shape: Sequence[int], size: Sequence[int]) -> Layout | None:
 
 
 def token_stride(count: int, size: Sequence[int]) -> int | None:
-    """The side of the patches that N tokens stand for, few others before them; None for none.
+    """The side of a transformer's patches in network pixels; None where tokens aren't patches.
 
     Args:
-        count: N.
+        count: number of tokens N: a few class or register tokens, then the patches.
         size: (H, W) of the network's input.
     """
     height, width = size
     for stride in range(2, _LARGEST_PATCH + 1):
         if height % stride == width % stride == 0:
-            others = count - height * width // stride**2
-            if others >= 0:
-                return stride if others <= min(_MOST_PREFIX, count // 2) else None
+            prefix = count - height * width // stride**2
+            if prefix >= 0:  # larger strides leave only more tokens without a patch
+                return stride if prefix <= min(_MOST_PREFIX, count // 2) else None
     return None
 
 
@@ -132,9 +132,9 @@ class FeatureExtractor:
         network: truncated, in eval mode. What runs is a copy with its batch norms folded and, on
             the CPU, its activations fused.
         layers: canonical paths, in the order in which they run.
-        layouts: how each layer's output lies.
-        copies: whether a later layer overwrites a wanted one in place.
-        pairs: convolutions and batch norms to fold, see `folded`.
+        layouts: the layout of each layer's output.
+        copies: true where a later layer overwrites a wanted output in place, so outputs are copied.
+        pairs: paths of convolutions and batch norms to fold, see `folded`.
         precision: `fp32` or `bf16`, the number format that the network runs in.
     """
 
@@ -208,8 +208,8 @@ class FeatureExtractor:
         """Feature maps (B, C, h, w) of the layers, in their order.
 
         Args:
-            outputs: what the layers put out, by path.
-            images: (B, 3, H, W), what the network was shown.
+            outputs: the layers' outputs, by path.
+            images: the network's input (B, 3, H, W).
         """
         return [
             layout.map_of(outputs[layer], images.shape[2:])
@@ -227,9 +227,9 @@ class Embedder:
 
     Attributes:
         extractor: the truncated backbone.
-        normalise: what it expects of its input.
+        normalise: the normalisation that the backbone's weights were trained with.
         align: feature maps (B, C_i, h_i, w_i) of its layers -> embeddings (B, h, w, D) float32.
-        device: where it is.
+        device: the device that holds the backbone.
     """
 
     extractor: FeatureExtractor
@@ -247,7 +247,7 @@ class Embedder:
             return self.align(self.maps(batch))
 
     def max_batch_size(self, wanted: int) -> int:
-        """How many images to compute together, at most as many as are wanted."""
+        """Images to compute together, at most as many as are wanted."""
         return min(wanted, _CPU_BATCH) if self.device.type == "cpu" else wanted
 
     def inference_mode(self) -> AbstractContextManager[Any]:
@@ -269,8 +269,8 @@ def network_input(
 
     Args:
         batch: rendered images of one size.
-        normalise: what the backbone expects.
-        device: where the backbone is.
+        normalise: the normalisation that the backbone's weights were trained with.
+        device: the device that holds the backbone.
     """
     pixels = torch.from_numpy(np.stack([item.pixels for item in batch]))
     if device.type == "cuda":  # from pinned memory the copy doesn't hold up this thread
@@ -288,7 +288,7 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
     """bf16 where the device has it and a trial shows that it is safe, else fp32.
 
     Args:
-        extractor: with its weights, on its device.
+        extractor: the extractor with its weights, on its device.
         images: (B, 3, H, W), a few normalised training images, on the same device.
 
     Returns:
@@ -311,11 +311,11 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
 
 
 def rounding_share(extractor: FeatureExtractor, images: Tensor) -> Sequence[float]:
-    """How much bf16 changes each layer's maps, as a share of how much they vary.
+    """The change of each layer's maps by bf16, as a share of their own variation.
 
     Returns:
-        For each layer the root mean square of the change over the standard deviation between
-        positions and images, means over channels; infinite where bf16 overflows.
+        For each layer the root mean square of the change, divided by the standard deviation between
+        positions and images (variances averaged over channels); infinite where bf16 overflows.
     """
     exact = extractor.to(images.device, "fp32")(images)
     rounded = extractor.to(images.device, "bf16")(images)
@@ -338,9 +338,10 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
     bfloat16. Modules keep their paths, so layers are hooked as before.
 
     Args:
-        network: in eval mode, with its weights.
-        pairs: of a convolution and a batch norm, see `anomaly.backbones.layers.DryRun`.
-        dtype: of weights and activations.
+        network: a network in eval mode, with its weights.
+        pairs: paths of a convolution and the batch norm behind it, from
+            `anomaly.backbones.layers.DryRun`.
+        dtype: the type of weights and activations.
     """
     network = copy.deepcopy(network)
     for conv, norm in pairs:
@@ -348,8 +349,8 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
         assert isinstance(convolution, nn.Conv2d)
         assert isinstance(batch_norm, nn.BatchNorm2d)
         joined = fuse_conv_bn_eval(convolution, batch_norm)
-        activation = dict(batch_norm.named_children())  # none, but for one that is timm's
-        if activation:  # in a sequence behind its convolution, `fused` finds it
+        activation = dict(batch_norm.named_children())  # empty, but for timm's BatchNormAct2d
+        if activation:  # in a sequence behind its convolution, where `fused` finds it
             network.set_submodule(conv, nn.Identity())
             sequence = OrderedDict(convolution=joined, **activation)
             network.set_submodule(norm, nn.Sequential(sequence))
@@ -362,7 +363,7 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
 
 # Between a convolution and its activation the whole feature map goes to memory and back. oneDNN,
 # which computes torch's convolutions on the CPU, applies both before it writes.
-# By type: oneDNN's name, and its arguments.
+# Activation type -> oneDNN's name for it, and its arguments.
 _ACTIVATIONS: dict[type[nn.Module], tuple[str, list[float]]] = {
     nn.ReLU: ("relu", []),
     nn.ReLU6: ("hardtanh", [0.0, 6.0]),
@@ -378,7 +379,7 @@ def fused(network: nn.Module, layers: Sequence[str]) -> nn.Module:
     Args:
         network: for inference only, its batch norms folded; changed in place. What runs afterwards
             has no gradients.
-        layers: paths that are hooked. What they put out stays what it is.
+        layers: paths that are hooked; their outputs stay unchanged.
 
     Returns:
         The network, as it was where it isn't on the CPU, where torch was built without oneDNN, or
@@ -422,9 +423,9 @@ def _fuse_sequence(sequence: nn.Module, inside: str, layers: Sequence[str]) -> N
     """Join each convolution with the activation behind it; batch norms between them are gone.
 
     Args:
-        sequence: whose children run one after the other; changed in place.
-        inside: how the children's paths begin.
-        layers: paths whose outputs somebody reads.
+        sequence: a module whose children run one after the other; changed in place.
+        inside: the beginning of the children's paths, with its dot.
+        layers: paths that are hooked; their outputs stay unchanged.
     """
     children = dict(sequence.named_children())
     kept = [

@@ -28,17 +28,17 @@ class Layer:
     """One layer of a network.
 
     Attributes:
-        path: as PyTorch prints it; empty for the network itself.
+        path: the layer's path as PyTorch prints it; empty for the network itself.
         kind: the name of its class.
-        shape: of its output for one image, of the first tensor where there are several; None
-            where it isn't run.
-        layout: of that; None where it is no grid of positions.
-        parameters: its own and those of the layers inside.
-        multiply_adds: of the whole network up to the end of this layer: convolutions, matrix
-            products and attention.
-        share: that, as a share of the whole pass.
-        finished: how many layers had ended before it; -1 where it isn't run.
-        runs: how often it runs in one pass. A path doesn't say which run is meant.
+        shape: shape of its output for one image, of the first tensor where there are several; None
+            where the layer isn't run or puts out no tensor.
+        layout: the output's layout; None where the output is no grid of positions.
+        parameters: number of parameters, those of the layers inside included.
+        multiply_adds: multiply-adds of the whole network up to the end of this layer, in
+            convolutions, matrix products and attention.
+        share: `multiply_adds` as a share of the whole pass.
+        finished: number of layers that end before it; -1 where the layer isn't run.
+        runs: number of runs in one pass. With several, the path doesn't say which run is meant.
     """
 
     path: str
@@ -132,13 +132,13 @@ def own_side(network: nn.Module) -> int | None:
 
 
 def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = ()) -> bool:
-    """Whether a network takes images of a size.
+    """True if a network takes images of a size.
 
     Args:
-        network: as for `layer_table`.
-        height: of the image.
-        width: of the image.
-        layers: whether it gets as far as the last of these; all the way if there are none.
+        network: a network in eval mode that takes images (B, 3, H, W).
+        height: the image's H.
+        width: the image's W.
+        layers: paths up to the last of which the pass has to come; empty for a whole pass.
     """
     try:
         with torch.no_grad(), capture(network, list(layers) or "", stop=True) as captured:
@@ -149,19 +149,18 @@ def takes(network: nn.Module, height: int, width: int, layers: Sequence[str] = (
 
 
 def side_multiple(network: nn.Module, layers: Sequence[str] = ()) -> int | None:
-    """What sides of images have to be multiples of; None for squares of one size only.
+    """The number that sides of images have to be multiples of; None for squares of one size only.
 
     Args:
-        network: as for `layer_table`.
-        layers: as for `takes`.
+        network: a network in eval mode that takes images (B, 3, H, W).
+        layers: paths up to the last of which the pass has to come; empty for a whole pass.
     """
-    fits = (m for m in (32, 14) if takes(network, 7 * m, 8 * m, layers))
-    return next(fits, None)
+    return next((m for m in (32, 14) if takes(network, 7 * m, 8 * m, layers)), None)
 
 
 _FINISHED = attrgetter("finished")
 
-# Sides of dry-run images: multiples of 32 both, the other one of patches of 14 pixels.
+# Sides of dry-run images: both multiples of 32, and 224 also of 14, a usual side of patches.
 PROBES = (256, 224)
 
 
@@ -177,9 +176,9 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
     and all of it.
 
     Args:
-        name: of the network, for messages.
-        network: as for `layer_table`.
-        count: how many of the three, the coarsest first.
+        name: the network's name, for messages.
+        network: a network in eval mode that takes images (B, 3, H, W).
+        count: number of layers, 1 to 3; the coarsest are taken first.
 
     Raises:
         ConfigError: the network has no such layers; the message says how to choose some.
@@ -187,9 +186,8 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
     for side in probes(network):
         with suppress(LayerError):
             table = layer_table(network, side)
-            found = _at_strides(table, side) or _late_blocks(table)
-            if found:
-                return found[-count:]
+            if layers := _at_strides(table, side) or _late_blocks(table):
+                return layers[-count:]
     raise ConfigError(
         f"{name} has no default layers, since none are known to lie at strides 4, 8 and 16; "
         f"choose two or three of `anomaly layers --backbone {name}` and name them: "
@@ -200,7 +198,8 @@ def default_layers(name: str, network: nn.Module, count: int) -> tuple[str, ...]
 def _at_strides(table: Sequence[Layer], side: int) -> tuple[str, ...]:
     """The last layers at strides 4, 8 and 16; empty unless all three lie whole strides apart.
 
-    They are a network's parts and their parts; inside these, strides change early.
+    Only the network's parts and the parts of these count: further inside, a stride begins before
+    the network's features of that stride are complete.
     """
     latest: dict[int, str] = {}
     for x in sorted(table, key=_FINISHED):
@@ -231,7 +230,7 @@ class PassThrough(nn.Module):
     """Stands where a part was that isn't needed: gives back its first argument."""
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Whatever else the part was called with."""
+        """The first argument, whatever else the part was called with."""
         return first
 
 
@@ -293,10 +292,10 @@ def truncate_again(network: nn.Module, described: Mapping[str, Any]) -> FeatureE
 
     Args:
         network: on the meta device.
-        described: what `describe` gave.
+        described: the result of `describe`, from a manifest.
 
     Raises:
-        Exception: of many types, where the values aren't those of this network.
+        Exception: of any type, where the values belong to another network.
     """
     for path in described["dropped"]:
         network.set_submodule(path, PassThrough(), strict=True)
@@ -318,7 +317,7 @@ def truncate_in_place(network: nn.Module, layers: Sequence[str], side: int | Non
     Args:
         network: on the meta device.
         layers: paths in any form that `anomaly.hooks.resolve` takes.
-        side: of the square dry-run image; by default the first of `probes` that it takes.
+        side: side of the square dry-run image; by default the first of `probes` that fits.
 
     Raises:
         LayerError: a layer doesn't exist, never runs, runs several times, so that its path doesn't
@@ -346,17 +345,18 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         network: on the meta device.
-        paths: of the wanted layers.
-        side: of the square image.
+        paths: paths of the wanted layers.
+        side: side of the square image.
 
     Attributes:
-        side: as given.
-        outputs: by path, in the order in which the layers run.
-        reads: how many operations read each tensor, by its id; parameters are among them.
-        copies: whether a later layer overwrites a wanted output in place.
+        side: side of the square image.
+        outputs: the wanted layers' outputs by path, in the order in which the layers run.
+        reads: number of operations that read each tensor, parameters included, by its id.
+        copies: true where a later layer overwrites a wanted output in place.
 
     Raises:
-        LayerError: as `truncate_in_place`.
+        LayerError: a layer never runs, runs several times or puts out several tensors, or the
+            network doesn't take images of this size.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str], side: int) -> None:
@@ -425,7 +425,7 @@ class DryRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The convolutions whose output goes into a batch norm and nowhere else, with that."""
+        """Paths of convolutions whose output only a batch norm reads, with that norm's path."""
         wanted = {id(output) for output in self.outputs.values()}
         return tuple(
             (self._made[entering], norm)

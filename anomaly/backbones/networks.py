@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anomaly.backbones.extractor import Normalisation
-from anomaly.backbones.weights import State, official_file, official_state, read_state, weights_path
+from anomaly.backbones.weights import (
+    State,
+    file_on_disk,
+    official_file,
+    official_state,
+    read_state,
+    weights_path,
+)
 from anomaly.errors import ConfigError, WeightsError, nearest, some
 
 log = logging.getLogger(__name__)
@@ -70,12 +77,12 @@ torchvision = _without_compiler("torchvision")
 
 
 class Backbone:
-    """A network, and what has to be known about it.
+    """A network's constructor, normalisation, official weights and their licence.
 
     Args:
-        network: makes it with random weights, which come from torch's global generator. It takes
-            normalised images (B, 3, H, W).
-        normalisation: what its weights were trained with.
+        network: makes the network, which takes normalised images (B, 3, H, W), with random weights
+            from torch's global generator.
+        normalisation: the normalisation that its weights were trained with; None for ImageNet's.
 
     Attributes:
         packages: distributions whose versions a model's manifest records, besides torchvision's.
@@ -120,10 +127,9 @@ BACKBONES: dict[str, Backbone] = {}
 
 
 def backbone_of(name: str) -> Backbone:
-    """What the registry holds under a name; torchvision's networks have their own names there.
+    """The backbone of a name: from `BACKBONES`, timm, an installed package, or torchvision.
 
-    Raises:
-        ConfigError: no such network; for those of torchvision and timm, when it is made.
+    A name that nobody knows is taken for torchvision's; making that network raises ConfigError.
     """
     if name in BACKBONES:
         return BACKBONES[name]
@@ -136,9 +142,8 @@ def backbone_of(name: str) -> Backbone:
 
 @cache
 def _of_package(name: str) -> Backbone | None:
-    for entry in entry_points(group="anomaly.backbones", name=name):
-        return cast(Backbone, entry.load())
-    return None
+    entries = entry_points(group="anomaly.backbones", name=name)
+    return cast(Backbone, next(iter(entries)).load()) if entries else None
 
 
 # Networks whose official weights come from TensorFlow, where inputs lie in [−1, 1].
@@ -168,7 +173,7 @@ class _Torchvision(Backbone):
         return next((m for m in members if m.name == "IMAGENET1K_V1"), members[0])
 
     def normalisation(self) -> Normalisation:
-        """See `Backbone`."""
+        """TensorFlow's for networks that come from there, else that of torchvision's transforms."""
         if self._name in _FROM_TENSORFLOW:
             return Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         if (weights := self.weights()) is None:
@@ -177,7 +182,12 @@ class _Torchvision(Backbone):
         return Normalisation(tuple(preset.mean), tuple(preset.std))
 
     def official(self) -> tuple[State, str]:
-        """See `Backbone`."""
+        """The tensors of torchvision's file, found on disk or downloaded, and its sha256.
+
+        Raises:
+            WeightsError: torchvision publishes none, or they can't be had; the message names a
+                network whose weights are on disk.
+        """
         if (weights := self.weights()) is None:
             raise WeightsError(
                 f"torchvision publishes no weights for {self._name}; give a file: "
@@ -186,12 +196,12 @@ class _Torchvision(Backbone):
         try:
             return official_state(weights.url)
         except WeightsError as error:
-            others = [name for name in networks_on_disk() if name != self._name]
-            if not others:
+            at_hand = [name for name in networks_on_disk() if name != self._name]
+            if not at_hand:
                 raise
             raise WeightsError(
                 f"{error}. Or use a network whose weights are on this machine: --set "
-                f"backbone.name={others[0]}"
+                f"backbone.name={at_hand[0]}"
             ) from None
 
 
@@ -200,7 +210,8 @@ def _torchvision_network(name: str) -> nn.Module:
         raise ConfigError(
             f"backbone.name {name!r} isn't a network; {nearest(name, _torchvision_names())}"
         )
-    extra = {"init_weights": True} if name in _FROM_TENSORFLOW else {}  # as by default, and said
+    # The default, given because torchvision warns where it isn't.
+    extra = {"init_weights": True} if name in _FROM_TENSORFLOW else {}
     original = name == "resnet50_v1"
     network = torchvision.models.get_model("resnet50" if original else name, weights=None, **extra)
     if original:  # He et al.'s bottleneck: the stride sits on the first 1×1, not on the 3×3
@@ -237,17 +248,17 @@ class _Timm(Backbone):
         self._name = name
 
     def _settings(self) -> Mapping[str, Any]:
-        """What timm states about the weights: `mean`, `std`, `license`, `hf_hub_id`."""
+        """Facts that timm states about the weights: `mean`, `std`, `license`, `hf_hub_id`."""
         settings = _without_compiler("timm").get_pretrained_cfg(self._name.removeprefix(_TIMM))
         return settings.to_dict() if settings else {}
 
     def normalisation(self) -> Normalisation:
-        """See `Backbone`."""
+        """The normalisation that timm states."""
         settings = self._settings()
         return Normalisation(tuple(settings["mean"]), tuple(settings["std"]))
 
     def licence(self) -> str | None:
-        """See `Backbone`."""
+        """The licence that timm states; None where it states none."""
         return self._settings().get("license")
 
     def official(self) -> tuple[State, str]:
@@ -369,18 +380,14 @@ def backbone_at_hand() -> tuple[str, str]:
 
 
 def _url(name: str) -> str:
-    """Where torchvision publishes a network's weights."""
+    """The address of torchvision's weights for a network."""
     return str(_Torchvision(name).weights().url)  # type: ignore[union-attr]
 
 
 def networks_on_disk() -> list[str]:
     """The networks that are good at anomalies and whose weights are on disk, the best first."""
-    found = []
-    for name in _BEST:
-        with suppress(WeightsError):
-            official_file(_url(name), download=False)
-            found.append(name)
-    return [*found, INSTALLED] if installed_file() else found
+    names = [name for name in _BEST if file_on_disk(_url(name))]
+    return [*names, INSTALLED] if installed_file() else names
 
 
 def build(name: str) -> nn.Module:
@@ -427,7 +434,7 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
         seed: for random weights, which have no file.
 
     Raises:
-        WeightsError: see `anomaly.backbones.weights`.
+        WeightsError: there are none, or the file is missing, damaged or not the official one.
     """
     backbone = backbone_of(name)
     if weights == "random":
@@ -446,24 +453,16 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
     return backbone.renamed(state, build(name)), sha256
 
 
-def full_network(name: str, weights: str) -> nn.Module:
-    """A network with all of its weights, nothing cut away; `random` ones are of seed 0."""
-    network = build(name)
-    state, _ = read_weights(name, weights, seed=0)
-    load_state(network, state, network, f"the weights file for {name}")
-    return network
-
-
 def load_state(
     network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str
 ) -> None:
     """Give a truncated network its weights, in place.
 
     Args:
-        network: what is left of `full` after truncation, on the meta device.
-        state: tensors by torchvision's key names; those of dropped layers may be there or not.
+        network: the truncated network, on the meta device.
+        state: tensors by the network's key names, with or without those of dropped layers.
             Half-precision values are widened to the network's own type.
-        full: the whole network, which says which keys belong to it.
+        full: the whole network; keys that it lacks are foreign.
         where: the source of `state`, for error messages.
 
     Raises:
@@ -483,7 +482,8 @@ def load_state(
             f"{where} belongs to another network than {type(full).__name__}, or holds a part of "
             f"it: {'; '.join(problems)}. Check backbone.name and backbone.layers against the file"
         )
-    # Filled in place: it knows the version of its keys, for which some networks (MNASNet) ask.
+    # Changed in place: the network's own dict carries the version of its keys, which some networks
+    # (MNASNet) ask for.
     for key, like in wanted.items():
         values = state.get(key, torch.zeros((), dtype=like.dtype))
         if not _is_usable(key, values):
@@ -516,7 +516,7 @@ def _fill_buffers(network: nn.Module) -> None:
 
 
 def _is_usable(key: str, values: Tensor) -> bool:
-    """Whether values are plain finite numbers; a variance below 0 makes NaN of every image."""
+    """True for plain finite numbers; a variance below 0 would make NaN of every image."""
     if values.is_complex():
         return False
     try:

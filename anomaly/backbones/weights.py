@@ -41,7 +41,7 @@ def check_weights(weights: str) -> None:
     """Check that `backbone.weights` is `imagenet`, `random`, or a file that is there.
 
     Raises:
-        WeightsError: as `weights_path`.
+        WeightsError: no such file, or its suffix is none of a weights file.
     """
     if weights not in ("imagenet", "random"):
         weights_path(Path(weights))
@@ -51,8 +51,8 @@ def weights_path(path: Path) -> Path:
     """A user's `.safetensors`, `.pth`, `.pt` or `.bin` file, with `~` replaced by the home folder.
 
     Raises:
-        WeightsError: no such file, or another suffix.
-        AnomalyError: its `~` stands for nobody's home folder.
+        WeightsError: no such file, or its suffix is none of a weights file.
+        AnomalyError: there is no home folder for its `~`.
     """
     path = at_home(path)
     if not path.is_file():
@@ -70,7 +70,7 @@ def weights_path(path: Path) -> Path:
 
 
 def search_folders() -> list[Path]:
-    """Where official files are looked for, first match wins.
+    """Folders that are searched for official files, in this order.
 
     `$ANOMALY_WEIGHTS`, `weights/` in the working directory, and torch's own download cache.
     """
@@ -106,23 +106,26 @@ def official_state(url: str) -> tuple[State, str]:
     return state, sha256
 
 
-def official_file(url: str, *, download: bool = True) -> Path:
-    """Where an official torchvision file is on disk, after a download if need be.
+def file_on_disk(url: str) -> Path | None:
+    """An official torchvision file in one of `search_folders`; None if none of them holds it.
 
     Args:
         url: the file's official address.
-        download: whether to get it where it isn't on disk.
+    """
+    files = (folder / url.rpartition("/")[2] for folder in search_folders())
+    return next(filter(Path.is_file, files), None)
+
+
+def official_file(url: str) -> Path:
+    """An official torchvision file on disk, downloaded if need be.
+
+    Args:
+        url: the file's official address.
 
     Raises:
-        WeightsError: it isn't on disk and can't be downloaded, or mustn't be.
+        WeightsError: it isn't on disk and can't be downloaded.
     """
-    name = url.rpartition("/")[2]
-    for folder in search_folders():
-        if (folder / name).is_file():
-            return folder / name
-    if not download:
-        raise WeightsError(f"{name} isn't on disk. {_where_to_put(name)}")
-    return _download(url, name)
+    return file_on_disk(url) or _download(url)
 
 
 def _hash_in(name: str) -> str:
@@ -130,10 +133,11 @@ def _hash_in(name: str) -> str:
     return name.removesuffix(".pth").rpartition("-")[2]
 
 
-def _download(url: str, name: str) -> Path:
+def _download(url: str) -> Path:
     # Not `torch.hub.load_state_dict_from_url`: it waits for a silent server for ever.
-    target, prefix = _downloads() / name, _hash_in(name)
-    draft = draft_of(target)
+    name, prefix = url.rpartition("/")[2], _hash_in(url)
+    target = _downloads() / name
+    draft = draft_of(target)  # a download that breaks off leaves no file under the name itself
     try:
         with _opened(url) as answer:
             log.info(f"downloading the weights {name} from {urlsplit(url).netloc} (only once)")
@@ -145,26 +149,27 @@ def _download(url: str, name: str) -> Path:
         reason = f"the file sent has a wrong hash, its sha256 should start with {prefix}; try again"
     except urllib.error.HTTPError as error:
         reason = f"it answered {error.code} {error.reason}"
-    except (OSError, HTTPException) as error:  # of the network, or of the disk
-        inner = getattr(error, "reason", error)
+    except (OSError, HTTPException) as error:  # the network's error, or the disk's
+        inner = getattr(error, "reason", error)  # urllib wraps the network's own error
         reason = why(inner) if isinstance(inner, OSError) else "no answer"
     finally:
         draft.unlink(missing_ok=True)
+    folders = ", ".join(dict.fromkeys(str(f.absolute()) for f in search_folders()))
     raise WeightsError(
-        f"the weights {name} are missing and can't be downloaded from {url} ({reason}). "
-        f"{_where_to_put(name)}"
+        f"the weights {name} are missing and can't be downloaded from {url} ({reason}). Put the "
+        f"official file {name} into one of: {folders} (or set ANOMALY_WEIGHTS)"
     )
 
 
 def _opened(url: str) -> Any:
-    """A server's answer. Within `_PATIENCE`, whatever keeps it back.
+    """A server's answer to a request, within `_PATIENCE` seconds.
 
-    A name server that can't be reached, and each address behind a firewall, would take a minute:
-    the thread that waits for them is left behind.
+    An unreachable name server, or an address behind a firewall, would take a minute: the thread
+    that waits for it is left behind.
 
     Raises:
-        TimeoutError: no answer by then.
-        OSError: as `urllib.request.urlopen`.
+        TimeoutError: no answer within that time.
+        OSError: the server can't be reached, or refuses.
     """
     answer: Future[Any] = Future()
 
@@ -179,11 +184,6 @@ def _opened(url: str) -> Any:
         return answer.result(_PATIENCE)
     except TimeoutError:
         raise TimeoutError(errno.ETIMEDOUT, f"no answer within {_PATIENCE:g} s") from None
-
-
-def _where_to_put(name: str) -> str:
-    folders = ", ".join(dict.fromkeys(str(f.absolute()) for f in search_folders()))
-    return f"Put the official file {name} into one of: {folders} (or set ANOMALY_WEIGHTS)"
 
 
 def read_state(file: Path) -> tuple[State, str]:
@@ -220,8 +220,8 @@ def _loaded(file: Path) -> Any:
     from safetensors.torch import load_file
 
     with file.open("rb") as stream:
-        # Not by its name, from which torch would take it the other way: a safetensors file begins
-        # with the eight bytes of a header's length, then the header in JSON.
+        # Told apart by content, since names may be wrong: a safetensors file begins with eight
+        # bytes, its header's length, and then the header in JSON.
         if stream.read(9)[8:] == b"{":
             return load_file(file)
         stream.seek(0)

@@ -54,15 +54,15 @@ def cluster_features(
     """Have workers compute the features of training images, and keep them while the block runs.
 
     Args:
-        cluster: where the workers are.
-        model: whose network and alignment make the embeddings, by its settings.
-        fitter: what is to learn from them.
-        images: files, or pixels that are decoded already, by their numbers, ascending.
+        cluster: the cluster that the workers run on.
+        model: the stages that make the embeddings, and the settings.
+        fitter: the method's fitter, which learns from the embeddings.
+        images: files or decoded pixels by image number, ascending.
         scratch: an existing folder that all machines see.
-        progress: called with images done, and how many there are.
+        progress: called with (images done, number of images).
 
     Raises:
-        AnomalyError: a worker has met it, or workers die whatever they are given.
+        AnomalyError: a worker raised it, or workers die even without an image.
     """
     for left in scratch.glob(f"{_FOLDER}*"):  # by a training that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -77,13 +77,13 @@ def cluster_features(
 
 
 class _Shards:
-    """The shards of training images, whose features workers keep.
+    """The shards of the training images, whose features workers keep.
 
     Args:
-        cluster: where the workers are.
-        workers: they.
-        images: files, or pixels that are decoded already, by their numbers, ascending.
-        size: how many images make a shard.
+        cluster: the cluster that the workers run on.
+        workers: actors of `ShardWorker`.
+        images: files or decoded pixels by image number, ascending.
+        size: images in a shard.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Shards:
     def run_each(
         self, images: Container[int], function: Callable[[PatchSet], Result]
     ) -> Iterator[Result]:
-        """What a function makes of some of the images, a shard at a time, at the workers."""
+        """Results of a function of some images' patches, shard by shard, computed by workers."""
         yield from self._on_shards(images, partial(_of_patches, function))
 
     def score(
@@ -143,7 +143,7 @@ class _Shards:
     ) -> dict[int, HeldOutScores]:
         """Have all patches of some images scored; see `cross_fitting.scores_of`."""
         known: dict[int, HeldOutScores] = {}
-        # On any device, and without what the scorer has derived.
+        # The CPU's tensors can be sent to any machine; what the scorer has derived stays here.
         function = partial(_scores, model.scorer.to("cpu"))
         for scores in self._on_shards(features.images, function):
             known |= scores
@@ -151,10 +151,19 @@ class _Shards:
         return known
 
     def _on_shards(self, images: Container[int], function: Callable[..., Any]) -> Iterator[Any]:
-        """What workers make, by a function, of those of some images that each shard has."""
+        """Workers' results of a function for each shard that has any of some images.
+
+        Args:
+            images: the image numbers wanted.
+            function: called with the training setup and the shard's features.
+
+        Raises:
+            AnomalyError: an image ends every worker that handles it.
+        """
         sent = self._cluster.put(function)
 
         def ask(actor: Actor, unit: Sequence[int]) -> Future[Any]:
+            # An empty unit only tests the worker: any features will do.
             features = self._features[unit[0] // self._size if unit else 0]
             return actor.ask("apply", features, unit, sent)
 
@@ -183,11 +192,11 @@ class ShardWorker:
     """The actor. Nothing is made before the first call, so that errors come back as they are.
 
     Args:
-        setup: the model before it has learned; of its device, one of that type here is meant.
-        fitter: what is to learn.
+        setup: all stages but the scorer; its device stands for one of that type on this machine.
+        fitter: the method's fitter.
         images: all training images, by number.
-        scratch: a folder for feature maps that all machines see.
-        folder: the working folder, where relative paths begin.
+        scratch: the folder for feature maps, which all machines see.
+        folder: the command's working folder, where relative paths begin.
     """
 
     def __init__(
@@ -206,10 +215,10 @@ class ShardWorker:
         """Compute and keep features of images, and what a bank is selected from.
 
         Args:
-            images: their numbers.
+            images: image numbers.
 
         Raises:
-            DataError: none of the images is there.
+            DataError: this machine sees none of several image files, or not the run's folder.
         """
         self._begin()
         self._check_there(images)
@@ -232,7 +241,7 @@ class ShardWorker:
     def apply(
         self, features: CachedFeatures, images: Sequence[int], function: Callable[..., Result]
     ) -> Result:
-        """What a function makes of the setup and of some images' features."""
+        """Result of a function of the setup and of some images' features."""
         self._begin()
         return function(self._setup, features.only(images))
 
@@ -244,8 +253,9 @@ class ShardWorker:
                 f"the worker on {socket.gethostname()} sees no {self._scratch.parent}; with --ray, "
                 "the run's folder has to be on a disk that all machines share (--output)"
             )
-        with suppress(OSError):
+        with suppress(OSError):  # absolute paths work without it
             os.chdir(self._folder)
+        # Ray gives each actor one processor.
         use_threads(1)
         cv2.setNumThreads(1)
         self._setup = replace(self._setup, device=device_of(self._setup.device.type))

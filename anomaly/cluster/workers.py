@@ -40,24 +40,24 @@ class WorkerDied(Exception):  # noqa: N818, no mistake of anybody's
 
 
 class Cluster:
-    """A Ray cluster, each of whose actors has a processor; `joined` makes one.
+    """A Ray cluster that gives each actor a processor of its own; `joined` makes one.
 
     Args:
-        device: `cpu`, or `cuda`, where each actor has a GPU, too.
+        device: `cpu`, or `cuda`, which gives each actor a GPU, too.
     """
 
     def __init__(self, device: str) -> None:
         self._gpus = int(device == "cuda")
 
     def room(self) -> int:
-        """How many actors there may be now: more would wait for a processor or a GPU for ever."""
+        """Most actors that can run now; a further one would wait for a processor or a GPU."""
         needs = ("CPU", "GPU") if self._gpus else ("CPU",)
         machines = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
         # None is spread over two machines.
         return sum(min(int(there.get(kind, 0)) for kind in needs) for there in machines)
 
     def put(self, value: Any) -> Any:
-        """What stands for a large value among the arguments of many actors."""
+        """Store a value in the cluster once; the reference returned stands for it in arguments."""
         return _ray().put(value)
 
     def start(self, kind: type, *arguments: Any) -> Actor:
@@ -65,8 +65,8 @@ class Cluster:
 
         Args:
             kind: a class on the module level.
-            arguments: of its constructor. That should only keep them: what it raises says nothing
-                of where it was.
+            arguments: the constructor's arguments. The constructor should only keep them: Ray
+                reports its errors without the place that raised them.
         """
         remote = _ray().remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)
         return Actor(remote(kind).remote(*arguments))
@@ -76,7 +76,7 @@ class Actor:
     """An actor of a cluster.
 
     Attributes:
-        placed: whether it runs: it has answered once.
+        placed: true once the actor has answered, so it has got its processor.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -98,7 +98,13 @@ class Actor:
 
 
 def _pass_on(answer: Future[Any], rays: Future[Any]) -> None:
-    """Make Ray's answer ours: what the method raised, or why the worker is gone."""
+    """Copy Ray's result or error into a future of our own.
+
+    Args:
+        answer: the future that callers wait for; gets the method's own error, `WorkerDied` where
+            the process is gone, or DataError where a machine lacks a package.
+        rays: Ray's future, which is done.
+    """
     error = rays.exception()
     if error is None:
         answer.set_result(rays.result())
@@ -114,8 +120,8 @@ def _pass_on(answer: Future[Any], rays: Future[Any]) -> None:
 
 
 def _ray() -> Any:
-    """Ray, whose decorators and functions have no types that hold."""
-    import ray
+    """The module `ray`, untyped: its own annotations are wrong."""
+    import ray  # optional, and slow to import
 
     return ray
 
@@ -135,12 +141,12 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
         import ray
     except ImportError:
         raise AnomalyError("--ray needs Ray: pip install 'anomaly[ray]'") from None
-    # Workers' own lines would break into the progress line; a job sends nobody statistics.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to Ray's makers
+    # Workers' own lines would break into the progress line.
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == _LOCAL:
         options |= {"num_cpus": cores(), "include_dashboard": False}
-    stopping = signal.getsignal(signal.SIGTERM)
+    stopping = signal.getsignal(signal.SIGTERM)  # Ray replaces this handler
     try:
         ray.init(address, **options)
     except Exception as error:  # Ray raises any kind, where it doesn't start in time that very one
@@ -167,15 +173,16 @@ def joined(address: str, device: str) -> Iterator[Cluster]:
         ray.shutdown()
 
 
-# Why an image is lost.
+# The reason that is given for an image that ended its workers.
 CRASHED = "every process that handled it crashed (out of memory?)"
-_AHEAD = 3  # units for each worker that may be begun, or done, before the first isn't done
-_DEATHS = 2  # of workers at the same images
-_SEARCHES = 2  # among a unit's images, for one that ends workers
-_DIED = object()  # instead of an answer
-_WAIT = 1.0  # seconds until it is asked again whether to stop, and whether there is room
+# Units in progress for each worker; results are yielded in order, so the first one holds up others.
+_AHEAD = 3
+_DEATHS = 2  # workers that the same images may end: one may have died for another reason
+_SEARCHES = 2  # passes over a unit's images, one by one, for those that end workers
+_DIED = object()  # stands for the answer of a worker that died
+_WAIT = 1.0  # seconds between two looks at the stop signal and at the cluster's room
 
-# Has a worker handle some images, which may be none.
+# Sends images, which may be none, to an actor.
 Ask: TypeAlias = "Callable[[Actor, Sequence[Any]], Future[Any]]"
 
 
@@ -183,8 +190,8 @@ class Done(NamedTuple):
     """A unit's result.
 
     Attributes:
-        result: what the worker made of its images, without the lost ones.
-        lost: places of the images that end workers.
+        result: the worker's result for the images that aren't lost.
+        lost: positions in the unit of the images that end workers.
     """
 
     result: Any
@@ -192,14 +199,14 @@ class Done(NamedTuple):
 
 
 class _Unit:
-    """Images that one worker handles together, with what is to be done with them next.
+    """Images that one worker handles together, and the next step of handling them.
 
     Args:
-        images: what stands for each.
+        images: the unit's images, in the form that the actor takes.
 
     Attributes:
-        wanted: the images that the next worker is given.
-        done: the result, once there is one.
+        wanted: the images for the next worker: all, one, or none.
+        done: the unit's result; None until it is complete.
     """
 
     def __init__(self, images: Sequence[Any]) -> None:
@@ -208,26 +215,22 @@ class _Unit:
         self.done: Done | None = None
 
     def take(self, answer: Future[Any]) -> None:
-        """Go on with a worker's answer.
+        """Go on with a worker's finished answer.
 
         Raises:
             OutputError: workers die, and that isn't the images' fault.
+            Exception: the error of the actor's method.
         """
         try:
-            try:
-                result = answer.result()
-            except WorkerDied as error:
-                self.wanted = self._steps.throw(error)
-            else:
-                self.wanted = self._steps.send(result)
+            self.wanted = self._steps.send(answer)
         except StopIteration as end:
             self.done = end.value
 
 
-def _handling(images: Sequence[Any]) -> Generator[list[Any], Any, Done]:
-    """The steps of a unit: yields what a worker is to be given, and is sent its answer.
+def _handling(images: Sequence[Any]) -> Generator[list[Any], Future[Any], Done]:
+    """The steps of a unit: yields images for a worker, and is sent its answer.
 
-    Where workers die at the images, each is handled alone: so one is found that ends workers.
+    Where workers die at the images, each image is handled alone: this finds those that end workers.
     """
     lost: list[int] = []
     for search in range(_SEARCHES + 1):
@@ -237,6 +240,7 @@ def _handling(images: Sequence[Any]) -> Generator[list[Any], Any, Done]:
             return Done(result, lost)
         if search == _SEARCHES:
             break
+        # Workers that die without an image have another fault: no image is to be blamed for it.
         if (yield from _handled([])) is _DIED:
             raise OutputError(
                 "workers die even when they are given no image; see why in Ray's logs (out of "
@@ -252,29 +256,26 @@ def _handling(images: Sequence[Any]) -> Generator[list[Any], Any, Done]:
     )
 
 
-def _handled(images: list[Any]) -> Generator[list[Any], Any, Any]:
-    """Give images to one worker after another; what the first survivor answers, or `_DIED`."""
+def _handled(images: list[Any]) -> Generator[list[Any], Future[Any], Any]:
+    """Give images to one worker after another; the first survivor's result, or `_DIED`."""
     for _ in range(_DEATHS):
-        try:
-            return (yield images)
-        except WorkerDied:
-            continue
+        answer = yield images
+        with suppress(WorkerDied):
+            return answer.result()
     return _DIED
 
 
 class Workers:
-    """Actors of one class, hired as there is room for them; any may die.
+    """Actors of one class, started as the cluster has room for them; any may die.
 
     Args:
-        cluster: where they are.
-        kind: their class, see `Cluster.start`.
-        arguments: of its constructor.
+        cluster: the cluster that the actors run on.
+        kind: the actors' class, see `Cluster.start`.
+        arguments: the arguments of each actor's constructor.
     """
 
     def __init__(self, cluster: Cluster, kind: type, *arguments: Any) -> None:
-        self._cluster = cluster
-        self._kind = kind
-        self._arguments = arguments
+        self._cluster, self._kind, self._arguments = cluster, kind, arguments
         self._idle: list[Actor] = []
         self._busy: dict[Future[Any], tuple[Actor, _Unit]] = {}
 
@@ -287,20 +288,20 @@ class Workers:
         """Have units of images handled, each by one worker.
 
         Args:
-            units: images that belong together; read a bounded number ahead.
-            ask: has a worker handle the images of a unit, or some of them.
-            stopped: asked all the time.
+            units: images that belong together; at most `_AHEAD` units a worker are read ahead.
+            ask: sends the images of a unit, or some of them, to a worker.
+            stopped: called at least once a second; true ends the work.
 
         Yields:
-            What came of each unit, in order.
+            Each unit's result, in order.
 
         Raises:
-            StoppedError: `stopped` has said so; what is in hand is given up.
-            AnomalyError: a worker has met it, or workers die whatever they are given.
+            StoppedError: `stopped` returned true; units in progress are given up.
+            AnomalyError: a worker raised it, or workers die even without an image.
         """
         rest = map(_Unit, units)
-        begun: deque[_Unit] = deque()  # in order, until they are yielded
-        waiting: deque[_Unit] = deque()
+        begun: deque[_Unit] = deque()  # units read and not yet yielded, in order
+        waiting: deque[_Unit] = deque()  # units that no worker has at the moment
         try:
             while True:
                 room = max(1, self._cluster.room())
@@ -324,7 +325,7 @@ class Workers:
             self._busy.clear()
 
     def _give(self, waiting: deque[_Unit], ask: Ask, room: int) -> None:
-        """Give units to workers, as far as there are any or there is room for more."""
+        """Give waiting units to idle workers, and to new ones while the cluster has room."""
         while waiting and (self._idle or len(self._busy) < room):
             if not self._idle:
                 self._idle.append(self._cluster.start(self._kind, *self._arguments))
@@ -332,11 +333,11 @@ class Workers:
             self._busy[ask(worker, unit.wanted)] = worker, unit
 
     def _answers(self) -> list[_Unit]:
-        """Wait for workers; the units that something is still to be done with."""
+        """Wait for workers' answers; the units that need a further step."""
         finished = wait(self._busy, _WAIT, FIRST_COMPLETED).done
         if not finished and not all(worker.placed for worker, _ in self._busy.values()):
-            self.close()  # one may wait for the place that another, idle one has
-        again = []
+            self.close()  # an idle worker may hold the place that a new one waits for
+        unfinished = []
         for future in finished:
             worker, unit = self._busy.pop(future)
             if future.exception() is None:
@@ -346,8 +347,8 @@ class Workers:
                 worker.stop()
             unit.take(future)
             if unit.done is None:
-                again.append(unit)
-        return again
+                unfinished.append(unit)
+        return unfinished
 
     def close(self) -> None:
         """End the workers that have nothing to do."""
@@ -361,13 +362,20 @@ def predict(
     stopped: Callable[[], bool],
     batches: Iterable[list[NetworkInput] | UnusableImage],
 ) -> Iterator[Prediction | UnusableImage]:
-    """Have a cluster's workers score batches, instead of `Model.predict_batches`.
+    """Predictions of a cluster's workers, in order, as `Model.predict_batches` gives them.
 
     Args:
-        cluster: where the workers are.
-        model: loaded from a folder that all machines see.
-        stopped: asked all the time.
-        batches: as `by_shape` gathers them.
+        cluster: the cluster that the workers run on.
+        model: a model loaded from a folder that all machines see.
+        stopped: called at least once a second; true ends the work.
+        batches: batches of images of one size, from `by_shape`.
+
+    Yields:
+        A prediction for each image, or the reason why there is none.
+
+    Raises:
+        StoppedError: `stopped` returned true.
+        AnomalyError: a worker raised it, or workers die even without an image.
     """
     assert model.folder is not None
     begun: deque[list[NetworkInput] | UnusableImage] = deque()
@@ -389,7 +397,7 @@ def predict(
             for place, item in enumerate(batch):
                 crashed = UnusableImage(item.index, "failed", f"{item.name}: {CRASHED}")
                 yield crashed if place in lost else next(scored)
-    for refused in begun:
+    for refused in begun:  # behind the last batch of usable images
         assert isinstance(refused, UnusableImage)
         yield refused
 
@@ -398,9 +406,9 @@ class ScoringWorker:
     """The actor. Its model is loaded by the first call, so that errors come back as they are.
 
     Args:
-        folder: the model folder, as it is on all machines.
+        folder: the model folder, at the same path on all machines.
         device: `cpu` or `cuda`.
-        about: what scores depend on, see `about_model`.
+        about: the facts that scores depend on, from the command's own `about_model`.
     """
 
     def __init__(self, folder: Path, device: str, about: Mapping[str, object]) -> None:
@@ -419,6 +427,7 @@ class ScoringWorker:
 
     def _load(self) -> Model:
         host, expected = socket.gethostname(), self._about
+        # Ray gives each actor one processor: more threads would take other actors' time.
         use_threads(1)
         cv2.setNumThreads(1)
         try:
@@ -428,10 +437,11 @@ class ScoringWorker:
                 f"the worker on {host}: {error} (all machines need the model folder)"
             ) from None
         about = about_model(model)
-        if other := [key for key in about if about[key] != expected[key]]:
+        if differing := [key for key in about if about[key] != expected[key]]:
+            key = differing[0]
             raise DataError(
-                f"the worker on {host} has another {', '.join(other)} than this command "
-                f"({about[other[0]]!r}, not {expected[other[0]]!r}); all machines need the same "
-                "model folder, program and device"
+                f"the worker on {host} has another {', '.join(differing)} than this command "
+                f"({about[key]!r}, not {expected[key]!r}); all machines need the same model "
+                "folder, program and device"
             )
         return model

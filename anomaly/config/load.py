@@ -31,9 +31,9 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
     """Check plain values against the schema.
 
     Args:
-        values: as read.
-        where: their source, for messages.
-        overrides: of `--set`, which change them.
+        values: settings by key, as YAML gives them.
+        where: the source of the settings, for messages.
+        overrides: `key=value` from `--set`, which change the settings.
 
     Raises:
         ConfigError: no mapping, an unknown key, a wrong type or range; a line for each mistake.
@@ -52,10 +52,16 @@ def parse_config(values: Mapping[str, Any], where: str, overrides: Sequence[str]
 
 
 def _source(location: tuple[Any, ...], message: str, overrides: Mapping[str, str]) -> str:
-    """The overrides that a mistake lies in; empty where it lies in the file.
+    """The overrides that cause a mistake, for its message; empty where the file causes it.
 
-    They are those of the section at fault, within it or around it. If settings of several sections
-    don't go together (no location), they are those of the keys that the message names.
+    An override causes it if its key is that of the mistake, or lies within or around it. Where
+    settings of several sections don't go together, pydantic gives no location: then the keys in the
+    message count.
+
+    Args:
+        location: the keys on the way to the mistake, from pydantic.
+        message: the mistake in words.
+        overrides: the text of each `--set`, by its dotted key.
     """
     key = ".".join(map(str, location))
 
@@ -67,7 +73,7 @@ def _source(location: tuple[Any, ...], message: str, overrides: Mapping[str, str
     return ", ".join(source for name, source in overrides.items() if is_at_fault(name))
 
 
-# What a value has to be, by pydantic's name for the mistake.
+# The requirement on a value, by pydantic's name for the mistake.
 _WANTED = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be {ge} or more",
@@ -90,7 +96,7 @@ _WANTED = {
 }
 
 
-# Settings, and values of settings, that went: what to do instead.
+# Settings and values that are no longer supported: what to do instead.
 GONE = {
     "data.category as a list": "train a model for each category",
     "data.format=coco": "write a CSV list of the images and use data.format=csv",
@@ -102,12 +108,12 @@ GONE = {
 }
 
 
-_SHORT = reprlib.Repr()  # of a value, however long or deep
+_SHORT = reprlib.Repr()  # shortens values in messages, however long or deep
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def _explained(error: dict[str, Any]) -> str:
-    """What is wrong with a value and what it has to be, from a mistake that pydantic reports."""
+    """A message from pydantic's mistake: the key, its value, and the requirement."""
     location, kind = tuple(error["loc"]), error["type"]
     key = ".".join(str(part) for part in location)
     value = error["input"]
@@ -131,7 +137,7 @@ def _known_keys(location: tuple[Any, ...]) -> list[str]:
     section: Any = Config
     for part in location:
         annotation = section.model_fields[part].annotation
-        # Itself, or beside None.
+        # The section's type itself, or in a union with None.
         section = next(c for c in (annotation, *get_args(annotation)) if hasattr(c, "model_fields"))
     return list(section.model_fields)
 
@@ -158,7 +164,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _refuse_unread(key: str, override: str, config: Config) -> None:
-    """Refuse an override that the method doesn't read; a base may have settings of any method."""
+    """Refuse an override that the method doesn't read; files may hold settings of any method."""
     owners, kind = readers(key), config.model.kind
     if owners and kind not in owners:
         raise ConfigError(
@@ -176,7 +182,7 @@ def find_config(path: str | Path) -> Path:
 
     Raises:
         ConfigError: there is none; the message names those that are alike.
-        AnomalyError: its `~` stands for nobody's home folder.
+        AnomalyError: there is no home folder for its `~`.
     """
     given = at_home(Path(path))
     names = [given] if given.suffix or not given.name else [given, given.with_suffix(".yaml")]
@@ -218,9 +224,9 @@ def _read_with_base(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return values
     places = [file.parent, *FOLDERS]
-    # Of `os.path`, which takes any name, of any length.
-    found = (at for place in places if os.path.isfile(at := place / str(base)))  # noqa: PTH113
-    base_file = next(found, None)
+    # Not Path.is_file, which raises for a name that is too long.
+    bases = (path for place in places if os.path.isfile(path := place / str(base)))  # noqa: PTH113
+    base_file = next(bases, None)
     if base_file is None:
         looked = ", ".join(str(place) for place in places if place.is_dir())
         raise ConfigError(
@@ -240,13 +246,13 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
     """The values in YAML, as far as settings need YAML.
 
     Args:
-        text: of a file, or one value.
-        where: its source, for messages.
-        lines: name the line, too.
+        text: a file's text, or the text of one value.
+        where: the source of the text, for messages.
+        lines: name the line of a mistake.
 
     Raises:
-        ConfigError: it isn't YAML, is larger or deeper than settings are, or holds a key twice, a
-            tag, or a number that isn't read as it is written.
+        ConfigError: the text isn't YAML, is larger or deeper than settings are, or holds a key
+            twice, a tag, an alias, or a number that YAML reads otherwise than it looks.
     """
     if len(text) > _LONGEST:
         raise ConfigError(
@@ -270,14 +276,17 @@ def parse_yaml(text: str, where: str, *, lines: bool = True) -> Any:
 
 
 class _RefusedError(ConfigError):
-    """What is wrong, and in which line."""
+    """A refusal by `_Loader`: the mistake in words, and its line."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML, and refuses what would be lost or read otherwise, and aliases, which multiply."""
+    """Reads YAML; refuses keys given twice, numbers that mislead, and aliases.
+
+    Aliases of aliases can make a short text fill the memory.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """See yaml.SafeLoader."""
+        """Compose a node as yaml.SafeLoader does, unless it is an alias or repeats a key."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -310,7 +319,7 @@ class _Loader(yaml.SafeLoader):
 
 for _kind in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.number)
-# No setting is a date.
+# No setting is a date, so what looks like one stays text.
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: node.value)
 
 
@@ -341,6 +350,7 @@ def _apply(values: dict[str, Any], override: str) -> str:
         value = parse_yaml(text, f"--set {override[:300]}", lines=False)
         if isinstance(value, str) and plain[0] not in "'\"|>":
             value = plain  # ` #` is no comment here
+    # Walk down to the last section and set the key there; missing sections are made.
     *sections, last = key.strip().split(".")
     inner = values
     for section in sections:

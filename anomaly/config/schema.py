@@ -12,18 +12,19 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True)
 class Method:
-    """What has to be known of a method before torch is imported.
+    """Facts about a method that are needed before torch is imported.
 
     Attributes:
-        title: its name in the literature.
-        module: where its `fitter` is, and its `scorer` where `arrays` names no other module.
-        arrays: where its `scorer` is if that takes arrays, too, and so exported models; else empty.
-        stages: how many stages of a network it reads by default, of those at strides 4, 8 and 16;
-            the coarsest first.
-        one_grid: whether it learns each place of the image by itself, so that all images need one
-            aspect and none can be cut into tiles.
-        settings: keys of the section `model` that it alone reads.
-        image_scores: names of `model.image_score` that it alone has, see `Scorer.image_scores`.
+        title: the method's name in the literature.
+        module: the module of its `fitter`, and of its `scorer` unless `arrays` names another.
+        arrays: the module of a `scorer` that also takes NumPy arrays, for exported models; else
+            empty.
+        stages: number of network stages read by default, of those at strides 4, 8 and 16; the
+            coarsest are taken first.
+        one_grid: true if it learns each position of the image by itself: all images need one aspect
+            and none can be cut into tiles.
+        settings: keys of the section `model` that no other method reads.
+        image_scores: values of `model.image_score` that no other method has.
     """
 
     title: str
@@ -60,7 +61,7 @@ def readers(key: str) -> list[str]:
     return [kind for kind, m in METHODS.items() if section == "model" and name in m.settings]
 
 
-NAMED_DIGITS = 16  # of a file's sha256 that name it in a config
+NAMED_DIGITS = 16  # digits of a file's sha256 by which `chosen_by` names the file
 PositiveInt = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=32, le=8192)]
 
@@ -70,7 +71,7 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """Where the images are: in `root/category`, or in `root` without a category."""
+    """The data set: the folder `root/category`, or `root` without a category."""
 
     format: Literal["mvtec", "visa", "folder", "good_defect", "csv"] = "mvtec"
     """The layout of the folder."""
@@ -110,7 +111,7 @@ class SmallestConfig(_Section):
 
 
 class ImageConfig(_Section):
-    """How an image becomes the network's input.
+    """The way from an image to the network's input.
 
     Either `resize` (both sides, aspect not kept) and an optional centred `crop`, as in the papers,
     or, without them, `area`: the aspect is kept and the area is that of a square of this side.
@@ -199,13 +200,13 @@ class ModelConfig(_Section):
     image_score: Literal[
         "map_top_percent", "map_max", "map_top_relative", "top_percent", "max", "reweighted"
     ] = "map_top_percent"
-    """How the image score is computed."""
+    """Formula of the image score."""
     smallest_defect: SmallestConfig | None = None
     """Smaller defects don't count, however high they score. Replaces `image_score`."""
     smoothing: Annotated[float, Field(ge=0, le=100)] = 4.0
     """σ of the Gaussian that blurs the anomaly map, in network pixels."""
     halo_damping: Annotated[float, Field(ge=0, le=4)] = 0.5
-    """How strongly the glow around a defect in maps is reduced (0 = off)."""
+    """Reduction of the glow around a defect in maps (0 = off)."""
     leave_out_suspects: bool = False
     """Leaves out training images that look unlike all others, which may be defects: images
     whose score's logarithm lies five robust standard deviations above the median."""
@@ -232,7 +233,7 @@ class ModelConfig(_Section):
 
 
 class CalibrationConfig(_Section):
-    """Which share of good parts may be rejected, and which may need a second look.
+    """The shares of good parts that may be rejected, or may need a second look.
 
     The reject rate is kept with 95 % confidence, the review rate on average. For their cross-fitted
     scores, the training images are split into ten parts; PaDiM without groups leaves out each image
@@ -278,7 +279,7 @@ class Config(_Section):
     """
 
     def has_chosen(self, sha256: str) -> bool:
-        """Whether an image, by its file's sha256, has chosen these settings."""
+        """True if the image with this sha256 was used to choose these settings."""
         return sha256[:NAMED_DIGITS] in self.chosen_by
 
     @property
@@ -288,7 +289,7 @@ class Config(_Section):
 
     @property
     def one_aspect(self) -> bool:
-        """Whether all images have to have the aspect of the training images."""
+        """True if all images need the aspect of the training images."""
         return METHODS[self.model.kind].one_grid and self.image.resize is None
 
     @model_validator(mode="after")

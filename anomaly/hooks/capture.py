@@ -48,9 +48,9 @@ class Capture:
             was captured. Without it nothing is copied, and `pop` raises if that happened (which
             PyTorch can't tell for tensors made under `torch.inference_mode`).
         device: move to this device.
-        dtype: convert to this dtype; integers stay what they are.
-        keep: how many of the latest calls of each layer are kept; None keeps all.
-        max_bytes: refuse to hold more than this.
+        dtype: convert floating-point tensors to this dtype.
+        keep: number of the latest calls kept of each layer; None keeps all.
+        max_bytes: raise an error rather than hold more bytes than this.
 
     Raises:
         LayerError: a layer doesn't exist, can't be hooked, or the options contradict each other.
@@ -81,8 +81,8 @@ class Capture:
         try:
             self._device = None if device is None else torch.device(device)
         except (RuntimeError, TypeError) as error:
-            said = str(error).splitlines()[0]
-            raise LayerError(f"device={device!r} is no device: {said}") from None
+            reason = str(error).splitlines()[0]
+            raise LayerError(f"device={device!r} is no device: {reason}") from None
         self._model = model
         self._modules = select(model, layers)
         if not self._modules:
@@ -183,7 +183,7 @@ class Capture:
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], Any]:
         def keep(module: nn.Module, inputs: Any, output: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread:  # another thread runs the shared network
                 return None
             self._pending.discard(path)
             last = self._stop and not self._pending
@@ -201,6 +201,7 @@ class Capture:
                 )
             if last:
                 raise _Stopped(self)
+            # A layer behind that works in place then changes the clone, not the captured tensor.
             return map_tensors(Tensor.clone, output) if self._grad else None
 
         return keep
@@ -263,8 +264,12 @@ def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
 def refuse_hidden(layer: str, output: Any) -> None:
     """Refuse an output that keeps tensors where `named_tensors` doesn't look.
 
+    Args:
+        layer: the layer's name, for the message.
+        output: the layer's output.
+
     Raises:
-        LayerError: it is an object, such as a dataclass, with a tensor among its attributes.
+        LayerError: the output is an object, such as a dataclass, with a tensor as an attribute.
     """
     if any(isinstance(value, Tensor) for value in getattr(output, "__dict__", {}).values()):
         raise LayerError(
@@ -297,11 +302,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(function, item) for key, item in value.items()}
-        if hasattr(value, "to_tuple"):
+        if hasattr(value, "to_tuple"):  # ModelOutput of Hugging Face, a dataclass
             return type(value)(**items)
         if not isinstance(value, MutableMapping):
             return type(value)(items)  # type: ignore[call-arg]
-        same = copy.copy(value)  # its class alone doesn't make another defaultdict
+        same = copy.copy(value)  # a defaultdict can't be made of its class and items alone
         same.update(items)
         return same
     if isinstance(value, tuple | list):
@@ -318,8 +323,8 @@ _private: WeakSet[nn.Module] = WeakSet()
 class Attached:
     """A hook as it stands in PyTorch's tables.
 
-    A network that is copied or pickled while it is hooked takes along a hook that does nothing:
-    whoever made this one removes it from the original alone.
+    A copy or pickle of a hooked network gets `Detached`, a hook that does nothing, in its place:
+    its owner can remove it from the original network only.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -334,14 +339,14 @@ class Attached:
 
 
 def unmodified(hook: Hook) -> Hook:
-    """The hook, watched: a tensor that it was shown must be as it was.
+    """A function that calls the hook and refuses changes in place of the tensors shown to it.
 
     Other layers may hold the same tensor (a residual connection, a ReLU that keeps its output for
     the backward pass, autograd's own sums). Tensors made under `torch.inference_mode` don't count
     their changes and can't be watched.
 
     Raises:
-        LayerError: when the hook has run and changed one.
+        LayerError: the hook has changed a tensor; raised after it has run.
     """
 
     @wraps(hook)
@@ -360,9 +365,12 @@ def unmodified(hook: Hook) -> Hook:
 
 
 def private(network: nn.Module) -> nn.Module:
-    """The network, remembered as one that nobody else holds, and nobody has given to torch.compile.
+    """Remember a network that only this program holds and nobody has given to torch.compile.
 
-    Hooks come and go quickly there, see `refuse_compiled`.
+    Such a network is hooked for each batch; `refuse_compiled` needs no search for it.
+
+    Returns:
+        The network.
     """
     _private.add(network)
     return network
@@ -377,13 +385,14 @@ def refuse_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> list[Remo
 
     Args:
         model: the network that is hooked.
-        modules: its hooked layers.
+        modules: the hooked layers.
 
     Returns:
-        Handles that let it run again.
+        Handles whose removal lets the compiled networks run again.
     """
     if model in _private:
         return []
+    # Looked up, not imported: the compiler takes 2 s to import.
     frames = sys.modules.get("torch._dynamo.convert_frame")
     compiled = getattr(getattr(frames, "input_codes", None), "seen", None)
     if frames is None or compiled == []:

@@ -40,7 +40,8 @@ class BackwardGates(threading.local):
     def __init__(self, event: Event, hook: Hook) -> None:
         self._hooks = [hook] if event == "backward" else []
         self._pre_hooks = [hook] if event == "backward_pre" else []
-        self._open: list[tuple[int, BackwardHook]] = []  # with its layer's frame on the call stack
+        # Gates entered and not left, each with the id of its layer's frame on the call stack.
+        self._open: list[tuple[int, BackwardHook]] = []
 
     def enter(
         self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -63,7 +64,7 @@ class BackwardGates(threading.local):
         names = [name for name, value in (kwargs or {}).items() if isinstance(value, Tensor)]
         before = (*inputs, *((kwargs or {})[name] for name in names))
         gated = gate.setup_input_hook(before)  # type: ignore[no-untyped-call]
-        if gated is before:
+        if gated is before:  # no input takes part in the backward pass
             return None
         copies = _copies(gated)
         if kwargs is None:
@@ -74,10 +75,10 @@ class BackwardGates(threading.local):
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: the gate at the output."""
         entered = [place for place, (_, gate) in enumerate(self._open) if gate.module is module]
-        if not entered:  # hooked, or let go, while it was running
+        if not entered:  # registered while the layer was running, or its gate is gone
             return None
         gate = self._open[entered[-1]][1]
-        del self._open[entered[-1] :]  # with those behind, whose forward pass raised
+        del self._open[entered[-1] :]  # and gates inside, whose forward pass raised
         nested = isinstance(output, tuple) and any(
             isinstance(item, tuple | list | Mapping) for item in output
         )
@@ -113,7 +114,7 @@ _SHOWN: dict[Event, tuple[str, ...]] = {
 class Handle:
     """A hook that has been registered."""
 
-    parts: tuple[RemovableHandle, ...]  # none of them works without the others
+    parts: tuple[RemovableHandle, ...]  # a backward hook needs both of its gates
 
     def remove(self) -> None:
         """Remove the hook; a second time does nothing."""
@@ -160,7 +161,7 @@ class HookSet:
 
         Args:
             layers: paths, index forms, globs or types, see `match`.
-            hook: what it returns replaces the output.
+            hook: the function; its result, unless None, replaces the output.
             *extra: further arguments for the hook.
             with_kwargs: call `hook(module, inputs, kwargs, output, *extra, **named)` instead.
             **named: further arguments by name.
@@ -285,7 +286,8 @@ class HookSet:
         call = _with_extra(hook, shown, extra, named)
         modules = list(select(self._model, layers).values())
         self._handles += [Handle((part,)) for part in refuse_compiled(self._model, modules)]
-        both = with_kwargs or event != "forward_pre"  # gates stand around inputs of either kind
+        # Gates stand around keyword inputs, too.
+        both = with_kwargs or event != "forward_pre"
         return [
             self._hook(
                 event,

@@ -87,16 +87,16 @@ def select(model: nn.Module, layers: Selector | Sequence[Selector]) -> dict[str,
     _refuse_unhookable(model, model, "")
     _refuse_modules(model, layers)
     selected: dict[str, nn.Module] = {}
-    names: dict[int, str] = {}  # by which each layer was selected
+    names: dict[int, str] = {}  # the path by which each layer, by its id, was selected
     for pattern in [layers] if isinstance(layers, str | type) else layers:
         for path in [pattern] if _is_path(pattern) else match(model, pattern):
             module, above = model, ""
             for name, module in _walk(model, path):
                 above = f"{above}.{name}" if above else name
                 _refuse_unhookable(model, module, above, pattern)
-            if (other := names.setdefault(id(module), above)) != above:
+            if (earlier := names.setdefault(id(module), above)) != above:
                 raise LayerError(
-                    f"{other!r} and {above!r} are one layer under two names, so that its calls "
+                    f"{earlier!r} and {above!r} are one layer under two names, so that its calls "
                     "can't be told apart: name it once"
                 )
             selected[above] = module
@@ -183,8 +183,8 @@ def _refuse_unhookable(
     """
     if reason := _unhookable(module):
         what = f"layer {path!r} of {type(model).__name__}" if path else type(model).__name__
-        others = "" if not path or _is_path(pattern) else "; or name the other layers"
-        raise LayerError(f"{what} {reason}{others}")
+        remedy = "" if not path or _is_path(pattern) else "; or name the other layers"
+        raise LayerError(f"{what} {reason}{remedy}")
 
 
 def _unhookable(module: nn.Module) -> str:

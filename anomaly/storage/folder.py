@@ -47,12 +47,13 @@ _T = TypeVar("_T")
 
 
 def read_tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """The tensors in a file of a model folder whose hash is right; they may be maps of it.
+    """The tensors in a safetensors file of a model folder, by name; they may be mapped memory.
 
     Raises:
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
-    from safetensors.numpy import load, load_file  # these import numpy
+    # Imports numpy, which commands that only look for a folder do without.
+    from safetensors.numpy import load, load_file
 
     try:
         os.fspath(file).encode()
@@ -67,7 +68,7 @@ def checked(values: Any, kind: type[_T], file: Path) -> _T:
     Bytes of file names that aren't UTF-8, which pydantic takes for no text, become `?`.
 
     Raises:
-        ModelError: something in them is missing, or of another type.
+        ModelError: a value is missing, or of another type.
     """
     text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
     try:
@@ -125,14 +126,14 @@ def _sealed(values: dict[str, Any]) -> str:
 
 
 def find_model(folder: str | Path, *, exported: bool = True) -> Path:
-    """The model folder meant by itself, or by the run that holds it as `model/`.
+    """The model folder: the folder itself, or the `model/` of a run.
 
     Args:
-        folder: the folder.
-        exported: whether it may be an exported model.
+        folder: a model folder or a run.
+        exported: accept an exported model.
 
     Raises:
-        ModelError: there is none; or the folder is one of runs, of which one lacks its manifest.
+        ModelError: the folder holds no model or several, or an exported one that isn't accepted.
     """
     folder = Path(folder)
     if (model := _model_at(folder)) is not None:
@@ -163,19 +164,19 @@ def find_models(folder: Path) -> dict[str, Path]:
     """The models in a folder: each subfolder that is one or is a run, else the folder itself.
 
     Returns:
-        Their folders by name, which is the subfolder's.
+        Model folders, by the name of the subfolder.
 
     Raises:
-        ModelError: there is none, or one lacks its manifest.
+        ModelError: there is no model, or a subfolder holds parts of one without its manifest.
     """
     return {run.absolute().name: find_model(run) for run in find_runs(folder)}
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """A model folder or run alone; of any other folder the subfolders that are one.
+    """The folder itself if it is a model folder or run, else its subfolders that are.
 
     Raises:
-        ModelError: there is none, or one lacks its manifest.
+        ModelError: there is no model, or a subfolder holds parts of one without its manifest.
     """
     if _model_at(folder) is None and (inside := _models_inside(folder)):
         return [folder / name for name in inside]
@@ -184,15 +185,16 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def check_run_folder(folder: Path, source: Path | None = None) -> None:
-    """See that a folder may become a run: among runs it would hide them, see `find_runs`.
+    """Refuse a folder that can't become a run.
 
     Args:
-        folder: it needn't exist.
-        source: the model folder that the run's model is made of.
+        folder: the run's folder, which needn't exist.
+        source: the model folder that an update learns from.
 
     Raises:
-        OutputError: it is the source, or its run; or it holds runs, and is none.
-        ModelError: it holds parts of one.
+        OutputError: it is the source or its run, or it holds runs, which its own model would hide
+            from `find_runs`.
+        ModelError: a subfolder holds parts of a model without its manifest.
     """
     place = folder.resolve()
     if source is not None and place in (source.resolve(), source.resolve().parent):
@@ -215,10 +217,11 @@ def _models_inside(folder: Path) -> list[str]:
     """
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
-    except OSError:  # no folder, or not ours to read
+    except OSError:  # no such folder, or it can't be read
         return []
     models = []
     for entry in entries:
+        # A `model/` makes the folder itself a run; drafts begin with a dot.
         if entry.name == "model" or entry.name.startswith("."):
             continue
         if _model_at(entry):
@@ -242,17 +245,18 @@ def _model_at(folder: Path) -> Path | None:
 
 
 def check_files(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare every file of a model folder with what is recorded of it.
+    """Compare every file of a model folder with its recorded size and hash.
 
     Args:
         folder: the model folder.
-        expected: size and sha256 of each file but the history and those that are sealed, by name.
+        expected: size and sha256 of each file by name, without history, manifest and export.json.
 
     Raises:
         ModelError: a file is missing, was changed or doesn't belong.
     """
-    others = {MANIFEST, EXPORT, HISTORY, "Thumbs.db", "desktop.ini"}
-    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - others
+    # Sealed files vouch for themselves, and the history grows; Windows leaves the last two.
+    unchecked = {MANIFEST, EXPORT, HISTORY, "Thumbs.db", "desktop.ini"}
+    present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - unchecked
     if missing := sorted(set(expected) - present):
         raise ModelError(f"{folder} lacks {', '.join(missing)}; {AGAIN}")
     if foreign := sorted(present - set(expected)):
@@ -273,14 +277,14 @@ def model_id(folder: Path) -> str:
 
 
 def claim_model(folder: Path, *, overwrite: bool) -> None:
-    """See that a model may be written to a folder; nothing is deleted.
+    """Refuse a folder that a model mustn't be written to; nothing is deleted.
 
     Args:
-        folder: it needn't exist.
-        overwrite: whether a model that is there may be replaced.
+        folder: the model folder, which needn't exist.
+        overwrite: accept a folder that holds a model, to be replaced.
 
     Raises:
-        OutputError: there is something, and it mayn't be replaced, or is no model.
+        OutputError: the folder exists and mustn't be replaced, or holds something else.
     """
     if not folder.exists():
         return
@@ -296,19 +300,19 @@ def claim_model(folder: Path, *, overwrite: bool) -> None:
 
 
 def file_entry(file: Path) -> dict[str, Any]:
-    """What a manifest says about a file."""
+    """A manifest's entry about a file: its bytes and sha256."""
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A draft beside `folder` that takes its name at the end, or vanishes on an error.
+    """A draft folder beside `folder`, which takes its name at the end, or vanishes on an error.
 
-    A folder of that name is replaced; whatever stops that, the one or the other is there, whole.
-    Where the name is a link, it stays one, and the folder that it leads to is replaced.
+    A folder of that name is replaced; if that is interrupted, the old or the new folder is there,
+    whole. A link stays a link, and the folder that it leads to is replaced.
 
     Raises:
-        OutputError: it can't be written.
+        OutputError: the folder can't be written.
     """
     place = folder.resolve()
     draft, old = draft_of(place), draft_of(place)
@@ -327,11 +331,11 @@ def appearing(folder: Path) -> Iterator[Path]:
             error = OSError(code, os.strerror(code))
         raise unwritable(folder, error) from None
     finally:
-        if old.exists() and not place.exists():  # stopped between one name and the other
+        if old.exists() and not place.exists():  # stopped between the two renames
             old.rename(place)
         shutil.rmtree(draft, ignore_errors=True)
         try:
             if old.exists():
                 shutil.rmtree(old)
-        except OSError as error:  # only in the way
+        except OSError as error:  # the model is written all the same
             log.warning("%s, which was replaced, can't be deleted: %s", old, why(error))

@@ -104,7 +104,7 @@ def load_model(
             history=read_history(folder),
         )
     except (OSError, AnomalyError) as error:
-        # The hashes fit, so the folder is as it was written: by another version, perhaps.
+        # The hashes fit, so the folder is undamaged: probably another version wrote it.
         raise _unreadable(folder, error) from None
 
 
@@ -143,9 +143,10 @@ def _torch_stages(
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Copies of the tensors in a file: one mapped and written over takes the process with it."""
+    """Copies of the tensors in a file, by name."""
     import torch
 
+    # Copies: overwriting a file that is mapped into memory would crash this process.
     return {name: torch.from_numpy(values).clone() for name, values in read_tensors(file).items()}
 
 
@@ -210,7 +211,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 def exported_stages(
     folder: Path, manifest: Mapping[str, Any], export: Mapping[str, Any], config: Config
 ) -> dict[str, Any]:
-    """What stands in for a detector's stages in torch, by the names that these have there.
+    """An exported model's stages, by the names of the stages in torch that they replace.
 
     Raises:
         ModelError: the engine isn't installed, or the method has no scorer without torch.

@@ -41,7 +41,7 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
     """Write a model folder; it appears under its name complete, or not at all.
 
     Args:
-        detector: what to keep.
+        detector: the model; an exported one can't be saved.
         folder: the model folder.
         overwrite: replace an earlier model.
 
@@ -51,32 +51,30 @@ def save(detector: Model, folder: Path, *, overwrite: bool = False) -> str:
     Raises:
         OutputError: the folder exists already, or holds something else than a model, or can't be
             written.
+        ModelError: the model is an exported one.
     """
     claim_model(folder, overwrite=overwrite)
     network = detector.extractor.network
     with appearing(folder) as draft:
         _save_tensors(network.state_dict(), draft / BACKBONE)
-        return _save_rest(detector, draft)
-
-
-def _save_rest(detector: Model, draft: Path) -> str:
-    """Write what a model folder holds besides the network; returns the model's id."""
-    _save_tensors(detector.scorer.tensors(), draft / SCORER)
-    for part, name in ((detector.training_statistics, STATISTICS), (detector.reference, REFERENCE)):
-        if part is not None:
-            save_numpy(part.tensors(), draft / name)
-            share(draft / name)
-    for name, picture in _pictures(detector.region).items():
-        (draft / name).write_bytes(picture)
-    settings = to_dict(detector.config)
-    (draft / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
-    write_thresholds(draft, detector.thresholds)
-    files = {f.name: file_entry(f) for f in sorted(draft.iterdir())}
-    current = {"software_version": __version__, "files": files}
-    # Last of the files that count: it holds the hashes of all others, and its own names the model.
-    write_sealed(draft / MANIFEST, {**detector.manifest, **current})
-    written = model_id(draft)
-    write_history(draft, detector.history, detector.changes, written)
+        _save_tensors(detector.scorer.tensors(), draft / SCORER)
+        parts = (detector.training_statistics, STATISTICS), (detector.reference, REFERENCE)
+        for part, name in parts:
+            if part is not None:
+                save_numpy(part.tensors(), draft / name)
+                share(draft / name)
+        for name, picture in _pictures(detector.region).items():
+            (draft / name).write_bytes(picture)
+        settings = yaml.safe_dump(to_dict(detector.config), sort_keys=False)
+        (draft / "config.yaml").write_text(settings, "utf-8")
+        write_thresholds(draft, detector.thresholds)
+        files = {f.name: file_entry(f) for f in sorted(draft.iterdir())}
+        # The manifest comes last: it holds the hashes of all other files but the history, and its
+        # own hash is the model's id, which the history names.
+        manifest = {**detector.manifest, "software_version": __version__, "files": files}
+        write_sealed(draft / MANIFEST, manifest)
+        written = model_id(draft)
+        write_history(draft, detector.history, detector.changes, written)
     return written
 
 
@@ -93,13 +91,13 @@ def manifest_of(
     training_images: Mapping[str, str],
     refused_images: Mapping[str, int],
 ) -> dict[str, Any]:
-    """What a model's manifest says of how it was made; `save` adds the files.
+    """A new model's manifest: its network, training images and origin; `save` adds the files.
 
     Args:
-        detector: just trained.
-        weights_sha256: of the backbone's weights file; None for random weights.
-        training_images: sha256 of every training image learned from, by name, in order.
-        refused_images: index among all training images of each that couldn't be used, by name.
+        detector: the model, just trained.
+        weights_sha256: hash of the backbone's weights file; None for random weights.
+        training_images: sha256 of each training image learned from, by name, in order.
+        refused_images: number of each training image that wasn't learned from, by name.
     """
     from anomaly.backbones.layers import describe
     from anomaly.backbones.networks import backbone_of

@@ -47,7 +47,11 @@ def _scores(thresholds: Thresholds | None) -> dict[str, Any] | None:
 
 
 def read_thresholds(folder: Path) -> Thresholds | None:
-    """The way back; None where a model has none."""
+    """Thresholds from the two files of a model folder; None where the model has none.
+
+    Raises:
+        ModelError: an entry is missing, or of another type.
+    """
     files = [folder / name for name in _FILES]
     values, scores = (from_json(file.read_bytes()) for file in files)
     return None if values is None else _thresholds(values, scores, files)
@@ -57,14 +61,14 @@ def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
     """The thresholds before the last change that wasn't undone.
 
     Args:
-        history: of a model folder.
-        file: that holds it, for messages.
+        history: the content of a model folder's history.
+        file: the file that holds it, for messages.
 
     Raises:
         DataError: there was no such change since training, or since the last update.
         ModelError: the thresholds are damaged.
     """
-    undone = 0
+    undone = 0  # changes still to be skipped, since later entries undo them
     for entry in _changes(history):
         if entry.get("before") is None:
             break
@@ -75,7 +79,7 @@ def earlier_thresholds(history: bytes, file: Path) -> Thresholds:
 
 
 def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
-    """Thresholds of the plain values in their two files."""
+    """Thresholds from the values of thresholds.json and calibration.json, named by `files`."""
     written = checked(values, _ThresholdsFile, files[0])
     good = checked(scores, GoodScores, files[1])
     return Thresholds(written.review, written.reject, written.pixel, written.label, good)
@@ -83,7 +87,7 @@ def _thresholds(values: Any, scores: Any, files: Sequence[Path]) -> Thresholds:
 
 @dataclass(frozen=True)
 class _ThresholdsFile:
-    """What thresholds.json holds."""
+    """The entries of thresholds.json."""
 
     label: Literal["calibrated", "by hand"]
     review: Threshold
@@ -96,8 +100,8 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
 
     Args:
         folder: the model folder, or the run that holds it as `model/`.
-        thresholds: the new ones.
-        record: what its history is to say; the model's ids before and after are added.
+        thresholds: the new thresholds.
+        record: the history's entry from `change`; the model's ids before and after are added.
 
     Returns:
         The id of the model with these thresholds.
@@ -123,7 +127,7 @@ def replace_thresholds(folder: Path, thresholds: Thresholds, record: dict[str, A
 
 
 def _link(file: Path, to: Path) -> None:
-    """The same file under a second name, or a copy where the file system has no links."""
+    """Give a file a second name, or copy it where the file system has no links."""
     try:
         to.hardlink_to(file)
     except OSError:
@@ -131,10 +135,10 @@ def _link(file: Path, to: Path) -> None:
 
 
 def read_history(folder: Path) -> bytes:
-    """The lines that say when thresholds were changed, and why; empty where they never were.
+    """A line for each change of the thresholds, with its reason; empty where they never changed.
 
     Raises:
-        ModelError: they can't be read.
+        ModelError: the history can't be read.
     """
     file = folder / HISTORY
     try:
@@ -144,9 +148,9 @@ def read_history(folder: Path) -> bytes:
 
 
 def thresholds_alone_differ(folder: Path) -> frozenset[str]:
-    """Ids of a model folder's earlier models that give every image the same score.
+    """Ids of a folder's earlier models that give each image the same score.
 
-    They go back to the last update, which changes scores.
+    Only models since the last update count, because an update changes scores.
 
     Raises:
         ModelError: the history can't be read.
@@ -171,16 +175,16 @@ def change(
     before: Thresholds | None,
     after: Thresholds | None,
     images: Mapping[str, Mapping[str, str]],
-    found: Mapping[str, Any] | None = None,
+    defects_found: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """An entry of a model's history about a change of thresholds, without the models' ids.
 
     Args:
-        asked: what was asked for, by option.
-        before: the thresholds that the model had.
-        after: those that it has now.
-        images: sha256 of the images that were given for them, by what they show and by name.
-        found: how many of the defects among them are found.
+        asked: the command's options that caused the change, with their values.
+        before: the thresholds before the change; None if there were none.
+        after: the new thresholds; None if there are none.
+        images: sha256 of the images given for the change, by kind (good, defects) and name.
+        defects_found: share of the given defects that is caught; None where none were given.
     """
     left_out = () if after is None else after.good.left_out
     return {
@@ -192,7 +196,7 @@ def change(
         "after": None if after is None else after.to_json(),
         "images": {kind: dict(hashes) for kind, hashes in images.items()},
         "left_out": list(left_out),
-        "defects_found": found,
+        "defects_found": defects_found,
     }
 
 
@@ -203,11 +207,11 @@ def write_history(
 
     Args:
         folder: the model folder.
-        earlier: lines that were there before.
-        changes: what is to be added, in order, each with the model's id before it.
-        after: the model's id after the last one; models in between were never written.
+        earlier: the lines written before.
+        changes: new entries in order, each with the model's id before the change.
+        after: the model's id after the last change.
     """
-    ids = ["" for _ in changes[1:]] + [after]
+    ids = ["" for _ in changes[1:]] + [after]  # models in between were never written: no id
     lines = [
         json.dumps({**change, "model_after": model}, allow_nan=False).encode() + b"\n"
         for change, model in zip(changes, ids, strict=False)

@@ -26,24 +26,22 @@ from anomaly.training.features import CachedFeatures, HeldOutScores, Scoring
 
 log = logging.getLogger(__name__)
 
-# Suspects that are shown.
-COUNT = 5
+COUNT = 5  # suspects shown to the user, with the patch scores that their heatmaps need
 # Batches that are joined where there is one grid: Gaussians are read once for each batch, and meet
 # 16 images in the time that 6 take. More are hardly quicker, and take memory.
 _TOGETHER = 4
-# Parts into which the training images are split to be scored.
-_FOLDS = 10
-# Robust standard deviations of log scores by which an image stands out, and their least: images
-# that are all but equal differ by less.
+_FOLDS = 10  # parts of the training images, each scored by a model of the other parts
+# Robust standard deviations of log scores by which an image stands out. They count as 2 % at least:
+# scores of images that are all but equal spread less, and none of them stands out.
 _FAR = 5.0
 _LEAST = 0.02
 
 
 def standing_out(good: GoodScores) -> dict[str, float]:
-    """The images that stand out from all the others, the worst first, and their scores.
+    """Scores of the images that stand out from all others, by name, the highest first.
 
-    The logarithm of each one's score lies five robust standard deviations (1.4826 · the median
-    absolute deviation) above the median, both of which a fifth of defects among them hardly moves.
+    The logarithm of such a score lies five robust standard deviations (1.4826 · the median absolute
+    deviation) above the median. A fifth of defects among the images hardly moves either.
 
     Args:
         good: scores of images by models that haven't learned from them.
@@ -63,47 +61,52 @@ def scores_of(
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[int, HeldOutScores]:
-    """The scores of images, by their numbers; only the worst ones keep those of their patches.
+    """Scores of images, by image number; only the `COUNT` highest keep their patch scores.
 
     Args:
-        model: scores them.
-        batches: the images' patches; those of turned copies aren't scored.
-        views: how each image was turned into the network's input.
-        progress: called with the images scored so far.
+        model: the model that scores.
+        batches: the images' patches; turned copies aren't scored.
+        views: the geometry of each network input, by image number.
+        progress: called with the number of images scored so far.
     """
-    every: dict[int, HeldOutScores] = {}
+    by_image: dict[int, HeldOutScores] = {}
     settings = model.config.model
-    batches = (batch for batch in batches if not is_turned(batch))
-    if METHODS[settings.kind].one_grid:
+    if METHODS[settings.kind].one_grid:  # such a method has neither tiles nor turned copies
         batches = _joined(batches)
     for batch in batches:
-        pieces = patch_pieces(batch, views)
+        corners = batch.corners or ((0, 0),) * len(batch.images)
+        if turn_of(corners[0][0])[0]:  # a copy adds to what is learned, not to the thresholds
+            continue
+        height, width = batch.embeddings.shape[1:3]
+        pieces: list[Piece] = [
+            (views[image], (row // height, column // width), 0)
+            for image, (row, column) in zip(batch.images, corners, strict=True)
+        ]
         patches, scores = model.score_patches(batch.embeddings, pieces, batch.inside)
         shown = without_halo(patches.scores, settings.halo_damping)
         maps = network_map(shown, pieces[0][0].size, settings.smoothing, batch.inside)
         peaks = image_scores(patches.scores, maps, "map_max")
-        height, width = patches.scores.shape[1:]
         columns = batch.images, pieces, as_numpy(patches.scores), scores.tolist(), peaks.tolist()
         for image, (view, (row, column), _), values, score, peak in zip(*columns, strict=True):
-            if image not in every:
+            if image not in by_image:
                 rows, across = (len(tiles) for tiles in view.axes)
                 mosaic = np.full((rows * height, across * width), np.nan, np.float32)
-                every[image] = HeldOutScores(image, score, peak, mosaic)
-            every[image].add(score, peak, values, row * height, column * width)
-        progress(len(every))
-    for held in worst(every)[COUNT:]:
+                by_image[image] = HeldOutScores(image, score, peak, mosaic)
+            by_image[image].add(score, peak, values, row * height, column * width)
+        progress(len(by_image))
+    for held in worst(by_image)[COUNT:]:
         held.patches = None
-    return every
+    return by_image
 
 
 def _joined(batches: Iterable[PatchBatch]) -> Iterator[PatchBatch]:
-    """Batches of a few times as many images, all of one grid."""
-    waiting = iter(batches)
-    while held := list(islice(waiting, _TOGETHER)):
-        masks = [batch.inside for batch in held if batch.inside is not None]
+    """Larger batches, each of `_TOGETHER` batches of whole images on one grid."""
+    rest = iter(batches)
+    while group := list(islice(rest, _TOGETHER)):
+        masks = [batch.inside for batch in group if batch.inside is not None]
         yield PatchBatch(
-            torch.cat([batch.embeddings for batch in held]),
-            tuple(image for batch in held for image in batch.images),
+            torch.cat([batch.embeddings for batch in group]),
+            tuple(image for batch in group for image in batch.images),
             inside=torch.cat(masks) if masks else None,
         )
 
@@ -113,28 +116,13 @@ def worst(scores: Mapping[int, HeldOutScores]) -> list[HeldOutScores]:
     return sorted(scores.values(), key=lambda held: -held.score)
 
 
-def patch_pieces(batch: PatchBatch, views: Mapping[int, View]) -> list[Piece]:
-    """Where the images or tiles of a batch come from.
-
-    Args:
-        batch: without turned copies.
-        views: how each image became the network's input, by its number.
-    """
-    height, width = batch.embeddings.shape[1:3]
-    corners = batch.corners or ((0, 0),) * len(batch.images)
-    return [
-        (views[image], (row // height, column // width), 0)
-        for image, (row, column) in zip(batch.images, corners, strict=True)
-    ]
-
-
 def good_scores(names: Sequence[str], scores: Iterable[HeldOutScores], source: str) -> GoodScores:
     """Good scores for thresholds, from the result of `scores_of`.
 
     Args:
-        names: of the images.
-        scores: of each.
-        source: how many they are and how they were had.
+        names: image names.
+        scores: the images' scores, in the order of the names.
+        source: the number of scores and their origin, in words.
     """
     image, peak = zip(*((held.score, held.peak) for held in scores), strict=True)
     return GoodScores(tuple(names), image, peak, source)
@@ -154,23 +142,24 @@ def cross_fit(
 ) -> tuple[GoodScores, tuple[HeldOutScores, ...]]:
     """Score each training image by a model that hasn't learned from it.
 
-    What a method leaves out and how its scorer does without is its own, see `Fitter.held_out`.
+    Each method has its own way to score without an image, see `Fitter.held_out`.
 
     Args:
-        model: fitted on all of `patches`.
-        patches: the training images'; their features are read, never computed again.
-        fitter: the settings that the model was fitted with.
-        names: of the images used, by index.
-        pictures: what tells the picture of each from others. Copies of one are held out together
-            and count once.
-        folds: into how many parts to split them, at most.
-        groups: the group of each image that has one; it is never parted, unless it is the only one.
-            A copy belongs to the first one's group.
-        score: scores some of the patches, elsewhere perhaps.
-        progress: called with (images scored, all of them).
+        model: the model fitted on all of `patches`.
+        patches: patches of the training images; features are read, never computed again.
+        fitter: the fitter that the model was fitted with.
+        names: names of the images used, by image number.
+        pictures: a hash of each image's pixels, by image number. Copies of one picture are held
+            out together and count once.
+        folds: number of parts, at most.
+        groups: the group of each image that has one. Images of a group stay in one part, unless
+            there is one group only. A copy belongs to the group of the first image of its picture.
+        score: called as `scores_of`; a cluster's scores elsewhere.
+        progress: called with (images scored, number of images).
 
     Returns:
-        The scores, and those of the images that look least like the others, the worst first.
+        One score for each picture, and the scores of the `COUNT` images that look least like the
+        others, the worst first.
 
     Raises:
         DataError: too few images, or none but those of one fold.
@@ -180,7 +169,7 @@ def cross_fit(
     originals = {i: first_of.setdefault(pictures[i], i) for i in indices}
     distinct = sorted(set(originals.values()))
     units = len({groups.get(i, i) for i in distinct})
-    known_groups = groups if units > 1 else {}
+    known_groups = groups if units > 1 else {}  # a single group can't be held out as a whole
     divided = split(
         indices, {i: known_groups.get(first, first) for i, first in originals.items()}, folds
     )
@@ -197,11 +186,6 @@ def cross_fit(
     source = f"{len(distinct)} training images, each scored by a model that hasn't seen it"
     good = good_scores([names[i] for i in distinct], [scores[i] for i in distinct], source)
     return replace(good, groups=units if groups else None), tuple(worst(scores)[:COUNT])
-
-
-def is_turned(batch: PatchBatch) -> bool:
-    """Whether a batch is of turned copies."""
-    return batch.corners is not None and turn_of(batch.corners[0][0])[0] != 0
 
 
 def split(
@@ -222,6 +206,7 @@ def split(
     parts: dict[int, list[int]] = {}
     placed = 0
     for unit in units.values():
+        # The fold in which the unit's middle lies, had all images their place in one long row.
         middle = placed + len(unit) / 2
         parts.setdefault(int(middle * folds / len(images)), []).extend(unit)
         placed += len(unit)

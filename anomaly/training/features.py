@@ -40,12 +40,12 @@ from anomaly.scoring.image_score import patches_inside
 from anomaly.scoring.image_statistics import ImageStatistics, statistics_of
 from anomaly.scoring.model import ImageStages, Model
 
-# Images after which memory that is free but still held goes back to the system.
+# Images after which freed memory, which the allocator still holds, goes back to the system.
 _TRIMMED = 128
 # Images that a function of `CachedFeatures.each` sees at once.
 _PART = 512
 
-# What `CachedFeatures.each` gives for some of the images and a function of their patches.
+# Does the work of `CachedFeatures.each` for some image numbers and a function of their patches.
 RunEach: TypeAlias = "Callable[[Container[int], Callable[[PatchSet], Any]], Iterator[Any]]"
 Scoring: TypeAlias = "Callable[..., dict[int, HeldOutScores]]"
 """Called as `anomaly.training.cross_fitting.scores_of`, with the patches of whole images."""
@@ -56,8 +56,8 @@ class TrainingSetup(ImageStages):
     """All stages of a model except the scorer, and its fitter.
 
     Attributes:
-        fitter: of the method, prepared.
-        weights_sha256: of the weights file; None for random ones.
+        fitter: the method's fitter, prepared for D channels.
+        weights_sha256: hash of the backbone's weights file; None for random weights.
     """
 
     fitter: Fitter[Any]
@@ -65,7 +65,7 @@ class TrainingSetup(ImageStages):
 
     @property
     def embedder(self) -> Embedder:
-        """How network inputs become patch embeddings."""
+        """The stages from network inputs to patch embeddings."""
         return Embedder(self.extractor, self.normalise, self.fitter.align, self.device)
 
     def model(self, scorer: Scorer) -> Model:
@@ -92,13 +92,13 @@ def cached_features(
     tile, and images in the further poses that the settings ask for. The files go with the block.
 
     Args:
-        model: whose network and alignment make the embeddings, by its settings.
-        fitter: what is to learn from them.
-        images: files, or pixels that are decoded already, by their numbers, ascending.
+        model: the stages that make the embeddings, and the settings.
+        fitter: the method's fitter, which learns from the features.
+        images: files or decoded pixels by image number, ascending.
         scratch: an existing folder for the temporary files.
-        progress: called with images done, and how many there are.
-        among: how many images there will be features of in the folder; given where other
-            processes are to read them, and delete them.
+        progress: called with (images done, number of images).
+        among: number of images whose features the folder will hold in the end; given where other
+            processes read the files, and delete them.
 
     Raises:
         OutputError: no room for the features.
@@ -148,11 +148,11 @@ class ImageFacts:
     """Facts about a training image, besides its features.
 
     Attributes:
-        sha256: of its file.
-        view: how it was turned into the network's input.
-        look: what it looks like.
-        patches: how many it has, those of its turned copies included.
-        statistics: of it as a whole; None before its first tile.
+        sha256: hash of the image file.
+        view: the geometry from the photograph to the network's input.
+        look: hash, thumbnail and brightest value of the pixels; copies are found by the first two.
+        patches: number of patches, turned copies included.
+        statistics: statistics of the whole image; None before its first tile.
     """
 
     sha256: str
@@ -175,11 +175,11 @@ class HeldOutScores:
     """Scores of a training image by a model that hasn't learned from it.
 
     Attributes:
-        image: its number.
-        score: the image score; with tiles, the worst one's.
-        peak: the highest value of the anomaly map; likewise.
-        patches: (h, w) float32, the patch scores; NaN doesn't count. With tiles, the mosaic of
-            theirs. None where nobody will look at them.
+        image: the image number.
+        score: the image score; with tiles, the highest tile's.
+        peak: the highest value of the anomaly map; with tiles, the highest tile's.
+        patches: patch scores (h, w) float32, of all tiles as a mosaic; NaN doesn't count. None for
+            images of which no heatmap is drawn.
     """
 
     image: int
@@ -201,21 +201,21 @@ class HeldOutScores:
 class CachedFeatures(PatchSet):
     """The patch embeddings of training images, batch by batch, the same bytes each time.
 
-    Large images come tile by tile, and what lies outside a region to look at is marked.
+    Large images come tile by tile; patches outside the region are marked as not inside.
 
     Attributes:
-        files: of feature maps, or of embeddings.
-        points: of `projected`, image by image, in as many files; none where the method asks for
-            none.
-        refused: files that couldn't be used.
-        facts: what is known of each image used, by its number.
+        files: feature maps, or embeddings where `align` is None.
+        points: projected patches, image by image, a file for each of `files`; empty where the
+            method doesn't select by projected patches.
+        refused: the images that can't be used, with reasons.
+        facts: facts about each usable image, by image number.
         channels: D of the embeddings; 0 without images.
-        align: how maps become embeddings; None where these are kept.
-        region: what of each image counts; None for all of it.
-        images: the numbers of those that are read; the attributes above are of all.
-        run_each: does what `each` does, where features lie elsewhere.
-        score: scores images there.
-        shard: how many images were computed together there.
+        align: feature maps -> embeddings (B, h, w, D); None where `files` hold embeddings.
+        region: the part of each image that counts; None for all of it.
+        images: the image numbers that are read; the other attributes are those of all images.
+        run_each: does the work of `each` on a cluster; None on one machine.
+        score: called as `scores_of` to score on a cluster; None on one machine.
+        shard: images in a cluster's shard; 0 on one machine.
     """
 
     files: tuple[TensorFile, ...]
@@ -237,7 +237,7 @@ class CachedFeatures(PatchSet):
 
     @property
     def views(self) -> dict[int, View]:
-        """How each image was turned into the network's input, by image number."""
+        """The geometry from each photograph to the network's input, by image number."""
         return {i: facts.view for i, facts in self.facts.items()}
 
     @property
@@ -316,8 +316,8 @@ class TensorFile:
     """Batches of tensors in a file without a name, gone with this object or the process.
 
     Args:
-        folder: on the disk that the file is to be on.
-        shared: give it a name, and leave it in the folder: other processes that see the folder can
+        folder: the folder whose disk holds the file.
+        shared: give the file a name and leave it in the folder: other processes that see the folder
             read it through a pickled copy of this object.
     """
 
@@ -332,17 +332,12 @@ class TensorFile:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, lives on
         self._written: list[tuple[Sequence[Piece], list[_InFile]]] = []
 
-    @property
-    def empty(self) -> bool:
-        """Whether the file is still empty."""
-        return not self._written
-
     def write(self, names: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
         """Append one batch.
 
         Args:
-            names: its pieces.
-            tensors: (B, …) each, in the order of the names.
+            names: the batch's B images or tiles.
+            tensors: tensors (B, …), in the order of the names.
 
         Raises:
             OutputError: no room.
@@ -354,6 +349,7 @@ class TensorFile:
                 places.append(
                     _InFile(self._file.tell(), t.shape, dense.stride(), t.dtype, t.device)
                 )
+                # The bytes as they lie in memory; `flatten` would bring channels_last into order.
                 flat = dense.as_strided((dense.numel(),), (1,))
                 self._file.write(flat.view(torch.uint8).numpy().data)
             self._file.flush()
@@ -365,11 +361,11 @@ class TensorFile:
     def read(
         self, images: Container[int], *, ascending: bool = False
     ) -> Iterator[tuple[Sequence[Piece], list[Tensor]]]:
-        """The stored batches that contain any of some images, unchanged.
+        """The stored batches that contain any of some images, each batch whole.
 
         Args:
-            images: their numbers.
-            ascending: by the number of each batch's first image, not in the order of writing.
+            images: image numbers.
+            ascending: order batches by the number of their first image, not as they were written.
         """
         written = self._written
         if ascending:
@@ -417,11 +413,11 @@ class _Writer:
     """Writes batches of features, and notes facts about their images.
 
     Args:
-        fitter: is to learn from them.
-        scratch: folder of the temporary files.
+        fitter: the method's fitter, which may ask for projected patches.
+        scratch: the folder of the temporary files.
         images: number of images.
-        copies: of each, itself included.
-        among: images with features in the folder; None where no other process reads them.
+        copies: poses in which each image is learned, its own included.
+        among: images whose features the folder will hold; None where no other process reads them.
     """
 
     def __init__(
@@ -444,21 +440,21 @@ class _Writer:
             return
         images, names, kept, patches, statistics = done
         *_, height, width, self.channels = patches.embeddings.shape
+        room = sum(t.nbytes for t in kept) + self._project(patches)
+        if not self.facts:  # the first batch tells how large all will be
+            self._check_room(images, room)
         for item, tile in zip(images, statistics, strict=True):
             if item.index not in self.facts:
                 assert item.look is not None  # the decoders were asked for it
                 self.facts[item.index] = ImageFacts(item.sha256, item.layout, item.look)
             # A turned copy has the statistics of its image.
             self.facts[item.index].add(height * width, None if item.turn else tile)
-        room = sum(t.nbytes for t in kept) + self._project(patches)
-        if self.file.empty:
-            self._check_room(images, room)
         self.file.write(names, kept)
         if len(self.facts) % _TRIMMED < len(images):
             release_memory()
 
     def _project(self, batch: PatchBatch) -> int:
-        """Keep the projected patches that count, image by image; the bytes that they take."""
+        """Write the projected patches that count, image by image; returns their bytes."""
         if self.points is None or self._matrix_of is None:
             return 0
         if self._matrix is None:
@@ -474,16 +470,18 @@ class _Writer:
     def _check_room(self, first: Sequence[NetworkInput], room: float) -> None:
         """Refuse features that are larger than the disk has room for.
 
+        Args:
+            first: the first batch of images.
+            room: bytes of that batch's features.
+
         Raises:
-            OutputError: all images, each of which takes as much as the first, need more than is
-                free.
+            OutputError: all images, each as large as the first, need more than is free.
         """
-        layout = first[0].layout
-        if not layout.whole:  # large images may differ in their tiles
+        if not first[0].layout.whole:  # large images may differ in their number of tiles
             return
         needed = room * self._copies / len(first) * self._expected
         free: float = shutil.disk_usage(self._scratch).free
-        if self._shared:  # all that is in the folder already are features of these images
+        if self._shared:  # files in the folder are features that the sum counts already
             free += sum(file.stat().st_size for file in self._scratch.iterdir())
         if needed > free:
             raise WriteError(

@@ -48,8 +48,8 @@ from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSet
 log = logging.getLogger(__name__)
 
 StageProgress: TypeAlias = Callable[[str, int, int], None]
-_TRIAL_IMAGES = 4  # that show whether bf16 is safe
-_POSE_IMAGES = 400  # that show where parts lie, at most
+_TRIAL_IMAGES = 4  # images on which bf16 is compared with fp32
+_POSE_IMAGES = 400  # images from which the pose of parts is learned, at most
 
 
 def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> TrainingSetup:
@@ -58,7 +58,7 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
     Args:
         config: all settings; `config.data` isn't read.
         samples: the training images.
-        device: where the network and the scorer are to run.
+        device: the device of the network and the scorer.
 
     Raises:
         AnomalyError: weights, layers or images can't be used as configured.
@@ -67,7 +67,7 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
     normalise = backbone_of(config.backbone.name).normalisation()
     region, smallest = region_of(config.image, Path()), config.model.smallest_defect
     sizes = _image_sizes(samples) if config.one_aspect or smallest else []
-    # Where the model needs one for all, that of most images.
+    # PaDiM learns each position by itself, so all images get the median aspect.
     aspect = median(h / w for h, w in sizes) if config.one_aspect and sizes else None
     reference = reference_of(config, samples)
     loading = loading_of(config, extractor, region, aspect, reference)
@@ -79,7 +79,8 @@ def prepare(config: Config, samples: Sequence[Sample], device: torch.device) -> 
             precision = choose_precision(extractor, network_input(trial, normalise, device))
     extractor = extractor.to(device, precision)
     config = config.model_copy(update={"precision": precision})
-    # What has to be drawn, such as a projection, is drawn before images are read.
+    # Random parts, such as a projection, are drawn before images are read, so they depend on the
+    # seed alone.
     fitter = fitter_of(config).prepared(sum(extractor.channels), device)
     setup = TrainingSetup(
         config=config,
@@ -101,7 +102,7 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
     """Refuse a smallest defect that is below a patch, or as large as an image.
 
     Args:
-        setup: of a model with `model.smallest_defect`.
+        setup: the stages of a model with `model.smallest_defect`.
         sizes: (H0, W0) of the training images.
 
     Raises:
@@ -179,17 +180,17 @@ class Training:
 
     Attributes:
         model: with thresholds, where they were wanted.
-        images: the indices of those learned from, ascending.
-        seconds: by stage.
-        suspects: training images that look least like the others, the worst first; found on the
-            way to the thresholds.
-        stand_out: scores of those that stand out from all others, by name, the worst first; all
-            copies of one. With `model.leave_out_suspects` nothing was learned from them.
-        refused: why a training image couldn't be used, by name.
-        patches: how many patches were learned from.
-        patch_pixels: height and width of one patch in original pixels, in the median.
-        outliers: training images that would be `review` for not being our part, had they not been
-            learned from, by name.
+        images: numbers of the images learned from, ascending.
+        seconds: duration of each stage, by its name.
+        suspects: scores of the training images that look least like the others, the worst first;
+            empty where no thresholds were wanted.
+        stand_out: scores of the images that stand out from all others, by name, the highest first,
+            every copy listed. With `model.leave_out_suspects` the model hasn't learned them.
+        refused: reasons why training images can't be used, by name.
+        patches: number of patches learned from.
+        patch_pixels: median height and width of one patch in original pixels.
+        outliers: names of training images whose image statistics lie so far from the others' that
+            they would be `review`, had the model not learned from them.
     """
 
     model: Model
@@ -213,14 +214,14 @@ def _fit(
 ) -> Training:
     """Fit a scorer, find the thresholds, and look for images that stand out from all others.
 
-    Where `model.leave_out_suspects` says so, what stands out is left out, and both are done again.
+    With `model.leave_out_suspects`, images that stand out are left out, and both are done again.
 
     Args:
         setup: all stages but the scorer.
-        features: of all samples.
+        features: features of all samples.
         samples: good images.
-        stages: called with progress, and at the end of a stage.
-        calibrate: whether to find thresholds.
+        stages: the clock and the progress of the training.
+        calibrate: find thresholds.
     """
 
     def fitted(part: CachedFeatures) -> Model:
@@ -295,8 +296,14 @@ def _check_labels(
 ) -> None:
     """Refuse a good image that is the same picture as a defect.
 
+    Args:
+        features: features of the good images.
+        samples: the good images, by the image numbers of `features`.
+        defects: defective images.
+        decoding: limits and bit depth for reading the defects.
+
     Raises:
-        DataError: one does.
+        DataError: one picture is good and defective.
     """
     pictures = features.pictures()
     good = {pictures[i]: samples[i] for i in sorted(pictures, reverse=True)}
@@ -360,11 +367,11 @@ def train(
     Args:
         config: all settings; `config.data` isn't read.
         samples: good images.
-        defects: of the same data set, none of which may be among the good images.
-        device: where the network and the scorer run.
+        defects: defective images of the data set; none may be among the good images.
+        device: the device of the network and the scorer.
         scratch: an existing folder for temporary files.
-        calibrate: whether to find thresholds.
-        features_of: has other machines, which see `scratch`, compute features and scores.
+        calibrate: find thresholds.
+        features_of: called as `cached_features`; a cluster's computes on other machines.
         progress: called with (stage, done, total).
 
     Raises:
@@ -375,7 +382,7 @@ def train(
     for name, times in Counter(sample.name for sample in samples).items():
         if times > 1:
             raise DataError(f"{times} training images have the name {name!r}; each needs its own")
-    if calibrate or config.model.leave_out_suspects:  # said before anything is computed
+    if calibrate or config.model.leave_out_suspects:  # too few images are refused at once
         split(range(len(samples)), {})
     stages = Stages(progress)
     images = {i: sample.source for i, sample in enumerate(samples)}
@@ -384,7 +391,7 @@ def train(
     compute, computed = features_of or cached_features, stages.of("features")
     with compute(setup, setup.fitter, images, scratch, computed) as features:
         _check_labels(features.checked(), samples, defects, setup.loading.decoding)
-        rest()  # their memory is wanted for the scorer
+        rest()  # ends the decoding processes: the scorer needs their memory
         bits = bits_used(facts.look.brightest for facts in features.facts.values())
         if bits is not None and config.image.bit_depth is None:
             log.warning("%s", say_bits_used(bits))

@@ -48,12 +48,12 @@ def train_run(
 
     Args:
         config: all settings.
-        dataset: what to learn from.
+        dataset: the data set; its good training images are learned from.
         output: the run's folder.
-        device: where to compute.
-        calibrate: whether to find thresholds.
+        device: the device of the network and the scorer.
+        calibrate: find thresholds.
         overwrite: replace an earlier run there, once the new model is trained.
-        features_of: has other machines compute features and scores; all of them see the folder.
+        features_of: called as `cached_features`; a cluster's machines all see `output`.
         progress: called with (stage, done, total).
 
     Returns:
@@ -154,7 +154,7 @@ def _draw_suspects(
     wanted = [(s.image, samples[s.image].path) for s in training.suspects]
     decoders = Decoders(model.loading, keep_image=True)
     for rank, loaded in enumerate(decoders.load_all(wanted), 1):
-        if not isinstance(loaded, NetworkInput):  # it has changed since it was learned from
+        if not isinstance(loaded, NetworkInput):  # the file has changed since it was learned from
             continue
         suspect, sample = training.suspects[rank - 1], samples[loaded.index]
         assert suspect.patches is not None

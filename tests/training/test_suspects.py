@@ -86,8 +86,9 @@ def test_the_worst_are_kept_whole_however_batches_cut_them() -> None:
     view = Sizing(None, None, 32, 32, tile=64, overlap=0).view((192, 192))
     assert [len(axis) for axis in view.axes] == [3, 3]
     scores = torch.rand(13, 6, 9, generator=torch.Generator().manual_seed(0))
+    settings = SimpleNamespace(kind="patchcore", halo_damping=0, smoothing=0)
     model: Any = SimpleNamespace(
-        config=SimpleNamespace(model=SimpleNamespace(halo_damping=0, smoothing=0)),
+        config=SimpleNamespace(model=settings),
         score_patches=lambda e, *_: (PatchScores(e[..., 0]), e.amax((1, 2, 3))),
     )
     found = scores_of(model, _batches(scores, 3, 3), dict.fromkeys(range(13), view))
