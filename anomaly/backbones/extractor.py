@@ -302,11 +302,7 @@ def choose_precision(extractor: FeatureExtractor, images: Tensor) -> str:
     if max(share) <= LIMIT:
         log.debug("bf16: rounding is %.1f %% of the feature maps' variation", 100 * max(share))
         return "bf16"
-    log.warning(
-        "bf16 would blur this network's feature maps (rounding is %.0f %% of their variation): "
-        "computing in fp32",
-        100 * max(share),
-    )
+    log.debug("fp32: bf16 would be %.0f %% off the feature maps' variation", 100 * max(share))
     return "fp32"
 
 

@@ -84,17 +84,15 @@ class Threshold:
     def statement(self) -> str:
         """The expected false-reject rate, as a sentence for people."""
         rate = self.false_rejects
-        chosen = ", wherever the threshold is set" if self.target is None else ""
         statement = (
             f"flags about {percent(rate.expected)} of good parts, at most "
-            f"{percent(rate.at_most)} (95 % confidence, "
-            f"{rate.images} good images{chosen})"
+            f"{percent(rate.at_most)} (95 % confidence, {rate.images} good images)"
         )
         if self.target is None or self.supported:
             return statement
         if self.kept == "bound":
-            needed = images_needed(self.target)
-            return f"{statement}; a target of {percent(self.target)} needs {needed} good images"
+            lacking = images_needed(self.target) - rate.images
+            return f"{statement}; to promise {percent(self.target)}, add {lacking} good images"
         needed = math.ceil(1 / self.target * (1 - _SLACK)) - 1
         return f"{statement}; {percent(self.target)} on average needs {needed} good images"
 
@@ -538,10 +536,10 @@ class ThresholdChange:
         rows = sorted(zip(good.image, good.names, strict=True), reverse=True)
         above = [f"{name}: {score:.4g}" for score, name in rows if score > self.before.image]
         look = (
-            f"Rejected before: {len(above)} of {self.after.images} good images ({some(above)}). "
+            f"Rejected before: {len(above)} of {self.after.images} images ({some(above)}). "
             "Look at them: if they are defects, defects like them will pass"
             if above
-            else "No good image scored above the earlier threshold"
+            else "No image scored above the earlier threshold"
         )
         chance = f" (by chance up to {self.before.reject_up_to:.4g})" if self.is_doubtful else ""
         return (

@@ -43,11 +43,11 @@ def _explain(options: argparse.Namespace) -> int:
     for note in why.notes:
         log.info(f"not shown: {note}")
     print(f"Look at {output / PAGE}")
-    if facts["verdict"] == "good":
-        for text, command in next_steps(why):
-            print(f"{text} {command}".rstrip())
     if options.keep:
         _keep(options.model, options.image, facts["verdict"])
+    elif facts["verdict"] == "good":
+        for text, command in next_steps(why):
+            print(f"{text} {command}".rstrip())
     return 0
 
 

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 
-import numpy as np
-
 from anomaly.cli import annex
 from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
@@ -109,8 +107,7 @@ def _list(options: argparse.Namespace, found: Found, journal: RunJournal, run: R
         if tally.learned:
             print(
                 f"{tally.learned} of these images were used to train the model: new images will "
-                "score higher. The promise is compared with the other "
-                f"{tally.counts['ok'] - tally.learned}"
+                "score higher"
             )
         _print_escapes(run.model, options.model)
         if line := _difference(tally, run.model, options.model):
@@ -164,12 +161,8 @@ def _print_rows(rows: list[Row], speed: float, output: Path, page: str) -> None:
     where = ", all in results.csv"
     for line in first_of(reasons, f" with a reason{where}") + first_of(unscored, where):
         print(f"  {visible(line)}")
-    if times := [row.milliseconds for row in rows if row.milliseconds and row.status == "ok"]:
-        p50, p99 = np.quantile(times, (0.5, 0.99))
-        print(
-            f"{speed:.3g} images a second; from file to row, half of them took at most "
-            f"{p50:.0f} ms each, 99 % at most {p99:.0f} ms"
-        )
+    if any(row.milliseconds and row.status == "ok" for row in rows):
+        print(f"{speed:.3g} images a second")
     heatmaps = f", pictures in {output / HEATMAPS}" if any(row.heatmap for row in rows) else ""
     if rows:
         print(f"rows in {output / 'results.csv'}{heatmaps}{page}")

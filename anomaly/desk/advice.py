@@ -318,9 +318,9 @@ def flagged_line(
     """A warning if more or fewer images are flagged than promised; empty otherwise.
 
     Args:
-        flagged: as there.
-        images: as there.
-        promised: as there.
+        flagged: number of images that are flagged.
+        images: number of all scored images.
+        promised: share of good parts that the review threshold flags.
         model: the model's folder, for the command.
         all_good: whether somebody has said that none of the images is defective.
     """

@@ -96,8 +96,8 @@ class Compared:
         return is_flagged(self.before) and self.after == "good"
 
     def __str__(self) -> str:
-        before, after = self.scores
-        return f"{self.name}: {self.before} -> {self.after} ({before:.4g} -> {after:.4g})"
+        scores = " -> ".join(dict.fromkeys(f"{score:.4g}" for score in self.scores))
+        return f"{self.name}: {self.before} -> {self.after} ({scores})"
 
 
 def is_flagged(verdict: str) -> bool:

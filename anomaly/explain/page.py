@@ -253,7 +253,6 @@ def next_steps(explanation: Explanation) -> list[tuple[str, str]]:
     if prediction.verdict == "good":
         keep = pages.command_line("anomaly", "explain", image, "--model", folder, "--keep")
         return [
-            ("Is the part good? Then there is nothing to do.", ""),
             _catching(prediction.score, prediction.thresholds, folder),
             ("Keep it as a known defect, which later versions have to catch:", keep),
             ("Do defects like this pass often? Try other settings on them:", tune),

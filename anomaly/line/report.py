@@ -38,7 +38,6 @@ _PROMISES = (
     "At most: promised with 95 % confidence for good parts like the calibration images. Good "
     "parts rejected are those that people have called good; there may be more."
 )
-_UNJUDGED = "No good or rejected part has been judged, so false rejects and escapes are unknown."
 _UNKNOWN = {
     "false rejects": "unknown: no rejected part was judged",
     "escapes": "unknown: no part called good was judged",
@@ -192,7 +191,7 @@ def report(
 
 def _tables(db: sqlite3.Connection, promises: _Promises) -> Iterator[_Table]:
     titles, outcomes = _select(db, "yields")
-    yield titles, [[_UNKNOWN.get(row[0]) if c is None else c for c in row] for row in outcomes]
+    yield titles, [[w, _UNKNOWN.get(w) if n is None else n, *more] for w, n, *more in outcomes]
     yield _select(db, "judgements")
     scored = db.execute("SELECT * FROM promised")
     yield _PROMISED, [row for parts in scored for row in _promised(promises, *parts)]
@@ -281,7 +280,7 @@ def _answer(
     lines = [
         " · ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in shown.items()),
         f"before ({period.before}): {_called_good(figures, 2)}",
-        f"People agree with {right} of {judged} judged verdicts." if judged else _UNJUDGED,
+        f"People agree with {right} of {judged} judged verdicts." if judged else "",
         *more,
         *doubts,
         _DRIFTED if drifted else "",

@@ -24,7 +24,7 @@ def test_what_moves_thresholds_is_named() -> None:
     assert moved.is_doubtful
     assert moved.lines() == ["review threshold 2.323 -> 5.05, reject threshold 2.323 -> 5.05"]
     assert "rises from 2.323 to 5.05 (by chance up to 2.646)" in moved.caution
-    assert "Rejected before: 2 of 4 good images (1.png: 5, 3.png: 4)" in moved.caution
+    assert "Rejected before: 2 of 4 images (1.png: 5, 3.png: 4)" in moved.caution
     back = ThresholdChange(after, before)
     assert (back.is_doubtful, back.caution) == (False, "")
     assert ThresholdChange(before, before).lines() == []
@@ -36,7 +36,7 @@ def test_what_somebody_sets_by_hand_is_said_and_not_doubted() -> None:
     assert not moved.is_doubtful
     assert moved.lines() == ["review threshold 2.323 -> 4, reject threshold 2.323 -> 9"]
     assert "rises from 2.323 to 9" in moved.caution
-    assert "No good image scored above the earlier threshold" in moved.caution
+    assert "No image scored above the earlier threshold" in moved.caution
 
 
 @pytest.mark.parametrize("images", [12, 200])

@@ -214,7 +214,7 @@ def test_without_feedback_nothing_is_claimed(tmp_path: Path) -> None:
     file = recorded(tmp_path, answers(2.5, 2.5, 2.5))
     files = report(file, DAY, {})[0]
     page = files["report.html"]
-    assert "No good or rejected part has been judged" in page
+    assert "false rejects unknown: no rejected part was judged" in page
     assert "0.00 % of 3 parts are called good" in page
     assert 'class="answer "' in page  # neither good nor bad news
     assert "no part on record" in page  # before
