@@ -13,7 +13,7 @@ from anomaly.errors import needs_training
 if TYPE_CHECKING:
     from anomaly.config.load import load_config
     from anomaly.config.schema import Config
-    from anomaly.datasets import open_dataset
+    from anomaly.datasets.layouts import open_dataset
     from anomaly.desk.tune import tune
     from anomaly.detector import Detector, fit, load
     from anomaly.errors import AnomalyError, ImageError
@@ -32,7 +32,7 @@ _HOME = {
     "image": "imaging.arrays",
     "load": "detector",
     "load_config": "config.load",
-    "open_dataset": "datasets",
+    "open_dataset": "datasets.layouts",
     "tune": "desk.tune",
 }
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.load import parse_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample
-from anomaly.datasets.samples import strays
+from anomaly.datasets.samples import Dataset, Sample, strays
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.desk.change import samples_of
 from anomaly.errors import ConfigError, DataError, ImageError, needs_training

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Called with what is done, and how much there is to do.
+# Called with (done, total), numbers of pieces of work.
 Progress: TypeAlias = Callable[[int, int], None]
 
 _counting = threading.Lock()
-# What holds OpenBLAS down, one for all the blocks that threads are in.
+# Limits of OpenBLAS to one thread: the same one, once for each open block of `one_blas_thread`.
 _limits: list[Any] = []
 
 
@@ -90,10 +90,10 @@ def cpu_quota(root: Path = Path("/")) -> float:
     A group's own quota and those of all groups around it hold.
 
     Args:
-        root: where `proc/self/cgroup` and `sys/fs/cgroup` lie.
+        root: folder that holds `proc/self/cgroup` and `sys/fs/cgroup`.
 
     Returns:
-        The least of them, such as 1.5; infinity where there is none.
+        The least quota, such as 1.5; infinity where there is none.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -177,10 +177,10 @@ class _Counts:
     """Numbers of threads that hold for the whole process.
 
     Attributes:
-        program: what `use_threads` has set; 0 for as many as there are cores.
-        single: how many `single_threaded` blocks are open.
-        before: how many threads there were before the first of them.
-        forked: this process was forked from one that had threads of torch's or faiss's.
+        program: threads that `use_threads` has set; 0 for as many as there are cores.
+        single: number of `single_threaded` blocks that are open.
+        before: threads before the first of these blocks.
+        forked: True if this process was forked from one that had threads of torch's or faiss's.
     """
 
     program: int = 0
@@ -239,7 +239,7 @@ def in_parallel(
     Args:
         task: may not depend on the order of calls.
         items: read in the caller's thread, no further ahead than there are threads.
-        device: where the task computes.
+        device: the device on which the task computes.
     """
     source = iter(items)
     first = list(islice(source, 2))
@@ -265,7 +265,7 @@ def parallel_pool(device: torch.device) -> Iterator[ParallelMap]:
     don't depend on the number of threads.
 
     Args:
-        device: where the work is done. A GPU takes one piece after another.
+        device: the device on which the work is done. A GPU takes one piece after another.
 
     Yields:
         The function that hands out. Inside the context this thread, too, computes alone.
@@ -346,8 +346,8 @@ def prefetch(
     Args:
         submit: begins to work on an item.
         items: read no further ahead than that.
-        count: how many results may be on their way besides the one that is waited for.
-        stopped: asked now and then while a result is waited for.
+        count: results that may be on their way besides the one that is waited for.
+        stopped: asked five times a second while a result is waited for; True ends it.
 
     Raises:
         StoppedError: `stopped` has said so.
@@ -385,7 +385,7 @@ CPU: torch.device = cast(Any, _Processor())
 
 
 def device_of(device: str | torch.device) -> torch.device:
-    """The device that is meant by `auto` (the GPU where there is one), `cpu`, `cuda` or by itself.
+    """Torch's device by its name: `auto` (the GPU where there is one), `cpu` or `cuda`.
 
     Where this is what imports torch, torch computes with as many threads as the program, and with
     no more than there are processors for it.
@@ -413,7 +413,7 @@ def device_of(device: str | torch.device) -> torch.device:
 
 
 def check_fork(device: torch.device) -> None:
-    """See that a model's device still answers: a GPU doesn't answer a process that was forked.
+    """Refuse a model's GPU in a process that was forked, which the GPU doesn't answer.
 
     Raises:
         AnomalyError: the model was put on the GPU before the fork.

@@ -17,7 +17,7 @@ import torch
 
 from anomaly.cli import main
 from anomaly.config.load import parse_config
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.imaging.pool import Decoders
 from anomaly.scoring.model import Model
 from anomaly.storage.load import load_model

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from anomaly.backbones.extractor import network_input
 from anomaly.cli import main as command
 from anomaly.config.load import parse_config
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.imaging.loading import NetworkInput, UnusableImage
 from anomaly.imaging.pool import Decoders
 from anomaly.runtime import device_of

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -112,10 +113,10 @@ class DecodingThread:
 
 
 def _serve(questions: IO[bytes], answers: IO[bytes]) -> None:
-    from anomaly.imaging.pool import Worker, receive, send
+    from anomaly.imaging.pool import Worker, send
 
     worker = Worker()
     with suppress(OSError, EOFError), questions, answers:
         while True:
-            _, *request = receive(questions)
+            _, *request = pickle.load(questions)
             send(answers, worker.answer(*request))

@@ -21,7 +21,7 @@ from kit import bgr, rgb, tiny
 from PIL import Image as Pil
 
 import anomaly
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.errors import ConfigError, DataError, ModelError, OutputError
 
 PAGE = REPOSITORY / "docs" / "python.md"

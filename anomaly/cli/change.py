@@ -15,8 +15,9 @@ from anomaly.cli.commands import number
 from anomaly.cli.common import agreed, ask, chosen_device
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import FOLDERS, find_config, load_config
-from anomaly.datasets import Sample, check_inputs, open_dataset, open_test_images
-from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.inputs import check_inputs, find_inputs, open_test_images
+from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Sample
 from anomaly.desk.calibrate import Asked, recalibrate
 from anomaly.errors import AnomalyError, DataError, OutputError
 from anomaly.files.writing import RUN, claim, locked

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from anomaly.cli.common import chosen_device
 from anomaly.cli.terminal import ProgressLine
-from anomaly.datasets import open_test_images
-from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.inputs import find_inputs, open_test_images
 from anomaly.desk import golden
 from anomaly.desk.advice import lines
 from anomaly.errors import AnomalyError, ConfigError, ModelError, WriteError, first_of

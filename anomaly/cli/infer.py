@@ -17,7 +17,7 @@ from pathlib import Path
 from anomaly.cli import annex
 from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import NOTE, ProgressLine, Stopping
-from anomaly.datasets.inputs import Found, find_inputs, is_list, passed_over, picture_names
+from anomaly.datasets.inputs import Images, find_inputs, is_list, passed_over, picture_names
 from anomaly.desk.advice import flagged_line
 from anomaly.errors import DataError, first_of, visible
 from anomaly.files.writing import FOLDERS, HEATMAPS, PAGE, from_json, locked, remove_drafts, write
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
             return stop.exit_code if ended is None else ended
 
 
-def _list(options: argparse.Namespace, found: Found, journal: RunJournal, run: Run) -> int | None:
+def _list(options: argparse.Namespace, found: Images, journal: RunJournal, run: Run) -> int | None:
     """Score the images of a list; returns the exit code, None where a signal has stopped it."""
     total = len(found.paths)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):

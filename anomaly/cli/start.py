@@ -19,9 +19,9 @@ from anomaly.cli import execute
 from anomaly.cli.terminal import ProgressLine, command_line
 from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import METHODS, Config, readers
-from anomaly.datasets import Dataset, open_dataset
 from anomaly.datasets.inputs import listing_of
-from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, recognise
+from anomaly.datasets.layouts import LIST_SUFFIX, Recognised, open_dataset, recognise
+from anomaly.datasets.samples import Dataset
 from anomaly.desk.check import (
     SMALL_SET,
     Advice,

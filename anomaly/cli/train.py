@@ -14,7 +14,7 @@ from anomaly.cli import annex
 from anomaly.cli.common import chosen_device, joined_cluster
 from anomaly.cli.terminal import ProgressLine
 from anomaly.config.load import load_config
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.desk.advice import Run, lines, of_training
 from anomaly.errors import first_of, some
 from anomaly.files.writing import locked

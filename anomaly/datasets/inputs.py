@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 # Columns of a list of a data set, and of one of images to score.
 _LISTED, _SCORED = ("path", "label", "mask", "split", "group"), ("path", "group")
-_OURS = (".png", ".tiff")  # suffixes of our pictures
+_OURS = (".png", ".tiff")  # suffixes of the pictures that `infer` writes
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is to be scored.
+class Images:
+    """The images that are to be scored.
 
     Attributes:
         paths: the image files, each once, in order of their names.
@@ -50,7 +50,7 @@ class Found:
 
     @property
     def sha256(self) -> str:
-        """What tells one list of files, and the parts that they show, from another."""
+        """Hex digest of the paths and of the parts that they show."""
         listed = [f"{path}\0{self.groups.get(str(path), '')}" for path in self.paths]
         return hashlib.sha256("\0".join(listed).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -60,8 +60,8 @@ def is_list(given: Path) -> bool:
     return str(given) == "-" or given.suffix.lower() in (".txt", ".csv", ".tsv")
 
 
-def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Found:
-    """The image files that are meant.
+def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Images:
+    """The image files that files, folders and lists name.
 
     Args:
         inputs: files, folders that are searched, and lists: a text file with a path on each line,
@@ -69,7 +69,7 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Found:
             `results.csv`; or the list of a data set without groups, whose paths lead from its own
             folder; `-` for standard input. A file that a list names needn't exist, and will be
             reported as unreadable.
-        option: where the inputs were given, for messages; lists are read for `--input` alone,
+        option: the option that gave the inputs, for messages; lists are read for `--input` alone,
             since others need images whose labels are known.
 
     Raises:
@@ -93,22 +93,22 @@ def find_inputs(inputs: Sequence[Path], option: str = "--input") -> Found:
     if not paths:
         there = others and f" ({others})"
         raise DataError(f"no images in {', '.join(map(str, inputs))}{there}")
-    return Found(sorted(paths), groups, others)
+    return Images(sorted(paths), groups, others)
 
 
 def check_inputs(inputs: Iterable[Path], images: Iterable[Path], *, defects: bool = False) -> None:
     """Refuse files and folders that were given as good, or as defects, where names say otherwise.
 
     Args:
-        inputs: as given.
-        images: what was found in them.
-        defects: whether they were given as defects; a file that is named as one may lie anywhere.
+        inputs: the files and folders.
+        images: the images in them.
+        defects: True if they were given as defects: a single file of them may have any name.
 
     Raises:
         DataError: the message names the first such folder, or the files.
     """
     files = list(images)
-    # A folder may be given beside files of it.
+    # A folder may be given beside files of it; sorted so that the folder then counts as whole.
     given = sorted((is_folder(place), place) for place in inputs)
     for folder, whole in {p if whole else p.parent: whole for whole, p in given}.items():
         inside = [file for file in files if file.is_relative_to(folder)]
@@ -352,9 +352,9 @@ def picture_names(
         paths: the image files.
         inputs: the files and folders that they were found through; none stands for the files
             themselves.
-        exists: whether a name is taken by a picture already.
-        numbers: how often names were given again in earlier calls, kept up to date here: where one
-            is given a thousand times, nobody has to ask for all the earlier ones.
+        exists: returns True if a picture has that name already.
+        numbers: the last number that earlier calls gave to each name, kept up to date here: the
+            thousandth picture of one name needn't try the 999 before it.
     """
     numbers = {} if numbers is None else numbers
     folders = [plain(p) if os.path.isdir(p) else plain(p).parent for p in inputs]  # noqa: PTH112, never raises

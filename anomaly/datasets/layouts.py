@@ -29,7 +29,7 @@ from anomaly.datasets.samples import (
     Masks,
     Sample,
     in_splits,
-    listed,
+    samples_in,
     set_apart,
     without_masks,
 )
@@ -92,7 +92,7 @@ def folders_in(folder: Path) -> list[str]:
 
 def _good_only(folder: Path) -> Dataset:
     """Good images alone; or good and defective ones, where the names of their files tell."""
-    good, bad = listed(folder), list[Sample]()
+    good, bad = samples_in(folder), list[Sample]()
     if not good:
         raise DataError(
             f"no images in {folder}{other_files(folder)}; data.root must hold good images to learn "
@@ -100,12 +100,12 @@ def _good_only(folder: Path) -> Dataset:
         )
     named = by_file_names([sample.path.stem for sample in good])
     if set(named.values()) >= CLEAR:
-        if open_ := [s.path.name for s in good if named[s.path.stem] not in CLEAR]:
-            raise undecided(folder, open_, "files")
+        if unclear := [s.path.name for s in good if named[s.path.stem] not in CLEAR]:
+            raise undecided(folder, unclear, "files")
         bad = [replace(s, defect_type="defect") for s in good if named[s.path.stem] != GOOD]
         good = [s for s in good if named[s.path.stem] == GOOD]
-        said = "%s: %d images are good by the names of their files, %d defective"
-        log.info(said, folder, len(good), len(bad))
+        message = "%s: %d images are good by the names of their files, %d defective"
+        log.info(message, folder, len(good), len(bad))
     paths = [sample.path for sample in good]
     check_names(paths, folder, Label.GOOD)
     check_annotations(paths, folder)
@@ -118,8 +118,8 @@ def labels_in(folder: Path, *, published: bool = False) -> dict[Path, Label]:
 
     Args:
         folder: its own name doesn't count.
-        published: it is laid out as MVTec AD: only folders in those of splits count, and in `test`
-            an unknown name is a kind of defect.
+        published: True if it is laid out as MVTec AD: only folders in those of splits count, and
+            in `test` an unknown name is a kind of defect.
 
     Returns:
         By the folder with images, relative to `folder`: unclear where names on the way to it
@@ -159,8 +159,8 @@ def open_by_names(
 
     Args:
         folder: its own name doesn't count.
-        labels: as `labels_in` gives them, and what somebody knows of those whose names don't tell.
-        published: as in `labels_in`.
+        labels: labels by folder, from `labels_in` or from somebody who knows; None for the former.
+        published: True if the folder is laid out as MVTec AD, see `labels_in`.
 
     Raises:
         DataError: a folder's name doesn't tell, there are no good images, or the names of files or
@@ -168,8 +168,8 @@ def open_by_names(
     """
     labels = labels or labels_in(folder, published=published)
     masks = sorted({mask for inner in labels for mask in _masks_in(inner)})
-    if open_ := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
-        raise undecided(folder, [_say_folder(inner) for inner in open_])
+    if unclear := [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]:
+        raise undecided(folder, [_say_folder(inner) for inner in unclear])
     files = list_images(folder)
     finder, samples = Masks(files), list[tuple[str, Sample]]()
     for path in without_masks(files):
@@ -230,9 +230,9 @@ class Recognised:
     """The layout that a folder is read as.
 
     Attributes:
-        layout: a key of `anomaly.datasets.FORMATS`.
+        layout: a key of `FORMATS`.
         root: the folder of images, or the list of them.
-        reason: what it was recognised by, for people.
+        reason: the sign that it was recognised by, for people.
         listing: the lines of a list that has to be written for it; empty where none has.
     """
 
@@ -248,10 +248,10 @@ def recognise(
     """The layout that a folder, or a list of images, is read as.
 
     Args:
-        place: as a user named it.
-        layout: takes it for that one, whatever it looks like.
-        ask: shows a question and returns the answer, or raises EOFError: what folders hold whose
-            names don't tell, beside others whose names do; None where there is no one to ask.
+        place: the folder or list, as a user named it.
+        layout: the layout that a user chose; None recognises it.
+        ask: shows a question on unclear folders and returns the answer, or raises EOFError; None
+            where there is no one to ask.
 
     Raises:
         DataError: it doesn't exist, holds several data sets or no images, has several layouts, or
@@ -313,36 +313,36 @@ def _own_names(
     place: Path, labels: Mapping[Path, Label], ask: Callable[[str], str] | None
 ) -> Recognised:
     """Folders of which some have names that say what they hold."""
-    open_ = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
-    published = {*labels_in(place, published=True).values()} if open_ else set()
-    if open_ and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:
+    unclear = [i for i, label in labels.items() if label not in {*CLEAR, Label.ASIDE}]
+    published = {*labels_in(place, published=True).values()} if unclear else set()
+    if unclear and _is_whole(place) and published <= {*CLEAR, Label.ASIDE}:
         return Recognised("mvtec", place, "good images in train, kinds of defects in test")
-    known = {**labels, **(_answers(place, labels, open_, ask) if ask else {})}
+    known = {**labels, **(_answers(place, labels, unclear, ask) if ask else {})}
     good = [inner for inner, label in known.items() if label is Label.GOOD]
-    others = [inner for inner, label in known.items() if label is Label.DEFECTIVE]
+    defective = [inner for inner, label in known.items() if label is Label.DEFECTIVE]
     reason = f"good images in {some([*map(_say_folder, good)], most=8)}"
-    if others:
-        reason += f", others in {some([*map(_say_folder, others)], most=8)}"
-    if open_:
+    if defective:
+        reason += f", others in {some([*map(_say_folder, defective)], most=8)}"
+    if unclear:
         return Recognised("csv", place, reason, listing_of(open_by_names(place, known)))
     tops = {inner.parts[0] for inner in good}
-    if not others and Label.ASIDE not in labels.values() and not any(map(split_of, tops)):
+    if not defective and Label.ASIDE not in labels.values() and not any(map(split_of, tops)):
         return Recognised("folder", place / tops.pop() if len(tops) == 1 else place, reason)
     return Recognised("good_defect", place, reason)
 
 
 def _answers(
-    place: Path, labels: Mapping[Path, Label], open_: Sequence[Path], ask: Callable[[str], str]
+    place: Path, labels: Mapping[Path, Label], unclear: Sequence[Path], ask: Callable[[str], str]
 ) -> dict[Path, Label]:
-    """What someone says that folders hold, asked once for all in one that holds no clear name."""
-    known = {p for i in labels.keys() - {*open_} for p in (i, *i.parents)}
-    tops = {i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in open_}
-    said = {top: _answer(place / top, ask) for top in dict.fromkeys(tops.values())}
-    return {inner: said[top] for inner, top in tops.items()}
+    """Labels of unclear folders by a person, who is asked once for each that holds no clear one."""
+    known = {p for i in labels.keys() - {*unclear} for p in (i, *i.parents)}
+    tops = {i: next((p for p in (*reversed(i.parents), i) if p not in known), i) for i in unclear}
+    answers = {top: _answer(place / top, ask) for top in dict.fromkeys(tops.values())}
+    return {inner: answers[top] for inner, top in tops.items()}
 
 
 def _answer(folder: Path, ask: Callable[[str], str]) -> Label:
-    """What someone says that a folder holds."""
+    """Label of a folder by a person."""
     answers = {"good": Label.GOOD, "defective": Label.DEFECTIVE, "out": Label.ASIDE}
     try:
         answer = ask(

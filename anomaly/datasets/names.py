@@ -92,16 +92,16 @@ def label_of(name: str) -> Label:
     Args:
         name: without its suffix.
     """
-    said = _kinds(name) - _SILENT
-    if not said:
+    kinds = _kinds(name) - _SILENT
+    if not kinds:
         return Label.PLACE
-    if said in ({"mask"}, {"test"}, {"aside"}):
+    if kinds in ({"mask"}, {"test"}, {"aside"}):
         return Label.ASIDE
-    if said == {"good"}:
+    if kinds == {"good"}:
         return Label.GOOD
-    if said == {"not", "good"} or (said & _BAD and said <= {*_BAD, "other", "test"}):
+    if kinds == {"not", "good"} or (kinds & _BAD and kinds <= {*_BAD, "other", "test"}):
         return Label.DEFECTIVE
-    return Label.UNKNOWN if said <= {"not", "other", "test"} else Label.UNCLEAR
+    return Label.UNKNOWN if kinds <= {"not", "other", "test"} else Label.UNCLEAR
 
 
 def says_masks(name: str) -> bool:
@@ -236,7 +236,7 @@ def check_files(images: Sequence[Path], folder: Path, wanted: Label) -> None:
 
 
 def undecided(folder: Path, names: Sequence[str], what: str = "folders") -> DataError:
-    """The error of folders, or files, whose names don't tell."""
+    """The error to raise if folders, or files, have names that don't tell good from defective."""
     return DataError(
         f"{folder}: the names of these {what} don't say whether images are good or defective: "
         f"{some(names)}. Rename them (`good …`, `defect …`), move them elsewhere, or list the "
@@ -284,10 +284,11 @@ def _texts_around(
     """Text files in a folder of images, around it and in folders of annotations there.
 
     Args:
-        place: of the images.
-        folder: the data set's, where going outwards ends; but folders that are named like those of
-            images or of a split have annotations beside them, as `images/train` has `labels/train`.
-        listed: lists a folder.
+        place: the images' folder.
+        folder: the data set's folder, where going outwards ends; but folders that are named like
+            those of images or of a split have annotations beside them, as `images/train` has
+            `labels/train`.
+        listed: returns the entries of a folder.
     """
     around, start = [place], place
     while folder in place.parents or _is_of_images(place) or _is_of_images(place.parent):

@@ -47,7 +47,7 @@ class Sample:
         defect_type: `good`, or the kind of defect (the name of its folder).
         mask_path: the ground-truth mask, or a folder of masks that hold a part of it each; None
             for good images and where there is none.
-        group: what joins several views of one part; None where each image is a part.
+        group: name of the part that several images show; None where each image is a part.
         image: the pixels, where they are in memory; None for a file.
     """
 
@@ -60,17 +60,17 @@ class Sample:
 
     @property
     def source(self) -> Path | Image:
-        """What is to be loaded: the file, or the pixels that are in memory."""
+        """Source for loading: the file, or the pixels that are in memory."""
         return self.path if self.image is None else self.image
 
     @property
     def part(self) -> str:
-        """What several views of one part have in common; its own name where it is the only one."""
+        """Name that all views of one part share; the image's own where it is the only view."""
         return self.name if self.group is None else self.group
 
     @property
     def is_defect(self) -> bool:
-        """Whether this image shows a defect."""
+        """True if this image shows a defect."""
         return self.defect_type != GOOD
 
 
@@ -79,12 +79,12 @@ class Dataset:
     """Good images to learn from, and a test split that nothing is ever tuned on.
 
     Attributes:
-        folder: where it is: a folder, or a list of images.
+        folder: the data set's folder, or its list of images.
         train: good images.
         test: good and defective images.
         validation: further good images, where the data set sets some apart: not learned from.
         unused_masks: files among the masks that are no image's.
-        drawn: whether nobody has said which of the good images to test with.
+        drawn: True if good images for the test were drawn, as nobody has named them.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class MaskError(DataError):
     """A mask contradicts its image.
 
     Args:
-        message: what is wrong with which mask, and what to do.
+        message: a sentence that names the mask, its fault and the remedy.
         kind: `mask_size`, `mask_inverted`, `mask_on_good` or `mask_unusable`.
     """
 
@@ -118,7 +118,7 @@ class MaskError(DataError):
 
 
 def ground_truth(sample: Sample, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Where a sample's defect is.
+    """Mask of a sample's defect.
 
     Args:
         sample: a good image, or a defect with a mask.
@@ -175,8 +175,8 @@ def maybe_turned(sample: Sample, image: Image) -> str:
     """
     height, width = image.size
     # Where the sides are swapped, a mask that isn't upright has another size.
-    told_by_size = image.orientation >= _SIDEWAYS and height != width
-    if sample.mask_path is None or image.orientation == _UPRIGHT or told_by_size:
+    size_tells = image.orientation >= _SIDEWAYS and height != width
+    if sample.mask_path is None or image.orientation == _UPRIGHT or size_tells:
         return ""
     if any(read_header(file).orientation != _UPRIGHT for file in _mask_files(sample.mask_path)):
         return ""
@@ -192,8 +192,8 @@ def _mask_files(mask: Path) -> list[Path]:
     return list_images(mask) if is_folder(mask) else [mask]
 
 
-def listed(folder: Path) -> list[Sample]:
-    """The images of a folder but masks beside them; none where there is no such folder."""
+def samples_in(folder: Path) -> list[Sample]:
+    """Samples of a folder's images, without masks beside them; none if there is no such folder."""
     files = list_images(folder) if is_folder(folder) else []
     images = without_masks(files)
     if masks := sorted({*files} - {*images}):
@@ -296,7 +296,7 @@ class Masks:
 
 
 def without_masks(images: Sequence[Path]) -> list[Path]:
-    """Those that aren't masks of one beside them by their names: not `1_mask.png` beside `1.jpg`.
+    """Images without those that are, by name, the mask of one beside: `1_mask.png` of `1.jpg`.
 
     A JPEG is never taken for a mask.
     """
@@ -329,11 +329,11 @@ def strays(masks: Sequence[Path]) -> str:
     )
 
 
-def contradiction(one: Sample, other: Sample) -> DataError | None:
+def contradiction(first: Sample, second: Sample) -> DataError | None:
     """The error that two samples of one picture can't both be right; None where they can."""
-    if one.is_defect == other.is_defect:
+    if first.is_defect == second.is_defect:
         return None
-    good, defect = (other, one) if one.is_defect else (one, other)
+    good, defect = (second, first) if first.is_defect else (first, second)
     return DataError(
         f"{defect.path} is labelled as a defect ({defect.defect_type}), but is the same picture as "
         f"{good.path}, which is labelled good; look at them and remove the wrong one"
@@ -346,13 +346,13 @@ _NEAR = 0.6
 
 
 def frames(looks: Mapping[int, Look]) -> dict[int, int]:
-    """The image that stands for the frame that each one shows, whatever its compression and noise.
+    """The first image that shows the same frame, for each image; compression and noise may differ.
 
     Args:
-        looks: of images by their numbers.
+        looks: the images' looks by their numbers.
 
     Returns:
-        By image the lowest number of those that show its frame; its own where no other does.
+        By image, the lowest number of the images that show its frame; its own where no other does.
     """
     if not looks:
         return {}
@@ -381,8 +381,8 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
     Exact copies aren't counted.
 
     Args:
-        samples: by their numbers.
-        looks: of the same numbers.
+        samples: training images by their numbers.
+        looks: the images' looks by the same numbers.
     """
     shown = frames(looks)
     pictures: dict[int, dict[str, int]] = {}
@@ -391,17 +391,17 @@ def near_copies(samples: Mapping[int, Sample], looks: Mapping[int, Look]) -> str
     alike = [[*frame.values()] for frame in pictures.values() if len(frame) > 1]
     if not alike:
         return ""
-    count, (one, other, *_) = sum(map(len, alike)) - len(alike), alike[0]
+    count, (original, copy, *_) = sum(map(len, alike)) - len(alike), alike[0]
     return (
         f"{count} of {len(looks)} training images are near copies of others, different only in "
-        f"noise or compression ({samples[other].path} of {samples[one].path}), which leaves "
+        f"noise or compression ({samples[copy].path} of {samples[original].path}), which leaves "
         f"{len(pictures)} different images. Copies teach nothing and make thresholds too "
         "optimistic: photograph more parts instead"
     )
 
 
 def too_few_different(count: int) -> DataError:
-    """The error of so many different images, none or one: too few to find thresholds with."""
+    """The error to raise if so many different images, 0 or 1, are too few for thresholds."""
     return DataError(
         f"calibration needs at least 2 different training images, not {count}; "
         "add some, or train with --no-calibrate (and without model.leave_out_suspects, if set)"
@@ -412,7 +412,7 @@ def none_usable(reasons: Sequence[str]) -> DataError:
     """The error to raise if no image can be used.
 
     Args:
-        reasons: of each, beginning with its path.
+        reasons: each image's path and fault.
     """
     listed = "\n  ".join(reasons[:3])
     return DataError(f"none of the {len(reasons)} images can be used:\n  {listed}")

@@ -23,7 +23,7 @@ from anomaly.calibration.thresholds import (
     thresholds_from,
     with_pixels,
 )
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.desk.change import (
     DEFECTS,
     PRODUCTION,

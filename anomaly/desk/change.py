@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from anomaly.calibration.rates import rate_above
 from anomaly.calibration.thresholds import ThresholdChange, Thresholds
-from anomaly.datasets import Sample, check_inputs
-from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.inputs import check_inputs, find_inputs
+from anomaly.datasets.samples import Sample
 from anomaly.desk.golden import golden_samples
 from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded

@@ -15,11 +15,13 @@ from functools import partial
 
 import numpy as np
 
-from anomaly.datasets import Dataset, Sample, ground_truth
 from anomaly.datasets.samples import (
+    Dataset,
     MaskError,
+    Sample,
     contradiction,
     frames,
+    ground_truth,
     maybe_turned,
     near_copies,
     none_usable,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, some, why
 from anomaly.files.writing import GOLDEN, as_json, from_json, locked, sha256_of, short_name, write
 from anomaly.imaging.read import list_images, suffix_of

@@ -19,7 +19,8 @@ from anomaly.backbones.networks import networks_on_disk
 from anomaly.calibration.rates import percent
 from anomaly.config.load import parse_config
 from anomaly.config.schema import METHODS, NAMED_DIGITS, Config, readers
-from anomaly.datasets import Dataset, Sample, open_dataset
+from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Dataset, Sample
 from anomaly.desk.judging import LEAST_DEFECTS, Judgement, Mask, Scores, judge, worth
 from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table

@@ -22,7 +22,7 @@ from anomaly.calibration.thresholds import (
     threshold_for_false_reject_rate,
     thresholds_from,
 )
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of

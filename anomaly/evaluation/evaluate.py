@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.calibration.thresholds import Thresholds
-from anomaly.datasets import Sample, ground_truth
-from anomaly.datasets.samples import contradiction, maybe_turned
+from anomaly.datasets.samples import Sample, contradiction, ground_truth, maybe_turned
 from anomaly.errors import DataError, ImageError, some
 from anomaly.evaluation.metrics import (
     Confusion,

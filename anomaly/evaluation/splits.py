@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from anomaly.datasets import Dataset, Sample, open_dataset, open_test_images
-from anomaly.datasets.samples import strays
+from anomaly.datasets.inputs import open_test_images
+from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Dataset, Sample, strays
 from anomaly.errors import DataError
 from anomaly.files.writing import sha256_of
 from anomaly.scoring.model import Model

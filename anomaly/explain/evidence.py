@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anomaly.backbones.extractor import network_input
-from anomaly.datasets import Sample
-from anomaly.datasets.samples import listed
+from anomaly.datasets.samples import Sample, samples_in
 from anomaly.errors import DataError, ImageError
 from anomaly.evaluation.splits import TrainingImages, dataset_images, training_names
 from anomaly.explain import saliency
@@ -142,7 +141,7 @@ def good_images(detector: Model, *named: str | Path) -> TrainingImages:
     for folder in map(Path, named):
         if not folder.is_dir():
             raise DataError(f"{folder} isn't a folder; name the one with the training images")
-        in_folders += listed(folder)
+        in_folders += samples_in(folder)
     of_dataset: list[Sample] = []
     if detector.folder is not None:
         with suppress(DataError):

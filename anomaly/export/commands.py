@@ -23,8 +23,8 @@ from anomaly.backbones.engine import ENGINES, Graph, installed
 from anomaly.backbones.weights import check_weights
 from anomaly.cli.common import chosen_device
 from anomaly.cli.terminal import ProgressLine
-from anomaly.datasets import Sample
 from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.samples import Sample
 from anomaly.errors import AnomalyError, DataError, ModelError, OutputError, counted
 from anomaly.evaluation.splits import TrainingImages, dataset_images
 from anomaly.files.writing import as_json, claim, locked, locked_file, remove_drafts, write

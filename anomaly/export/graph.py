@@ -22,7 +22,7 @@ from anomaly.backbones.networks import build, load_state
 from anomaly.config.schema import METHODS
 from anomaly.errors import ModelError
 from anomaly.hooks import HookSet, capture
-from anomaly.imaging.geometry import resampling_matrix
+from anomaly.imaging.geometry import counted, resampling_matrix
 from anomaly.maps.anomaly_map import LEAST_WEIGHT, map_matrix
 from anomaly.methods.base import PatchScores
 from anomaly.scoring.image_score import network_map
@@ -368,7 +368,7 @@ class PixelsToVerdict(nn.Module):
         self._inside: Tensor | None = None
         self._seen: Tensor | bool = True
         if detector.region is not None:
-            self._inside = torch.from_numpy(detector.region.patches(view, grid))[None]
+            self._inside = torch.from_numpy(counted(detector.region, view, grid))[None]
             self._seen = torch.from_numpy(detector.region.inside(camera))
         self._top = self._top_count()
         self._statistics = _Statistics(detector, self._inside, grid, view.size)

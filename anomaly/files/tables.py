@@ -41,10 +41,10 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 
 def csv_rows(text: str) -> list[list[str]]:
-    """The cells of such lines.
+    """Cells of lines that `csv_text` has written, as text.
 
     Raises:
-        ValueError: these aren't lines of CSV.
+        ValueError: the text isn't CSV.
     """
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -87,11 +87,11 @@ def read_rows(
     Args:
         data: the file's bytes: UTF-8, UTF-16 with a mark, or a code page of a spreadsheet's
             country. UTF-8 with a mark may hold file names that are no text.
-        name: of the list, for messages.
-        columns: the columns that are known. Others are left alone, misspelt ones refused.
-        needed: those of them that have to be there.
-        worth: how well a row fits what is on disk. The code page in which all rows fit best is
-            the list's.
+        name: the list's name, for messages.
+        columns: known columns. Others are left alone, misspelt ones refused.
+        needed: known columns that have to be there.
+        worth: rates a row: the higher, the better it fits the files on disk. The code page in
+            which all rows together fit best is the list's.
 
     Raises:
         DataError: no text, no CSV, a column that is missing or misspelt, a row of too many cells;

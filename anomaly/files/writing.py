@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ RUN = (*TRAIN, "golden")
 _EXPLANATION, _EXPLANATION_PAGE = "explanation.json", "explanation.html"
 _MANIFEST = "manifest.json"
 LOCK = ".anomaly-lock"
-_ATTEMPTS = 100
+_ATTEMPTS = 100  # to lock a file that other runs delete as they end
 _NOTE_SECONDS = 0.05  # after which a run that has just got the lock has said who it is
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 # What systems keep beside a user's files. No name that a user may have given: a folder `recycled`.
@@ -87,8 +87,8 @@ def own_outputs(folder: Path, names: Collection[str]) -> frozenset[str]:
     Nothing is taken for theirs by its name alone, and nothing else in such a folder is.
 
     Args:
-        folder: the folder.
-        names: all that is in it.
+        folder: the folder that holds the entries.
+        names: the names of all its entries.
     """
     own: set[str] = set()
     if "model" in names and is_model(folder / "model", (_MANIFEST,)):
@@ -115,8 +115,8 @@ def _others(folder: Path, *, is_own: bool) -> Path | None:
     holds others' files only. What file managers leave (`left_by_system`) isn't counted.
 
     Args:
-        folder: one of a run's.
-        is_own: whether it is one of `own_outputs`.
+        folder: the folder to delete, in a run's folder.
+        is_own: True if it is one of `own_outputs`.
     """
     if not is_own:
         return folder if any(folder.iterdir()) else None
@@ -132,7 +132,7 @@ def _others(folder: Path, *, is_own: bool) -> Path | None:
 
 
 def _asked_for(folder: Path) -> Collection[str]:
-    """The folders that a run was to write, as its journal says; all where none says it."""
+    """Folders that a run was to write, by its journal; all where no journal says it."""
     for name in (DONE, JOURNAL, WATCHED):
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             first, _ = json.JSONDecoder().raw_decode((folder / name).read_text("utf-8"))
@@ -153,8 +153,7 @@ def _head(file: Path) -> bytes:
         return b""
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> AbstractContextManager[None]:
     """Keep other runs out of a folder; what this made and nothing was written into goes again.
 
     Args:
@@ -164,12 +163,10 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         OutputError: another run is at work there, or the folder can't be made or written to.
     """
-    with _locked(folder, folder / LOCK):
-        yield
+    return _locked(folder, folder / LOCK)
 
 
-@contextmanager
-def locked_file(file: Path) -> Iterator[None]:
+def locked_file(file: Path) -> AbstractContextManager[None]:
     """Keep other runs from a file; all others in its folder may be written to meanwhile.
 
     Args:
@@ -178,8 +175,7 @@ def locked_file(file: Path) -> Iterator[None]:
     Raises:
         OutputError: another run writes to it, or its folder can't be made or written to.
     """
-    with _locked(file, file.resolve().with_name(f".{file.resolve().name}{LOCK}")):
-        yield
+    return _locked(file, file.resolve().with_name(f".{file.resolve().name}{LOCK}"))
 
 
 @contextmanager
@@ -187,8 +183,8 @@ def _locked(what: Path, lock: Path) -> Iterator[None]:
     """Hold a lock file.
 
     Args:
-        what: it stands for.
-        lock: the file, whose folder is made if need be.
+        what: the folder or file that the lock stands for.
+        lock: the lock file; its folder is made if need be.
     """
     holder = os.path.realpath(what), threading.get_ident()
     if holder in _held:
@@ -272,7 +268,7 @@ def _in_use(what: Path, handle: int) -> OutputError:
 
 # File systems take 255 bytes a name; this leaves room for a suffix and a number.
 _LONGEST_NAME = 230
-_MOST_DIGITS = 40
+_MOST_DIGITS = 40  # of a number in JSON: none that this program writes has more
 _DRAFT, _DRAFT_SUFFIX = ".anomaly-", ".part"
 
 
@@ -367,7 +363,7 @@ def like(path: Path) -> str:
 
 
 def looked_in(path: Path) -> str:
-    """The place where a missing file was looked for, if its path leaves that open; what is alike.
+    """The place where a missing file was looked for, if its path leaves that open; similar names.
 
     Returns:
         `" (looked in /folder); in /folder did you mean 'a'?"`, or parts of it, or nothing.
@@ -453,11 +449,12 @@ def remove_drafts(folder: Path, inside: Iterable[str] = ()) -> None:
 
     Args:
         folder: drafts in it are deleted, not those in its folders, where others may be at work.
-        inside: folders in it that are one's own: drafts at any depth are deleted.
+        inside: names of folders in it that hold this program's files only: drafts at any depth
+            are deleted.
     """
     pattern = f"{_DRAFT}*{_DRAFT_SUFFIX}"
-    own = (draft for name in inside for draft in (folder / name).rglob(pattern))
-    for draft in (*folder.glob(pattern), *own):
+    deep = (draft for name in inside for draft in (folder / name).rglob(pattern))
+    for draft in (*folder.glob(pattern), *deep):
         if draft.is_dir():
             shutil.rmtree(draft, ignore_errors=True)
         else:
@@ -507,7 +504,7 @@ class GrowingFile:
 
     Args:
         file: made if need be.
-        end: what lies behind this is dropped.
+        end: length in bytes that is kept; what lies behind it is dropped.
 
     Raises:
         OutputError: it can't be written.
@@ -549,7 +546,7 @@ class GrowingFile:
         self.end += len(data)
 
     def close(self) -> None:
-        """Once it doesn't grow any more."""
+        """Close the file, which then doesn't grow any more."""
         self._stream.close()
 
     def _drop_torn(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a part lies in an image: the way to the part's coordinates, and back. Imports no torch.
+"""Poses of parts in images: the way to the part's coordinates, and back. Imports no torch.
 
 A picture of the part is made of the training images. This reference, turned in steps of 5°, is
 correlated with a small grey picture of the image; the best of these candidates are refined by
@@ -24,14 +24,15 @@ from anomaly.imaging.read import Image, aspect_error
 Grey = NDArray[np.float32]
 
 _SIDE, _COARSE = 128, 64  # of squares with the area of the pictures that are compared
-_STEP = math.radians(5)
-_CANDIDATES = 3
-_FIRST_STEPS, _STEPS, _CONVERGED = 6, 20, 0.02  # pixels
-_ASPECT = 0.02
+_STEP = math.radians(5)  # from one turn of the reference that is tried to the next
+_CANDIDATES = 3  # turns that are refined
+# Gauss-Newton steps for each candidate and for the best; one below so many pixels is the last.
+_FIRST_STEPS, _STEPS, _CONVERGED = 6, 20, 0.02
+_ASPECT = 0.02  # share by which an image's aspect may differ from the training images'
 # A turn by more than is usual has to correlate better by so much: round parts look alike anyhow.
 _USUAL, _PREFERENCE = math.radians(15), 0.05
 _APART = 1 / 8  # of a side, from where on another place is far from the pose
-_ROUNDS = 3
+_ROUNDS = 3  # in which the reference becomes the mean of the aligned training images
 _LEAST_IMAGES = 8  # fewer don't show how far parts move
 # Of the training images, 95 % match what they have in common by so much at least (screws 0.95,
 # transistors 0.89, castings 0.69; cells 0.41, fabric 0.04), and an eighth of a side away by this
@@ -63,8 +64,7 @@ class Motion(NamedTuple):
 
     def inverse(self) -> Motion:
         """The way back."""
-        back = Motion(-self.turn, 0.0, 0.0).after(Motion(0.0, -self.x, -self.y))
-        return Motion(-self.turn, back.x, back.y)
+        return Motion(-self.turn, 0.0, 0.0).after(Motion(0.0, -self.x, -self.y))
 
     def matrix(self, size: tuple[int, int]) -> NDArray[np.float64]:
         """(2, 3) between the indices of pixels of pictures of (H, W), as OpenCV takes it."""
@@ -77,30 +77,28 @@ class Motion(NamedTuple):
 
 @dataclass(frozen=True)
 class Pose:
-    """Where a part lies in an image.
+    """Pose of a part in an image.
 
     Attributes:
         motion: from the part's coordinates to the image's, in original pixels.
         size: (H0, W0) of the image.
-        correlation: of the part with the reference, 1 where they are equal.
         reason: why the image isn't called good whatever its score; empty where nothing speaks
             against it.
     """
 
     motion: Motion
     size: tuple[int, int]
-    correlation: float = 1.0
     reason: str = ""
 
     def part(self, pixels: NDArray[Any], rows: slice, columns: slice) -> NDArray[Any]:
-        """Some rows and columns of the image in the part's coordinates.
+        """Pixels (rows, columns, 3) of the image in the part's coordinates.
 
-        What lies outside the image is filled with its border.
+        Places outside the image get the value of its border.
 
         Args:
-            pixels: (H0, W0, 3) of the image.
-            rows: from where to where, in original pixels.
-            columns: as well.
+            pixels: the image (H0, W0, 3).
+            rows: rows of the part, in original pixels.
+            columns: columns of the part, in original pixels.
         """
         return cut(pixels, self.motion, rows, columns, cv2.INTER_CUBIC, cv2.BORDER_REPLICATE)
 
@@ -111,11 +109,11 @@ class Pose:
         return replace(self, motion=Motion(turn, x * width, y * height), size=size)
 
     def covers(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whether points of the part (h, w) lie in the image.
+        """Mask (h, w) of the part's points that lie in the image.
 
         Args:
-            x: of the columns (w,), in original pixels from the corner of the part's frame.
-            y: of the rows (h,).
+            x: the columns' places (w,), in original pixels from the corner of the part's frame.
+            y: the rows' places (h,), in the same unit.
         """
         points = self.in_image(np.stack(np.meshgrid(x, y), axis=2))
         return np.asarray(((points >= 0) & (points < self.size[::-1])).all(axis=2))
@@ -149,7 +147,10 @@ class Pose:
 
 
 def _at(motion: Motion, size: tuple[int, int], points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where a motion of pictures of (H, W) takes points (…, 2), x and y from the corner."""
+    """Points (…, 2) of a picture of (H, W), moved; x and y in pixels from its corner.
+
+    The matrix is between indices of pixels, whose centres lie at + 0.5.
+    """
     matrix = motion.matrix(size)
     return np.asarray((points - 0.5) @ matrix[:, :2].T + matrix[:, 2] + 0.5)
 
@@ -162,7 +163,10 @@ def cut(
     interpolation: int = cv2.INTER_LINEAR,
     border: int = cv2.BORDER_CONSTANT,
 ) -> NDArray[Any]:
-    """The pixels at rows and columns of a moved picture, of one of another size than those."""
+    """Rows and columns of a picture (H, W, …) that is moved by the inverse of a motion.
+
+    They may be more or fewer than the picture has.
+    """
     matrix = motion.matrix(values.shape[:2])
     matrix[:, 2] += matrix[:, :2] @ (columns.start, rows.start)
     size = columns.stop - columns.start, rows.stop - rows.start
@@ -196,14 +200,14 @@ _LOWEST, _HIGHEST = Motion(-_USUAL, -math.inf, -math.inf), Motion(_USUAL, math.i
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What the part looks like, and how far it moves in the training images.
+    """Picture of the part, and the range of its poses in the training images.
 
     Attributes:
         picture: (h, w) grey, mean 0 and norm 1.
-        rigid: whether parts turn, too.
+        rigid: True if parts turn, too; False if they only shift.
         least: the correlation below which a pose counts as not found.
-        lowest: of the training images' motions, widened: radians, and shares of width and height.
-        highest: as well.
+        lowest: lowest motion that is expected: radians, and shares of width and height.
+        highest: highest motion that is expected, in the same units.
     """
 
     picture: Grey
@@ -213,7 +217,7 @@ class Reference:
     highest: Motion = _HIGHEST
 
     def pose(self, image: Image) -> Pose:
-        """Where the part lies in an image.
+        """Pose of the part in an image.
 
         Raises:
             DataError: the image has another aspect than the training images.
@@ -229,19 +233,19 @@ class Reference:
         motion, correlation = self.find(np.asarray(small, np.float32))
         share = Motion(motion.turn, motion.x / width, motion.y / height)
         in_pixels = Motion(motion.turn, share.x * image.size[1], share.y * image.size[0])
-        return Pose(in_pixels, image.size, correlation, self._doubt(share, correlation))
+        return Pose(in_pixels, image.size, self._doubt(share, correlation))
 
     def find(self, grey: Grey) -> tuple[Motion, float]:
         """The part's motion in a grey picture of the reference's size, and the correlation."""
         refined = [self._refined(grey, start, _FIRST_STEPS) for start in self._starts(grey)]
-        best = max(refined, key=lambda each: each[1] - self._penalty(each[0].turn))[0]
+        best = max(refined, key=lambda fit: fit[1] - self._penalty(fit[0].turn))[0]
         return self._refined(grey, best, _STEPS)
 
     def _penalty(self, turn: float) -> float:
         return 0.0 if self.lowest.turn <= turn <= self.highest.turn else _PREFERENCE
 
     def _starts(self, grey: Grey) -> list[Motion]:
-        """Where to look closer: the best turns, far from each other, each at its best shift."""
+        """Motions to refine: the best turns, far from each other, each at its best shift."""
         rows, columns = self._coarse_size
         (height, width), turns = grey.shape, self._turns
         spectrum = np.fft.rfft2(_centred(grey, (rows, columns)))
@@ -269,7 +273,7 @@ class Reference:
 
     @cached_property
     def _spectra(self) -> NDArray[np.complex64]:
-        """Of the small reference, turned each way; conjugate, for correlations."""
+        """Spectra of the small reference, turned each way; conjugate, for correlations."""
         small, size = _centred(self.picture, self._coarse_size), self._coarse_size
         turned = [
             cv2.warpAffine(small, Motion(turn, 0, 0).matrix(size), size[::-1])
@@ -300,11 +304,11 @@ class Reference:
         return motion, float(np.vdot(_moved(grey, motion), self.picture))
 
     def elsewhere(self, grey: Grey, motion: Motion) -> float:
-        """How well the part matches far from its motion, as a share of how well it matches there.
+        """Best correlation of the part far from its motion, as a share of that at its motion.
 
         Args:
             grey: a picture of the reference's size.
-            motion: as `find` gave it.
+            motion: the part's motion in it, by `find`.
         """
         spectrum = np.fft.rfft2(_moved(grey, motion))
         fits = np.fft.irfft2(np.fft.rfft2(self.picture).conj() * spectrum, s=grey.shape)
@@ -312,7 +316,7 @@ class Reference:
         return float(fits[rows[:, None] | columns].max() / max(fits[0, 0], 1e-6))
 
     def _doubt(self, share: Motion, correlation: float) -> str:
-        """Why a pose isn't trusted, for a person; empty where it is."""
+        """The reason for which a pose isn't trusted, for a person; empty where it is."""
         if correlation < self.least:
             return (
                 "the part's pose can't be found: it matches the training images by "
@@ -337,7 +341,7 @@ class Reference:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, NDArray[Any]], *, rigid: bool) -> Reference:
-        """The way back from `tensors`."""
+        """The reference whose `tensors` were saved."""
         lowest, highest = (Motion(*row) for row in tensors["bounds"].tolist())
         return cls(tensors["picture"], rigid, float(tensors["least"]), lowest, highest)
 
@@ -372,11 +376,12 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
     """The reference for poses in further images, made of training images.
 
     Args:
-        pictures: as `grey_picture` gives them; those of another shape than most don't match at all.
-        rigid: whether parts turn, too.
+        pictures: grey pictures (h, w) of training images, by `grey_picture`; one of another shape
+            than most counts as no match.
+        rigid: True if parts turn, too; False if they only shift.
 
     Returns:
-        And the index of the image in whose coordinates parts are seen.
+        The reference, and the index of the image in whose coordinates parts are seen.
 
     Raises:
         DataError: there are no images, or they show no part that lies in each of them.
@@ -389,13 +394,13 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
     greys = [pictures[i] for i in usable]
     reference, middle = Reference(_normed(greys[0]), rigid), 0
     for _ in range(_ROUNDS):
-        motions, fits = _found(reference, greys)
+        motions, fits = _motions(reference, greys)
         middle = _middle(motions, fits, shape)
         back = motions[middle].inverse()
         alike = np.flatnonzero(fits >= np.median(fits) - 2 * _PREFERENCE)
         mean = np.mean([_moved(greys[i], motions[i].after(back)) for i in alike], axis=0)
         reference = Reference(_normed(mean), rigid)
-    motions, fits = _found(reference, greys)
+    motions, fits = _motions(reference, greys)
     typical = float(np.quantile([*fits, *[0.0] * (len(shapes) - len(greys))], 0.05))
     elsewhere = np.quantile(list(map(reference.elsewhere, greys, motions)), 0.95)
     if typical < _LEAST_CORRELATION or elsewhere > _ELSEWHERE:
@@ -412,14 +417,16 @@ def learn(pictures: Sequence[Grey], *, rigid: bool) -> tuple[Reference, int]:
     return replace(reference, least=least, lowest=lowest, highest=highest), usable[middle]
 
 
-def _found(reference: Reference, greys: Sequence[Grey]) -> tuple[list[Motion], NDArray[np.float64]]:
-    """The motion in each picture, and the correlations."""
-    found = [reference.find(grey) for grey in greys]
-    return [motion for motion, _ in found], np.array([fit for _, fit in found])
+def _motions(
+    reference: Reference, greys: Sequence[Grey]
+) -> tuple[list[Motion], NDArray[np.float64]]:
+    """The part's motion in each picture, and the correlations (N,)."""
+    motions, fits = zip(*map(reference.find, greys), strict=True)
+    return list(motions), np.array(fits)
 
 
 def _middle(motions: Sequence[Motion], fits: NDArray[np.float64], shape: tuple[int, ...]) -> int:
-    """The image in which the part lies most as in the others, of those that show it well."""
+    """Index of the image whose part lies nearest to the mean pose, of those that show it well."""
     turns = np.exp(1j * np.array([motion.turn for motion in motions]))
     shifts = np.array([complex(motion.x, motion.y) for motion in motions])
     centre = -np.mean(shifts / turns)  # of all parts, in the coordinates of the reference

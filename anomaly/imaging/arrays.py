@@ -1,4 +1,4 @@
-"""What a Python program hands over as an image -> a path, or an `Image`. Imports no torch, no PIL.
+"""Images from a Python program -> a path, or an `Image`. Imports no torch, no PIL.
 
 Arrays, PIL images and tensors become the same `Image` that a file is decoded into, so that the
 pixels of a lossless file and the file itself score the same, bit by bit.
@@ -36,14 +36,14 @@ from anomaly.imaging.read import (
 
 
 class PilImage(Protocol):
-    """What a PIL image is known by to type checkers; PIL needn't be installed."""
+    """A PIL image, for type checkers; PIL needn't be installed."""
 
     def getexif(self) -> Any:
         """The notes in its file."""
 
 
 class TorchTensor(Protocol):
-    """What a torch tensor is known by to type checkers; torch needn't be imported."""
+    """A torch tensor, for type checkers; torch needn't be imported."""
 
     def detach(self) -> Any:
         """The tensor alone."""
@@ -85,9 +85,9 @@ class ArrayImage:
     layout: AxisOrder | None = None
 
     def __post_init__(self) -> None:
-        both = ("channels", self.channels, (None, "rgb", "bgr")), ("layout", self.layout, (*_AXES,))
-        for name, value, legal in both:
-            if value not in legal:
+        choices = {"channels": (None, "rgb", "bgr"), "layout": (*_AXES,)}
+        for name, legal in choices.items():
+            if (value := getattr(self, name)) not in legal:
                 raise DataError(f"{name} is {value!r}; it must be one of {legal[1:]}")
         if self.full_scale is not None and not 0 < self.full_scale < float("inf"):
             raise DataError(f"full_scale is {self.full_scale!r}; it must be a number above 0")
@@ -134,13 +134,13 @@ class ArrayImage:
 
     def _size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(H, W) of an array's shape, unless it isn't one image's."""
-        said = " × ".join(map(str, shape)) or "no axes"
+        sides = " × ".join(map(str, shape)) or "no axes"
         if self.layout == "CHW":
             shape = (*shape[1:], *shape[:1])
         if shape[2:] not in ((), (1,), (3,)) or len(shape) not in _AXES[self.layout]:
             named = f"layout {self.layout!r}" if self.layout else "(H, W), (H, W, 1) or (H, W, 3)"
             raise unsupported(
-                f"its shape {said} isn't an image of {named}; for (3, H, W) give "
+                f"its shape {sides} isn't an image of {named}; for (3, H, W) give "
                 "anomaly.image(array, layout='CHW'), and leave out alpha: image[..., :3]"
             )
         return shape[0], shape[1]
@@ -220,7 +220,7 @@ def sources(
 
 
 def is_one(images: Any) -> TypeGuard[ImageLike]:
-    """Whether something is meant as one image, not as a collection of several."""
+    """True if something is meant as one image, not as a collection of several."""
     if isinstance(images, np.ndarray) or _is(images, "torch", "Tensor"):
         return len(images.shape) < 4  # (N, H, W, 3) is N images
     # A file's bytes, an open file or another library's array are no collection of images either;
@@ -231,7 +231,7 @@ def is_one(images: Any) -> TypeGuard[ImageLike]:
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class of a library, which somebody else has imported then."""
+    """True if a value is of a library's class; that library then has been imported already."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 

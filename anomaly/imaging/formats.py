@@ -191,7 +191,7 @@ def _orientation(tags: Tags) -> int:
 
 
 def _exif_orientation(exif: bytes) -> int:
-    """The same of EXIF data; 1 where it is damaged, as the picture itself may well be whole."""
+    """Orientation, 1 to 8, by EXIF data; 1 where it is damaged, as the picture may be whole."""
     with suppress(ImageError):
         for tags in _directories(exif.removeprefix(b"Exif\0\0")) if exif else ():
             return _orientation(tags)

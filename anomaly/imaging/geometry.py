@@ -1,4 +1,4 @@
-"""Where each pixel of the network's input lies in the original image, and which of them count.
+"""Geometry of the network's input: its pixels' places in the original image, and its region.
 
 An image reaches the network resized and perhaps cropped. A `View` remembers both, axis by axis, so
 that a patch score finds its original pixels again. A `Region` says which original pixels count, and
@@ -21,36 +21,36 @@ from anomaly.errors import DataError
 from anomaly.imaging.alignment import Pose
 from anomaly.imaging.read import aspect_error
 
-# How far an image's aspect may be off where all need one grid.
+# Share by which an image's aspect may be off where all need one grid.
 ASPECT_TOLERANCE = 0.1
 # What the network and the maps cost grows with the square of the longer side: a picture of 1×100000
 # pixels, brought to the area of any other, would take 49 GiB.
-THINNEST = 64
+_THINNEST = 64
 _LONGEST_INPUT = 8192
 
 Mask = NDArray[np.bool_]
 Polygon = tuple[tuple[float, float], ...]
 
 # A patch counts when at least this share of it is inside.
-COUNTS = 0.5
-_PICTURE_TOLERANCE = 0.02
-_STRIP = 1024
+_COUNTS = 0.5
+_PICTURE_TOLERANCE = 0.02  # share by which an image's aspect may differ from its mask's
+_STRIP = 1024  # rows whose masks are in memory at once
 
 
 def is_strip(size: tuple[int, int]) -> bool:
-    """Whether an image of (H0, W0) is too thin for the network to see as a whole."""
-    return max(size) > THINNEST * min(size)
+    """True if an image of (H0, W0) is too thin for the network to see as a whole."""
+    return max(size) > _THINNEST * min(size)
 
 
 def check_shape(size: tuple[int, int]) -> None:
-    """See that an image of (H0, W0) isn't a mere line.
+    """Refuse an image of (H0, W0) that is a mere line.
 
     Raises:
-        DataError: one side is more than `THINNEST` times the other.
+        DataError: one side is more than `_THINNEST` times the other.
     """
     if is_strip(size):
         raise DataError(
-            f"its {size[1]}×{size[0]} pixels are too thin: one side may be {THINNEST} times as "
+            f"its {size[1]}×{size[0]} pixels are too thin: one side may be {_THINNEST} times as "
             "long as the other at most; set image.tile, or cut it into pieces"
         )
 
@@ -64,8 +64,8 @@ class AxisView:
     Attributes:
         source: original pixels that are taken.
         resized: pixels after resizing, before the crop.
-        offset: where the crop starts, in resized pixels.
-        size: what the network sees.
+        offset: first pixel of the crop, in resized pixels.
+        size: pixels that the network sees.
         start: the first original pixel that is taken; not 0 in tiles only.
     """
 
@@ -112,7 +112,7 @@ class View:
     Attributes:
         rows: extents along the image's height, in order; one, or those of tiles, which overlap.
         columns: along its width.
-        pose: of the part; None where the image is seen as it is.
+        pose: pose of the part; None where the image is seen as it is.
     """
 
     rows: Axis
@@ -136,7 +136,7 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether the network sees all of the image at once."""
+        """True if the network sees all of the image at once."""
         return len(self.rows) == len(self.columns) == 1
 
     def tiles(self) -> Iterator[tuple[int, int, View]]:
@@ -173,7 +173,7 @@ class Sizing:
         aspect: H/W that all images have to have, give or take `ASPECT_TOLERANCE`; None for any.
         tile: side of the square tiles that a large image is cut into, in original pixels; each is
             then seen at `area`. None sees every image as a whole.
-        overlap: of neighbouring tiles, at least, in original pixels.
+        overlap: least overlap of neighbouring tiles, in original pixels.
     """
 
     resize: int | None
@@ -253,8 +253,8 @@ def patch_size(view: View, grid: tuple[int, ...]) -> tuple[float, float]:
     """(height, width) of a patch in original pixels.
 
     Args:
-        view: of the image.
-        grid: (h, w) of its patches, of the whole mosaic where there are tiles.
+        view: the image's view.
+        grid: (h, w) of its patches; of the whole mosaic where there are tiles.
     """
     height, width = (
         len(pieces) * pieces[0].size / count * pieces[0].source / pieces[0].resized
@@ -296,10 +296,10 @@ def render(pixels: NDArray[np.generic], full_scale: float, view: View) -> NDArra
 
 
 def resampling_matrix(axis: AxisView) -> NDArray[np.float32]:
-    """What `render` does along one axis of a whole image, as a matrix (size, source)."""
-    every = np.eye(axis.source, dtype=np.float32)
+    """Matrix (size, source) of what `render` does along one axis of a whole image."""
+    identity = np.eye(axis.source, dtype=np.float32)
     area = axis.resized <= axis.source
-    return _resize(every, axis.resized, axis.source, area=area)[axis.offset :][: axis.size]
+    return _resize(identity, axis.resized, axis.source, area=area)[axis.offset :][: axis.size]
 
 
 def _resize(
@@ -316,8 +316,8 @@ class Polygons:
     """A shape drawn by its corners.
 
     Attributes:
-        corners: of each polygon, (x, y) as shares of the image's width and height, (0, 0) at its
-            upper left corner; what is inside an odd number of a polygon's lines is inside it, and
+        corners: corners (x, y) of each polygon, as shares of the image's width and height, (0, 0)
+            at its upper left; what is inside an odd number of a polygon's lines is inside it, and
             polygons add up.
     """
 
@@ -325,11 +325,11 @@ class Polygons:
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
         """Mask of the pixel centres inside, in some rows of an image of (H0, W0) pixels."""
-        top, bottom, _ = strip.indices(size[0])
-        mask = np.zeros((bottom - top, size[1]), dtype=bool)
+        y = np.arange(*strip.indices(size[0])) + 0.5
+        mask = np.zeros((len(y), size[1]), dtype=bool)
         for polygon in self.corners:
             points = np.asarray(polygon, dtype=np.float64) * (size[1], size[0])
-            mask |= _filled(points, slice(top, bottom), size[1])
+            mask |= _filled(points, y, size[1])
         return mask
 
 
@@ -344,7 +344,7 @@ class DrawnMask:
     pixels: Mask
 
     def inside(self, size: tuple[int, int], strip: slice) -> Mask:
-        """Which pixels lie inside, in some rows of an image of (H0, W0) pixels.
+        """Mask of the pixels inside, in some rows of an image of (H0, W0) pixels.
 
         Raises:
             DataError: the image has another aspect.
@@ -365,25 +365,25 @@ Shape = Polygons | DrawnMask
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What of an image counts.
+    """The part of an image that counts.
 
     Attributes:
-        look: only what is in here; None for all of the image.
-        ignore: but for what is in here; None for nothing.
+        look: only pixels inside this shape count; None for all of the image.
+        ignore: pixels inside this shape don't count; None for no such pixels.
     """
 
     look: Shape | None
     ignore: Shape | None
 
     def inside(self, size: tuple[int, int], strip: slice = slice(None)) -> Mask:
-        """Which original pixels count.
+        """Mask of the original pixels that count.
 
         Args:
             size: (H0, W0) of the image.
-            strip: only these rows.
+            strip: the rows of the mask.
 
         Returns:
-            (rows, W0).
+            (rows, W0), True where a pixel counts.
 
         Raises:
             DataError: the shapes don't fit an image of this size.
@@ -395,34 +395,20 @@ class Region:
             mask = self.look.inside(size, strip)
         return mask if self.ignore is None else mask & ~self.ignore.inside(size, strip)
 
-    def patches(self, layout: View, grid: tuple[int, int]) -> Mask:
-        """Which patches count: those at least half of whose original pixels do.
-
-        Args:
-            layout: how the image was turned into the network's input.
-            grid: (h, w) of the network's patches; of each tile, where there are several.
-
-        Returns:
-            (h, w), of the whole mosaic where the image is tiled.
-
-        Raises:
-            DataError: the shapes don't fit such an image, or no patch counts.
-        """
-        return _patches(self, layout, grid)
-
 
 def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
     """Mask (h, w) of an image's patches that count; of the whole mosaic if it is tiled.
 
-    Where the part was moved, a patch counts only if its middle lies in the photograph.
+    A patch counts when at least half of its original pixels lie in the region and, where the part
+    was moved, its middle lies in the photograph.
 
     Args:
-        region: what of the image counts; None for all of it.
-        layout: how the image was turned into the network's input.
-        grid: (h, w) of the network's patches; of each tile, where there are several.
+        region: the original pixels that count; None for all.
+        layout: the image's view, with its part's pose if that was found.
+        grid: (h, w) of the network's patches; of one tile, where there are several.
 
     Raises:
-        DataError: none counts.
+        DataError: the region's shapes don't fit such an image, or no patch counts.
     """
     down, across = (
         np.mean(_edges(pieces, count), axis=0)
@@ -430,7 +416,7 @@ def counted(region: Region | None, layout: View, grid: tuple[int, int]) -> Mask:
     )
     mask: Mask = np.ones((len(down), len(across)), np.bool_)
     if region is not None:
-        mask = region.patches(layout, grid)
+        mask = _patches(region, layout, grid)
     pose = layout.pose
     if pose is not None:
         mask = mask & pose.covers(across, down)
@@ -445,8 +431,8 @@ def beyond(region: Region, layout: View) -> tuple[float, float]:
     """Pixels (across, down) that a region reaches beyond the photograph; 0 or less if none.
 
     Args:
-        region: what of the image counts.
-        layout: how the image was turned into the network's input, its part's pose included.
+        region: the original pixels that count.
+        layout: the image's view, with its part's pose if that was found.
     """
     if layout.pose is None:
         return 0.0, 0.0
@@ -477,7 +463,7 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
         across = _sums(inside, left, right)  # (rows, w)
         within = [np.clip(edge - start, 0, len(inside)) for edge in (above, below)]
         covered += _sums(across.T, *within).T
-    counts = covered >= COUNTS * np.outer(below - above, right - left) - 1e-6
+    counts = covered >= _COUNTS * np.outer(below - above, right - left) - 1e-6
     if not counts.any():
         raise DataError(
             f"in its {size[1]}×{size[0]} pixels, no patch lies at least half inside the region to "
@@ -487,9 +473,9 @@ def _patches(region: Region, layout: View, grid: tuple[int, int]) -> Mask:
 
 
 def _edges(pieces: Axis, patches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Where each patch starts and ends in original pixels, piece after piece."""
-    every = [p.to_source(np.linspace(0.0, p.size, patches + 1)) for p in pieces]
-    return np.concatenate([e[:-1] for e in every]), np.concatenate([e[1:] for e in every])
+    """First and last place of each patch along an axis, in original pixels, piece after piece."""
+    edges = [p.to_source(np.linspace(0.0, p.size, patches + 1)) for p in pieces]
+    return np.concatenate([e[:-1] for e in edges]), np.concatenate([e[1:] for e in edges])
 
 
 def _sums(
@@ -507,10 +493,15 @@ def _sums(
     return until(stops) - until(starts)
 
 
-def _filled(points: NDArray[np.float64], rows: slice, width: int) -> Mask:
-    """The pixels of some rows whose centres an odd number of a polygon's lines lies left of."""
-    crossings = np.zeros((rows.stop - rows.start, width + 1), dtype=np.uint8)
-    y = np.arange(rows.start, rows.stop) + 0.5
+def _filled(points: NDArray[np.float64], y: NDArray[np.floating[Any]], width: int) -> Mask:
+    """Mask (h, width) of the pixel centres that lie right of an odd number of a polygon's lines.
+
+    Args:
+        points: the polygon's corners (N, 2), x and y in pixels.
+        y: the rows' centres (h,).
+        width: pixels in a row.
+    """
+    crossings = np.zeros((len(y), width + 1), dtype=np.uint8)
     for ends in zip(points, np.roll(points, -1, axis=0), strict=True):
         (x0, y0), (x1, y1) = sorted(ends, key=lambda point: point[1])
         crossed = np.flatnonzero((y0 <= y) & (y < y1))

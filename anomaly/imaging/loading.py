@@ -30,7 +30,7 @@ from anomaly.imaging.read import (
     read_image,
 )
 
-# What a large image has instead of pixels for the network: its tiles have them.
+# Pixels of a large image's network input: none, its tiles have them.
 NO_PIXELS: NDArray[np.float32] = np.empty((0, 0, 3), np.float32)
 
 # An incomplete batch waits for so many batches' worth of images.
@@ -42,7 +42,7 @@ _HELD_BYTES = 256 * 1024**2
 # Rows of patches from one way of turning to the next: more than any image has.
 _TURN_ROWS = 1 << 16
 
-_LOOK_SIDE = 16
+_LOOK_SIDE = 16  # areas along a side of a thumbnail
 _DENSE = 256  # pixels of the shorter side that are looked at: more change nothing
 
 _Value = TypeVar("_Value", bound=np.generic)
@@ -50,13 +50,14 @@ _Value = TypeVar("_Value", bound=np.generic)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How files become network inputs; travels with the model.
+    """The way from files to network inputs; travels with the model.
 
     Attributes:
-        sizing: gives each image its view.
-        decoding: how files become pixels.
-        region: what of each image counts; one that it doesn't fit is refused. None for all of it.
-        reference: says where the part lies in each image; None where images are seen as they are.
+        sizing: the rule that gives each image its view.
+        decoding: limits and depth of decoding.
+        region: the original pixels that count, None for all; an image that it doesn't fit is
+            refused.
+        reference: finds the part's pose in each image; None where images are seen as they are.
     """
 
     sizing: Sizing
@@ -67,7 +68,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What a picture looks like.
+    """Looks of a picture: enough to recognise it, and its near copies.
 
     Attributes:
         picture: sha256 of its pixels in hex, equal for equal pictures in any lossless files.
@@ -87,16 +88,16 @@ class NetworkInput:
 
     Attributes:
         index: its place in the list of files.
-        sha256: of the file's bytes.
-        view: how `pixels` was made from it; a large image's tiles are still to be made.
+        sha256: hex digest of the file's bytes.
+        view: the view by which `pixels` was made; a large image's tiles are still to be made.
         pixels: (H, W, 3) float32 RGB in [0, 1]; empty where `view` has tiles.
         render: makes one more view of it.
         path: the file; None for pixels that came from memory.
         image: the decoded file; None where another process has it.
         tile: row and column of this tile; (0, 0) for a whole image.
         whole: the view that this tile belongs to; None for a whole image.
-        turn: how the rendered pixels were turned, see `turned`; 0 if not at all.
-        look: what tells the image from others; None where nobody asked for it.
+        turn: way in which the rendered pixels were turned, 0 to 7, see `turned`.
+        look: looks of the image; None where nobody asked for them.
     """
 
     index: int
@@ -113,7 +114,7 @@ class NetworkInput:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name of the image in messages: its path, or its number."""
         return described(self.index, self.path)
 
     @property
@@ -125,11 +126,11 @@ class NetworkInput:
 
     @property
     def layout(self) -> View:
-        """How the image, not just this tile, was turned into the network's input."""
+        """View of the image, not just of this tile."""
         return self.whole or self.view
 
     def in_part(self) -> NetworkInput:
-        """The same with the decoded file, too, in the part's coordinates, as it has no pose."""
+        """The input and its decoded file in the part's coordinates, and so without a pose."""
         pose = self.view.pose
         if pose is None:
             return self
@@ -144,11 +145,11 @@ class NetworkInput:
             yield [self]
             return
         whole = self.view
-        every = list(whole.tiles())
-        for start in range(0, len(every), batch_size):
+        tiles = list(whole.tiles())
+        for start in range(0, len(tiles), batch_size):
             yield [
                 replace(self, view=view, pixels=self.render(view), tile=(row, column), whole=whole)
-                for row, column, view in every[start : start + batch_size]
+                for row, column, view in tiles[start : start + batch_size]
             ]
 
 
@@ -160,7 +161,7 @@ class UnusableImage:
         index: its place in the list of files.
         status: `unreadable`, `unsupported`, or `failed` when it took decoding processes down,
             met a mistake of this program, or got a score that isn't a finite number.
-        reason: what is wrong, for a person.
+        reason: a sentence for a person that names the file and its fault.
     """
 
     index: int
@@ -188,8 +189,8 @@ def load(
     Args:
         index: its place in the list of images.
         source: the file, its bytes, or pixels that needn't be decoded.
-        loading: how.
-        looks: whether to tell what it looks like.
+        loading: the way to the network's input.
+        looks: True to add the image's `Look`.
     """
     name, path = described(index, source), source if isinstance(source, Path) else None
     try:
@@ -210,7 +211,7 @@ def load(
 
 
 def to_unusable(index: int, name: Path | str, error: Exception) -> UnusableImage:
-    """What becomes of an image that has led to an error; `failed` where nobody has foreseen it."""
+    """The refusal of an image that has led to an error; `failed` where nobody has foreseen it."""
     if isinstance(error, ImageError):
         return UnusableImage(index, error.status, str(error))
     if isinstance(error, DataError):
@@ -250,8 +251,8 @@ def inspectable(
     Args:
         items: loaded images; those refused already pass through.
         grid: gives (h, w) of the patches for (H, W) of a network input.
-        region: what of each image counts; None lets all pass.
-        learned: whether the images are learned: those with a doubtful pose aren't.
+        region: the original pixels that count; None lets all images pass.
+        learned: True refuses images with a doubtful pose as well: nothing is learned from them.
     """
     grids: dict[tuple[int, int], tuple[int, int]] = {}
     for item in items:
@@ -281,7 +282,7 @@ def by_shape(
 
     Args:
         items: in order of their indices.
-        batch_size: of a full batch.
+        batch_size: images in a full batch.
     """
     waiting: dict[tuple[int, int], list[NetworkInput]] = {}
     for item in items:
@@ -318,7 +319,7 @@ def learned_batches(
     """Batches, those of large images tile by tile, and behind each its turned copies.
 
     Args:
-        batches: of images of one size, a large one alone; refusals pass through.
+        batches: images of one size each, a large one alone; refusals pass through.
         batch_size: tiles in a batch.
         turns: ways to turn a copy, 1 to 7 each.
     """
@@ -342,18 +343,18 @@ def turned_corner(row: int, column: int, turn: int) -> tuple[int, int]:
     of an image as it is begin at 0, of copies at 65,536 times their turn.
 
     Args:
-        row: of the grid's first patch in the turned image; 0 but in tiles.
-        column: of that patch.
+        row: row of the grid's first patch in the turned image; 0 but in tiles.
+        column: column of that patch.
         turn: 0 for the image as it is, to 7.
     """
     return turn * _TURN_ROWS + row, column
 
 
 def turn_of(row: int) -> tuple[int, int]:
-    """How the image of a patch was turned, and the patch's row in the turned image.
+    """Turn of a patch's image, 0 to 7, and the patch's row in the turned image.
 
     Args:
-        row: of a patch, counted from a `turned_corner`.
+        row: row of a patch, counted from a `turned_corner`.
     """
     return divmod(row, _TURN_ROWS)
 
@@ -364,7 +365,7 @@ def upright(
     """Row and column, in the image, of a patch in a turned copy whose tiles are turned.
 
     Args:
-        turn: how the image was turned, 0 to 7.
+        turn: way in which the image was turned, 0 to 7.
         patch: row and column in the turned image, or in the mosaic of turned tiles.
         grid: (h, w) of the patches of the image as it is, all tiles together.
         tiles: rows and columns of tiles; (1, 1) for an image without them.
@@ -377,10 +378,10 @@ def upright(
 
 
 def look_of(image: Image) -> Look:
-    """What an image looks like."""
+    """Looks of an image."""
     step = max(1, min(image.size) // _DENSE)
-    some = np.asarray(image.pixels[::step, ::step], np.float32)
-    grey = cv2.resize(some, (_LOOK_SIDE, _LOOK_SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)
+    sparse = np.asarray(image.pixels[::step, ::step], np.float32)
+    grey = cv2.resize(sparse, (_LOOK_SIDE, _LOOK_SIDE), interpolation=cv2.INTER_AREA).mean(axis=2)
     grey = (grey - grey.mean()) * np.float32(255 / image.full_scale)
     deep = image.mode.endswith("16")
     brightest = float(image.pixels.max()) / image.full_scale if deep else None

@@ -56,8 +56,8 @@ AHEAD = 4  # images that each process may be ahead of the network
 # On the clock, for a file that doesn't come; the largest image that is usually accepted takes 40 s
 # of a quiet machine.
 CLOCK_SECONDS = 300.0
-_ATTEMPTS = 2
-_MEGABYTES = 1000
+_ATTEMPTS = 2  # processes that a file may take down before it is `failed`
+_MEGABYTES = 1000  # that a process may take
 _LEAST_MEGABYTES = 200  # an interpreter with its libraries takes 70
 _KEPT_BYTES = 256 * 1024**2  # decoded images that each process keeps to draw them
 _HOME = str(Path(__file__).resolve().parents[2])  # the folder that holds the package
@@ -81,11 +81,11 @@ class Decoders:
     """The program's decoding processes, at one task.
 
     Args:
-        loading: how files become network inputs.
+        loading: the way from files to network inputs.
         pictures: its method `write` draws an image that was decoded; it travels to the processes,
             pickled. None for nothing.
-        keep_image: whether the decoded image is handed over with the network's input.
-        looks: whether each network input carries the image's `Look`.
+        keep_image: True hands over the decoded image with the network's input.
+        looks: True adds the image's `Look` to each network input.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class Decoders:
         """Write the pictures of an image that was loaded and that is now scored.
 
         Args:
-            index: of the image.
-            path: of the image; its file's bytes where it was loaded from them.
-            what: for `pictures.write`, behind the image.
+            index: the number by which the image was loaded.
+            path: the image's file; that file's bytes where it was loaded from them.
+            what: arguments of `pictures.write` behind the image.
 
         Returns:
             What that returns, once the pictures are on disk; `UnusableImage` when the file can't be
@@ -165,7 +165,7 @@ class Decoders:
         return process.submit(_of_image, process, self._task, "finish", index, path, *what)
 
     def forget(self, index: int) -> None:
-        """An image that was loaded needs no pictures."""
+        """Forget an image that was loaded and needs no pictures."""
         self._of.pop(index, None)
 
 
@@ -173,11 +173,11 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
     """Results of a function that reads files, in order, a bounded number ahead.
 
     Args:
-        function: of a module, and its items, what it makes and what it raises can be pickled.
-        items: what it is called with.
+        function: a module's function of one item; items, results and errors can be pickled.
+        items: the arguments, one for each call.
 
     Yields:
-        Its results; an ImageError (`failed`) where an item took too long, or took its process
+        The results; an ImageError (`failed`) where an item took too long, or took its process
         down.
 
     Raises:
@@ -188,11 +188,11 @@ def read_all(function: Callable[[Item], Any], items: Iterable[Item]) -> Iterator
 
 
 def read_one(function: Callable[..., Any], *arguments: Any, about: Path) -> Any:
-    """Result of a function that reads a file; see `read_all`.
+    """Result of a function that reads a file, called in a decoding process.
 
     Args:
-        function: what to do.
-        arguments: with what.
+        function: a module's function; arguments, result and errors can be pickled.
+        arguments: its arguments.
         about: the file, for messages.
 
     Raises:
@@ -223,8 +223,8 @@ def close() -> None:
         process.close()
 
 
-# Those of each program: a fork has none of its parent's threads that ask them, and neither asks nor
-# ends them.
+# Decoding processes by the program's process number: a fork has none of the threads that ask its
+# parent's, and neither asks nor ends those.
 _pools: dict[int, list[_DecoderProcess]] = {}
 
 
@@ -247,7 +247,7 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 def _of_image(
     process: _DecoderProcess, task: Task, name: str, index: int, source: Path | bytes, *what: Any
 ) -> Any:
-    """What a process makes of an image: to `load` or to `finish` it."""
+    """Result of a process that is to `load` or to `finish` an image; its refusal if it failed."""
     doing = "decoding" if name == "load" else "drawing"
     answer = process.ask(doing, task, name, index, source, *what)
     if isinstance(answer, ImageError):
@@ -263,12 +263,12 @@ class _DecoderProcess:
     """One process as the program sees it, asked one thing at a time by a thread."""
 
     def __init__(self) -> None:
-        self.waiting: set[Future[Any]] = set()  # what it has still to do
+        self.waiting: set[Future[Any]] = set()  # jobs that aren't done
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._sent: Task | None = None  # what the child was set to last
-        self._reading = False  # a file, for which it may only take so long
-        self._over = ""  # why that was ended
+        self._sent: Task | None = None  # the task that the child knows
+        self._reading = False  # True while it reads a file, for which its time is limited
+        self._over = ""  # reason for which its last job was ended
         self._closed = False
         self._thread = ThreadPoolExecutor(1, "decoder")
 
@@ -280,13 +280,13 @@ class _DecoderProcess:
         return future
 
     def ask(self, doing: str, task: Task | None, name: str, *arguments: Any) -> Any:
-        """Its answer; called in its thread.
+        """The process's answer to a request; called in its thread.
 
         Args:
-            doing: what it does with a file, for messages.
-            task: what it has to know; None where that doesn't matter.
+            doing: `reading`, `decoding` or `drawing` a file, for messages.
+            task: the task that the request belongs to; None where it needs none.
             name: a method of `Worker`.
-            arguments: for it.
+            arguments: that method's arguments.
 
         Returns:
             What the method returns; an ImageError (`failed`) where it took too long, or the process
@@ -294,7 +294,7 @@ class _DecoderProcess:
 
         Raises:
             AnomalyError: no such process can be started on this machine.
-            Exception: what went wrong there, if that is nothing of the image's own.
+            Exception: what the method raised, if that is nothing of the image's own.
         """
         over = f"has crashed {_ATTEMPTS} decoding processes, one after the other"
         for _ in range(_ATTEMPTS):
@@ -331,13 +331,13 @@ class _DecoderProcess:
             self._sent = task or self._sent
             if self._reading and not wait([child.stdout.fileno()], CLOCK_SECONDS):
                 self.drop(f"took more than {CLOCK_SECONDS:.0f} s, the limit for a file")
-            done, answer = receive(child.stdout)
+            done, answer = pickle.load(child.stdout)
         finally:
             self._reading = False
         return done, answer
 
     def drop(self, over: str = "wasn't waited for") -> None:
-        """End it if what it is at may remain unfinished."""
+        """End it if it is reading a file, which may remain unfinished."""
         with self._lock:
             if self._reading and self._child is not None:
                 self._over = over
@@ -360,10 +360,10 @@ class _DecoderProcess:
             return None if self._closed else self._child
 
     def stop(self, patience: float = 0) -> int:
-        """End it, if it is there, and give its exit code.
+        """End it, if it is there, and return its exit code.
 
         Args:
-            patience: seconds in which it may end by itself, and so say why.
+            patience: seconds in which it may end by itself, so that its exit code tells why.
 
         Raises:
             AnomalyError: it has ended before it could be asked anything.
@@ -376,15 +376,15 @@ class _DecoderProcess:
             child.wait(patience)
         child.kill()
         code = child.wait()
-        said = child.stderr.read().decode(errors="replace").split("\n") if child.stderr else []
+        errors = child.stderr.read().decode(errors="replace").strip() if child.stderr else ""
         for stream in (child.stdin, child.stdout, child.stderr):
             if stream is not None:
                 with suppress(OSError):  # what it couldn't be sent any more
                     stream.close()
-        if code == 1 and any(said):
+        if code == 1 and errors:
             raise AnomalyError(
                 "the processes that decode images end as soon as they are started: "
-                f"{[line for line in said if line][-1]}"
+                f"{errors.splitlines()[-1]}"
             )
         return code
 
@@ -450,11 +450,6 @@ def send(stream: IO[bytes], message: object) -> None:
     stream.flush()
 
 
-def receive(stream: IO[bytes]) -> Any:
-    """Wait for the next message from the other end of a pipe; EOFError when it has gone."""
-    return pickle.load(stream)  # from our own child
-
-
 def serve(memory: int) -> None:
     """The work of a decoding process, until its standard input ends, as it does with its parent.
 
@@ -470,25 +465,21 @@ def serve(memory: int) -> None:
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     worker = Worker()
-    _limit_memory(memory)
-    with suppress(BrokenPipeError, EOFError):
-        while True:
-            folder, *request = receive(sys.stdin.buffer)
-            if folder is not None:
-                os.chdir(folder)
-            # Within this time of computing; a large image gets more, see `read.read_image`.
-            signal.setitimer(signal.ITIMER_PROF, read.COMPUTING_SECONDS)
-            # Nothing here holds the answer, or an error and all that its frames hold, any longer.
-            send(answers, worker.answer(*request))
-            del request
-
-
-def _limit_memory(memory: int) -> None:
-    """Let this process take so many bytes."""
     # Not RLIMIT_AS, which counts the libraries' files, too, and room that is only reserved.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or memory < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+    with suppress(BrokenPipeError, EOFError):
+        while True:
+            folder, *request = pickle.load(sys.stdin.buffer)  # from our own parent
+            if folder is not None:
+                os.chdir(folder)
+            # After so much computing the kernel ends this process; large images get more time, see
+            # `read.read_image`.
+            signal.setitimer(signal.ITIMER_PROF, read.COMPUTING_SECONDS)
+            # Nothing here holds the answer, or an error and all that its frames hold, any longer.
+            send(answers, worker.answer(*request))
+            del request
 
 
 class Worker:
@@ -506,9 +497,9 @@ class Worker:
         """(True, result) of a request that was done, else (False, its error).
 
         Args:
-            task: what it has to know from now on; None for the last one.
-            name: of the method that does it.
-            arguments: for that.
+            task: the task from now on; None for the last one.
+            name: the method that does it: `call`, `load` or `finish`.
+            arguments: that method's arguments.
         """
         if task is not None:
             self._task = task

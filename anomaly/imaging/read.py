@@ -133,7 +133,7 @@ def suffix_of(file: bytes) -> str:
     """The usual suffix of a picture's file, by its content, without the dot.
 
     Raises:
-        ImageError: as `identify`.
+        ImageError: the content is no supported picture's.
     """
     return identify(file[:HEAD_BYTES]).name.lower()
 
@@ -169,7 +169,7 @@ def read_image(source: Path | bytes, decoding: Decoding = DEFAULT) -> Image:
 
     Args:
         source: the file, or its bytes.
-        decoding: how.
+        decoding: limits and depth.
 
     Raises:
         ImageError: its `status` is `unreadable` or `unsupported`; the message names the file,
@@ -204,7 +204,7 @@ def read_header(source: Path | bytes) -> ImageHeader:
     """Read what a file, or its bytes, say about its picture, without decoding it.
 
     Raises:
-        ImageError: as `read_image`, but damage inside the pixels may go unnoticed.
+        ImageError: `unreadable` or `unsupported`; damage inside the pixels may go unnoticed.
     """
     with _naming(source):
         kind, data = _read_file(source, MAX_PIXELS)
@@ -229,7 +229,7 @@ def read_mask(path: Path) -> NDArray[np.bool_]:
     """Read a mask as (H, W): True where any channel is above 0.
 
     Raises:
-        ImageError: as `read_image`.
+        ImageError: `unreadable` or `unsupported`.
     """
     return np.asarray((read_image(path).pixels > 0).any(axis=2))
 
@@ -258,7 +258,10 @@ def _read_file(source: Path | bytes, max_pixels: int) -> tuple[Format, bytes]:
 
 
 def _allow_time(size: tuple[int, int]) -> None:
-    """Let a process whose computing time is limited compute longer for a large image (H0, W0)."""
+    """Let a process whose computing time is limited compute longer for a large image (H0, W0).
+
+    Elsewhere, as with a single image in the program's own process, no timer runs.
+    """
     more = COMPUTING_SECONDS * (size[0] * size[1] / MODEST_PIXELS - 1)
     if more > 0:
         left, _ = signal.getitimer(signal.ITIMER_PROF)
@@ -267,13 +270,13 @@ def _allow_time(size: tuple[int, int]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there was no memory: Python's, numpy's or OpenCV's."""
+    """True if an error says that there was no memory: Python's, numpy's or OpenCV's."""
     no_memory = isinstance(error, cv2.error) and error.code == cv2.Error.StsNoMem
     return no_memory or isinstance(error, MemoryError)
 
 
 def out_of_memory() -> str:
-    """What is wrong with an image that this process has no memory for, and what to do."""
+    """The reason to refuse an image that this process has no memory for, and the remedy."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit != resource.RLIM_INFINITY:
         return (
@@ -298,7 +301,7 @@ def bits_used(brightest: Iterable[float | None]) -> int | None:
 
 
 def say_bits_used(bits: int) -> str:
-    """What `bits_used` means, and what to do."""
+    """A warning that 16-bit files hold so many bits of camera data, with the setting for it."""
     return (
         f"no 16-bit image uses more than {bits} bits: if that is what the camera has, say so with "
         f"image.bit_depth={bits}, or they are seen all but black"
@@ -306,7 +309,7 @@ def say_bits_used(bits: int) -> str:
 
 
 def described(index: int, source: object = None) -> str:
-    """What messages call an image: its path, or its place where it came from memory."""
+    """Name of an image in messages: its path, or its number where it came from memory."""
     return str(source) if isinstance(source, Path) else f"image {index}"
 
 
@@ -343,7 +346,7 @@ def turned_upright(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def aspect_error(size: tuple[int, int], aspect: float) -> float:
-    """How far (H0, W0) is from an aspect H/W, as a share: 0.1 where one side is 10 % too long."""
+    """Difference of (H0, W0) from an aspect H/W, a share: 0.1 where one side is 10 % too long."""
     ratio = size[0] / size[1] / aspect
     return max(ratio, 1 / ratio) - 1
 
@@ -352,16 +355,16 @@ def list_images(folder: Path) -> list[Path]:
     """List the pictures in a folder and its subfolders, sorted by path.
 
     Raises:
-        DataError: as `list_files`.
+        DataError: the folder, or one inside it, can't be listed.
     """
     return [path for path in list_files(folder) if is_image(path)]
 
 
 def other_files(folder: Path) -> str:
-    """What a folder without pictures holds, in brackets, for a message; empty for no files.
+    """Kinds of files in a folder without pictures, in brackets for a message; empty without files.
 
     Raises:
-        DataError: as `list_files`.
+        DataError: the folder, or one inside it, can't be listed.
     """
     kinds = Counter(
         path.suffix.lower() or path.name
@@ -369,17 +372,17 @@ def other_files(folder: Path) -> str:
     )
     if not kinds:
         return ""
-    found = some([f"{count} {kind}" for kind, count in kinds.most_common()])
-    return f" (but {found}, in a format that can't be read; convert them to {_READABLE})"
+    listed = some([f"{count} {kind}" for kind, count in kinds.most_common()])
+    return f" (but {listed}, in a format that can't be read; convert them to {_READABLE})"
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file's name is a picture's, by its suffix."""
+    """True if a file's name is a picture's, by its suffix."""
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name.
+    """True if there is a folder of this name.
 
     Raises:
         DataError: it can't be looked at: no permission, or a name that is too long.
@@ -399,7 +402,7 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
     written itself. Links are followed, except to a folder that the link lies in.
 
     Args:
-        folder: where to look.
+        folder: the folder, which may be a link.
         tell: log a warning that names outputs of this program which are skipped.
 
     Raises:
@@ -414,7 +417,7 @@ def list_files(folder: Path, *, tell: bool = True) -> list[Path]:
             folders.clear()
             continue
         outputs = own_outputs(here, every)
-        # Tables and notes aren't worth a word.
+        # Of a run's files, only pictures could be taken for input; tables and notes aren't named.
         own += [here / name for name in outputs if name in folders or is_image(here / name)]
         kept = {name for name in every if not (name in outputs or left_by_system(name))}
         files += [here / name for name in names if name in kept]

@@ -31,7 +31,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, OutputError, visible, why
 from anomaly.files.writing import from_json, short_name, write
 from anomaly.imaging.read import suffix_of

@@ -18,7 +18,7 @@ import numpy as np
 
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
-from anomaly.datasets import GOOD, Sample
+from anomaly.datasets.samples import GOOD, Sample
 from anomaly.desk.advice import Run, Weakness, of_images, review_rates
 from anomaly.errors import AnomalyError, counted
 from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split

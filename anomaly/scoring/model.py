@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from anomaly.backbones.engine import ExportedNetwork
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.config.schema import METHODS, Config
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.errors import DataError, ImageError
 from anomaly.imaging.alignment import Reference
 from anomaly.imaging.arrays import Array, ImageLike, as_numpy, is_one, module_of, sources

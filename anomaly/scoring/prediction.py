@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anomaly.calibration.thresholds import Thresholds
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.errors import ImageError, ModelError
 from anomaly.imaging.geometry import View
 from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage

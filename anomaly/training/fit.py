@@ -21,11 +21,10 @@ from anomaly.backbones.extractor import choose_precision, network_input
 from anomaly.backbones.networks import backbone_of
 from anomaly.calibration.thresholds import GoodScores, thresholds_from
 from anomaly.config.schema import Config
-from anomaly.datasets import Sample
-from anomaly.datasets.samples import contradiction, near_copies
+from anomaly.datasets.samples import Sample, contradiction, near_copies
 from anomaly.errors import ConfigError, DataError
 from anomaly.imaging.alignment import Reference, grey_picture, learn
-from anomaly.imaging.geometry import patch_size
+from anomaly.imaging.geometry import counted, patch_size
 from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, size_of
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
@@ -108,12 +107,12 @@ def check_smallest_defect(setup: TrainingSetup, sizes: Iterable[tuple[int, int]]
     Raises:
         ConfigError: it is; the message gives the smallest area that can be measured.
     """
-    area, region = smallest_area(setup.config), setup.region
+    area = smallest_area(setup.config)
     for size in sorted(set(sizes)):
         try:
             view = setup.loading.sizing.view(size)
             grid = setup.embedder.grid(view.size)
-            patches = grid[0] * grid[1] if region is None else int(region.patches(view, grid).sum())
+            patches = int(counted(setup.region, view, grid).sum())
         except DataError:
             continue  # such an image is refused, with its reason, where it is read
         height, width = patch_size(view, grid)

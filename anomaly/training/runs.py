@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anomaly.config.schema import Config
-from anomaly.datasets import Dataset, Sample
+from anomaly.datasets.samples import Dataset, Sample
 from anomaly.errors import DataError, why
 from anomaly.files.writing import TRAIN, as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.loading import NetworkInput

@@ -10,7 +10,7 @@ from conftest import Command, Says, run_command, train_arguments, write_part
 from kit import table, touch
 
 import anomaly
-from anomaly.datasets import open_test_images
+from anomaly.datasets.inputs import open_test_images
 from anomaly.errors import DataError, ModelError
 from anomaly.report.report import training_of
 from anomaly.storage.folder import find_runs

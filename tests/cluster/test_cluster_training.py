@@ -16,7 +16,7 @@ from thread_cluster import Once, ThreadCluster
 
 from anomaly.cluster.features import cluster_features
 from anomaly.config.load import load_config
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.errors import DataError, OutputError
 from anomaly.methods.patchcore import fitter as patchcore
 from anomaly.training.fit import Training

@@ -8,8 +8,8 @@ from urllib.parse import quote
 import pytest
 from kit import touch
 
-from anomaly.datasets import check_inputs, open_dataset, open_test_images
-from anomaly.datasets.layouts import recognise
+from anomaly.datasets.inputs import check_inputs, open_test_images
+from anomaly.datasets.layouts import open_dataset, recognise
 from anomaly.errors import DataError
 
 BOXES = json.dumps({"images": [{"id": 4, "file_name": "k4.jpg"}], "annotations": [{"box": [1]}]})

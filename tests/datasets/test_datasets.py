@@ -11,8 +11,8 @@ import pytest
 from kit import touch
 
 from anomaly.config.schema import DataConfig
-from anomaly.datasets import FORMATS, Dataset, Sample, ground_truth, open_dataset
-from anomaly.datasets.layouts import recognise
+from anomaly.datasets.layouts import FORMATS, open_dataset, recognise
+from anomaly.datasets.samples import Dataset, Sample, ground_truth
 from anomaly.errors import DataError, ImageError
 
 

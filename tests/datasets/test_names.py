@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from kit import touch
 
-from anomaly.datasets import Dataset, check_inputs, open_dataset
-from anomaly.datasets.inputs import find_inputs
-from anomaly.datasets.layouts import Recognised, recognise
+from anomaly.datasets.inputs import check_inputs, find_inputs
+from anomaly.datasets.layouts import Recognised, open_dataset, recognise
 from anomaly.datasets.names import Label, by_file_names, label_of
+from anomaly.datasets.samples import Dataset
 from anomaly.errors import DataError
 from anomaly.files.writing import write
 

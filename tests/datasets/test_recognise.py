@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from kit import touch
 
-from anomaly.datasets import open_dataset
-from anomaly.datasets.layouts import recognise
+from anomaly.datasets.layouts import open_dataset, recognise
 from anomaly.desk.check import DataReport, SplitSummary, advice
 from anomaly.errors import DataError
 from anomaly.files.writing import write

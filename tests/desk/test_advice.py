@@ -13,7 +13,8 @@ import pytest
 from conftest import FAST, MadeOnce, run_command, write_product
 
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand, thresholds_from
-from anomaly.datasets import Sample, open_dataset
+from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Sample
 from anomaly.desk.advice import Run, lines, of_images, of_training, review_rates
 from anomaly.report.report import evaluated
 from anomaly.scoring.model import score

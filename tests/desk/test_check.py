@@ -11,7 +11,7 @@ import pytest
 from conftest import REPOSITORY, Command, write_part, write_product
 
 import anomaly
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.desk import check as data_check
 from anomaly.desk.check import Reading, Severity, check
 from anomaly.imaging.read import Decoding, Image, read_image

@@ -15,9 +15,9 @@ from kit import touch
 from PIL import Image as Pillow
 
 import anomaly
-from anomaly.datasets import Dataset, Sample, open_dataset
 from anomaly.datasets.inputs import listing_of
-from anomaly.datasets.samples import frames
+from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Dataset, Sample, frames
 from anomaly.desk.check import DataReport, Fault, Reading, Severity, check
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import score_test_split

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.desk import demo
 from anomaly.desk.demo import DEFECTS, write_sample_data
 from anomaly.errors import ConfigError, OutputError

@@ -18,7 +18,7 @@ from moving_parts import draw, poses
 from anomaly.backbones import networks
 from anomaly.backbones.networks import INSTALLED, backbone_at_hand
 from anomaly.config.load import load_config
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.desk.check import pose_advice
 from anomaly.errors import WeightsError
 from anomaly.imaging.read import Decoding

@@ -17,7 +17,7 @@ from moving_parts import draw
 import anomaly
 from anomaly.config.load import load_config
 from anomaly.config.schema import Config
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.desk import tune
 from anomaly.desk.tune import Search
 from anomaly.evaluation.evaluate import score_test_split

@@ -14,7 +14,7 @@ from conftest import Says, write_part
 from kit import tiny
 
 import anomaly
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.desk.update import learn
 from anomaly.errors import AnomalyError
 from anomaly.files.writing import sha256_of

@@ -11,7 +11,8 @@ import torch
 from conftest import write_product
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from anomaly.datasets import Sample, open_dataset
+from anomaly.datasets.layouts import open_dataset
+from anomaly.datasets.samples import Sample
 from anomaly.desk.change import Compared
 from anomaly.errors import DataError
 from anomaly.evaluation.evaluate import Evaluation, score_test_split, width_of

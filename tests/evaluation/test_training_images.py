@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anomaly.datasets import Sample
-from anomaly.datasets.samples import listed
+from anomaly.datasets.samples import Sample, listed
 from anomaly.evaluation.splits import TrainingImages
 from anomaly.files.writing import sha256_of
 

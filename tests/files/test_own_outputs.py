@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from kit import touch
 
-from anomaly.datasets import open_dataset
 from anomaly.datasets.inputs import find_inputs
+from anomaly.datasets.layouts import open_dataset
 from anomaly.files.writing import write
 from anomaly.imaging.read import list_files
 

@@ -13,7 +13,7 @@ import numpy as np
 from pixel_map import pixel_map
 
 from anomaly.calibration.thresholds import GoodScores, Thresholds, thresholds_by_hand
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.evaluation.evaluate import Evaluation
 from anomaly.evaluation.metrics import image_intervals, image_metrics, metrics_by_type
 from anomaly.imaging.read import Image

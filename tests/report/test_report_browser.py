@@ -12,7 +12,7 @@ from browser import Browser
 from report_cases import HOSTILE, LIMIT, case, limits
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.desk.advice import Weakness
 from anomaly.evaluation.metrics import confusion
 from anomaly.report.report import Category, report_html

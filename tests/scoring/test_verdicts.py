@@ -14,7 +14,7 @@ from moving_parts import SIZE, draw
 
 import anomaly
 from anomaly.calibration.thresholds import GoodScores, thresholds_by_hand
-from anomaly.datasets import Sample
+from anomaly.datasets.samples import Sample
 from anomaly.desk.change import price
 from anomaly.scoring.build import region_of
 from anomaly.scoring.model import Model

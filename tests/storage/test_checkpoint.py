@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import anomaly
 from anomaly.backbones.networks import read_weights
-from anomaly.datasets import open_dataset
+from anomaly.datasets.layouts import open_dataset
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.loading import load as load_image
 from anomaly.scoring.prediction import Prediction
