@@ -20,7 +20,7 @@ from scipy import ndimage
 
 import anomaly
 from anomaly.config.schema import METHODS, Method
-from anomaly.datasets.samples import listed
+from anomaly.datasets.samples import samples_in
 from anomaly.errors import ConfigError
 from anomaly.evaluation.splits import TrainingImages, training_names
 from anomaly.explain.evidence import (
@@ -60,7 +60,7 @@ def loaded(model: Model, path: Path) -> NetworkInput:
 
 
 def good_of(model: Model, *folders: Path) -> GoodImages:
-    files = [sample for folder in folders for sample in listed(folder)]
+    files = [sample for folder in folders for sample in samples_in(folder)]
     return GoodImages(model, TrainingImages(model.manifest["training_images"], files))
 
 

@@ -13,7 +13,7 @@ import torch
 from kit import rgb, tiny
 
 import anomaly
-from anomaly.datasets.samples import listed
+from anomaly.datasets.samples import samples_in
 from anomaly.errors import ConfigError
 from anomaly.evaluation.splits import TrainingImages
 from anomaly.explain.evidence import GoodImages
@@ -116,7 +116,7 @@ def test_evidence_is_shown_where_it_was_photographed(tmp_path: Path) -> None:
         cv2.imwrite(str(tmp_path / f"{i}.png"), part[..., ::-1])
     detector = anomaly.fit(tmp_path, _settings("quarter_turns"), device="cpu")
     decoders = Decoders(detector.model.loading, keep_image=True)
-    files = TrainingImages(detector.manifest["training_images"], listed(tmp_path))
+    files = TrainingImages(detector.manifest["training_images"], samples_in(tmp_path))
     good = GoodImages(detector.model, files)
     item = decoders.load(tmp_path / "2.png")
     assert isinstance(item, NetworkInput)
