@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from anomaly.errors import needs_training
 
-if TYPE_CHECKING:
-    from anomaly.config.load import load_config
-    from anomaly.config.schema import Config
-    from anomaly.datasets.layouts import open_dataset
-    from anomaly.desk.tune import tune
-    from anomaly.detector import Detector, fit, load
-    from anomaly.errors import AnomalyError, ImageError
-    from anomaly.imaging.arrays import image
+if TYPE_CHECKING:  # an `as` marks a public name for type checkers
+    from anomaly.config.load import load_config as load_config
+    from anomaly.config.schema import Config as Config
+    from anomaly.datasets.layouts import open_dataset as open_dataset
+    from anomaly.desk.tune import tune as tune
+    from anomaly.detector import Detector as Detector
+    from anomaly.detector import fit as fit
+    from anomaly.detector import load as load
+    from anomaly.errors import AnomalyError as AnomalyError
+    from anomaly.errors import ImageError as ImageError
+    from anomaly.imaging.arrays import image as image
     from anomaly.runtime import __version__ as __version__
-    from anomaly.scoring.prediction import Prediction
+    from anomaly.scoring.prediction import Prediction as Prediction
 
+# The module below `anomaly` that has each public name.
 _HOME = {
-    "__version__": "runtime",
-    "Detector": "detector",
     "AnomalyError": "errors",
     "Config": "config.schema",
+    "Detector": "detector",
     "ImageError": "errors",
     "Prediction": "scoring.prediction",
     "fit": "detector",
@@ -35,20 +38,8 @@ _HOME = {
     "open_dataset": "datasets.layouts",
     "tune": "desk.tune",
 }
-
-__all__ = [
-    "AnomalyError",
-    "Config",
-    "Detector",
-    "ImageError",
-    "Prediction",
-    "fit",
-    "image",
-    "load",
-    "load_config",
-    "open_dataset",
-    "tune",
-]
+__all__ = list(_HOME)
+_HOME["__version__"] = "runtime"
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ TrainingImages: TypeAlias = "str | os.PathLike[str] | Dataset | Iterable[ImageLi
 
 @contextmanager
 def _extra_train(what: str) -> Iterator[None]:
-    """Import what needs torch, which may be absent where exported models are scored."""
+    """Name the extra to install where an import in the block needs torch and there is none."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -61,7 +61,7 @@ class Detector:
     Nothing in it changes: `calibrate` and `update` return another one.
 
     Attributes:
-        model: its stages, and how they were made.
+        model: the stages from file to verdict, and the record of how they were made.
     """
 
     model: Model
@@ -79,17 +79,17 @@ class Detector:
 
     @property
     def thresholds(self) -> Thresholds | None:
-        """The scores at which good ends; None without good images to find them with."""
+        """The review and the reject threshold; None for a detector that gives no verdicts."""
         return self.model.thresholds
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        """The record of how the model was made, as its folder has it or will have it."""
+        """The record of how the model was made, as in the folder's `manifest.json`."""
         return self.model.manifest
 
     @property
     def model_id(self) -> str:
-        """Names the model in a folder; empty for one that hasn't been saved."""
+        """Id of the saved model; empty before it is saved."""
         return self.model.model_id
 
     @overload
@@ -136,12 +136,13 @@ class Detector:
         """
         waiting: dict[int, ImageLike] = {}
 
-        def noted() -> Iterator[ImageLike]:
+        # An unusable image is handed to `on_error` itself; results know only its index.
+        def remembered() -> Iterator[ImageLike]:
             for index, image in enumerate([images] if is_one(images) else images):
                 waiting[index] = image
                 yield image
 
-        for result in self.model.results(noted()):
+        for result in self.model.results(remembered()):
             image = waiting.pop(result.index)
             if isinstance(result, Prediction):
                 yield result
@@ -240,21 +241,16 @@ class Detector:
         made = update(self.model, good, defects=bad, include_suspects=include_suspects)
         return Detector(made.agreed(force=force))
 
-    def explain(
-        self,
-        image: ImageLike,
-        *,
-        good: str | Path | None = None,
-    ) -> Explanation:
+    def explain(self, image: ImageLike, *, good: str | Path | None = None) -> Explanation:
         """Evidence for an image's score, in pictures: see `anomaly.explain.page.Explanation`.
 
         Args:
             image: as for `predict`.
-            good: the training images' folder, to show what was compared with; by default where a
-                run remembers that they were.
+            good: folder of the training images, whose nearest patches are shown; by default the
+                folder in the run's `train.json`.
 
         Raises:
-            ImageError: it can't be used; says why.
+            ImageError: the image can't be used; says why.
         """
         with _extra_train("Detector.explain"):
             from anomaly.explain.evidence import explained
@@ -361,9 +357,7 @@ def fit(
 
 
 def load(
-    folder: str | Path,
-    device: str | torch.device = "auto",
-    precision: str | None = None,
+    folder: str | Path, device: str | torch.device = "auto", precision: str | None = None
 ) -> Detector:
     """Read a model folder, checking every file against the manifest.
 

@@ -75,9 +75,9 @@ def unwritable(file: Path | str, error: OSError, what: str = "{} can't be writte
     """The error to raise where the system refuses to write: a `WriteError` where the disk does.
 
     Args:
-        file: that couldn't be written.
-        error: what the system has said.
-        what: the message, with `{}` for the file.
+        file: the file or folder that can't be written.
+        error: the system's refusal.
+        what: the message's beginning, with `{}` for the file.
     """
     if error.errno not in DISK:
         return OutputError(f"{what.format(file)}: {why(error)}")
@@ -141,19 +141,19 @@ def visible(text: str) -> str:
 
 
 def first_of(lines: Sequence[str], rest: str = "", most: int | None = 5) -> list[str]:
-    """The first few of several lines, and one that says how many more there are.
+    """The first few of several lines, and a last line with the number of the others.
 
     Args:
-        lines: any number of them.
-        rest: the end of that line: what of them there are more, or where they are.
-        most: so many are shown; None for all.
+        lines: all lines.
+        rest: the end of the last line: the kind of the other lines, or the place that has them.
+        most: number of lines shown; None for all.
     """
     shown = list(lines[:most])
     left = len(lines) - len(shown)
     return [*shown, f"… and {left} more{rest}"] if left else shown
 
 
-# What the extra `train` installs beside what exported models take.
+# Packages that only the extra `train` installs; exported models run without them.
 _TRAINING = ("torch", "torchvision", "faiss")
 
 
@@ -161,8 +161,8 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     """The error to raise where a package of the extra `train` isn't installed.
 
     Args:
-        what: the command or name that needs the package, for the message.
-        error: what importing the package has raised.
+        what: the command or public name that needs the package, for the message.
+        error: the failed import.
 
     Returns:
         An error whose message names the package and says how to install it.
@@ -179,7 +179,7 @@ def needs_training(what: str, error: ModuleNotFoundError) -> AnomalyError:
     )
 
 
-# How a path begins that isn't one of this system, and what to do about it.
+# Beginnings of paths that aren't this system's, and a remedy for each.
 _FOREIGN = {
     r"[a-z][a-z0-9+.-]+:/": "; it is a URL: download the images first",
     r"~": "; ~ stands for no folder here, write the path in full",

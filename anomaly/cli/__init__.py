@@ -85,7 +85,7 @@ def _report_error(error: Exception, command: str) -> int:
     """
     match error:
         case AnomalyError():
-            # What Python calls it as well is no word of a shell.
+            # The remedy for Python; the command line has --overwrite.
             log.error("%s", str(error).replace(" (overwrite=True)", ""))
             return error.exit_code
         case ModuleNotFoundError():
@@ -94,7 +94,7 @@ def _report_error(error: Exception, command: str) -> int:
             # The reader of our output went away; Python would complain again while shutting down.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        case OSError():  # what nobody has foreseen of disks, networks and permissions
+        case OSError():  # unforeseen errors of disks, networks and permissions
             where = "" if error.filename is None else f"{error.filename}: "
             log.error("%s%s", where, error.strerror or error)
             return WriteError.exit_code if error.errno in DISK else 2
@@ -109,17 +109,17 @@ def _report_error(error: Exception, command: str) -> int:
 
 
 def execute(arguments: Sequence[str], **more: object) -> int:
-    """Run one command inside another one, printed as the one that does it alone.
+    """Run a command inside another one; its command line is printed first.
 
     Args:
-        arguments: the command's name and its options.
-        more: what only commands tell one another, by name.
+        arguments: the command's name and its options, as typed.
+        more: values of options that can't be typed, by name.
 
     Returns:
-        Its exit code.
+        The command's exit code.
 
     Raises:
-        AnomalyError: what ends it.
+        AnomalyError: the command was refused or has failed.
     """
     log.info("\n$ anomaly %s", command_line(arguments))
     options = _parse(arguments[0], arguments)
@@ -133,11 +133,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """Refuse a model or a config that can't be before torch is imported, which takes seconds.
+    """Refuse an impossible model or config before torch is imported, which takes seconds.
 
-    Of several, one that is wrong is left to the command, which goes on with the others.
+    A wrong model among several is left to the command, which goes on with the others.
     """
-    # Each imports only what it needs: a refusal doesn't wait for the rest.
+    # Imports lie in the branches: a refusal doesn't wait for what it doesn't need.
     model, config = (getattr(options, name, None) for name in ("model", "config"))
     if isinstance(model, list):
         model = model[0] if len(model) == 1 else None
@@ -162,7 +162,7 @@ def _parse(command: str | None, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_options(command: str, arguments: Sequence[str]) -> None:
-    """Name an option that the command doesn't have, before what would then be missing."""
+    """Refuse unknown options first: argparse would complain of missing ones instead."""
     known = ["--help", *options_of(command)]
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -198,7 +198,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def options_of(command: str) -> list[str]:
-    """The options of a command, as they are typed."""
+    """The long options of a command, as typed: `--model`."""
     parser = argparse.ArgumentParser()
     _add_options(command, parser)
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]

@@ -42,9 +42,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     """Choose thresholds and write them into the model folder.
 
     Returns:
-        0 done, 3 done without some images that can't be used, 1 refused, because known defects that
-        are caught now would pass or the reject threshold would rise by more than chance explains;
-        nothing was written.
+        0 done; 3 done without some unusable images; 1 refused and nothing written, because known
+        defects that are caught now would pass, or the reject threshold would rise by more than
+        chance explains.
     """
     if options.production and options.at_most_defective is None and (answer := ask(_SHARE)):
         try:
@@ -86,30 +86,30 @@ def _recalibrate(options: argparse.Namespace, asked: Asked, images: dict[str, li
 
 
 def _images_of(options: argparse.Namespace, name: str, *, unsorted: bool = False) -> list[Sample]:
-    """The images of an option, found before torch is imported; none where it isn't given.
+    """The images of an option, listed before torch is imported; empty without the option.
 
     Args:
-        options: of the command.
-        name: of the option, without the dashes.
-        unsorted: whether nobody has sorted them, whatever their names say.
+        options: the command's options.
+        name: the option's name, without the dashes.
+        unsorted: nobody has sorted the images, so names of folders and files mean nothing.
 
     Raises:
         DataError: a file or a folder doesn't exist, there is no image, or names of folders or files
-            contradict what they are given as.
+            contradict the option.
     """
     paths: list[Path] = getattr(options, name)
-    found = find_inputs(paths, option=f"--{name}").paths if paths else []
+    images = find_inputs(paths, option=f"--{name}").paths if paths else []
     if not unsorted:
-        check_inputs(paths, found, defects=name == "defects")
-    return [Sample(path, str(path)) for path in found]
+        check_inputs(paths, images, defects=name == "defects")
+    return [Sample(path, str(path)) for path in images]
 
 
 def _update(options: argparse.Namespace) -> int:
     """Learn, compare verdicts, and write the new run.
 
     Returns:
-        0 done, 3 done without some images that can't be used, 1 refused, because a known defect
-        that is caught now would be called good; nothing was written.
+        0 done; 3 done without some unusable images; 1 refused and nothing written, because a known
+        defect that is caught now would be called good.
     """
     if not options.good and options.feedback is None:
         raise AnomalyError("there is nothing to learn; give --good, --feedback, or both")
@@ -166,7 +166,7 @@ def _learn(
 
 
 def _confirmed(record: Path, model: Model, scratch: Path) -> Confirmed:
-    """The parts of a record that people have judged."""
+    """The parts in a line's record that people have judged."""
     from anomaly.desk.update import lineage
 
     confirmed: Confirmed = annex("line.record").confirmed_parts(record, lineage(model), scratch)
@@ -210,11 +210,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _tuned(options: argparse.Namespace) -> Path:
-    """The config to write.
+    """The YAML file to write.
 
     Raises:
-        OutputError: it exists already, or isn't a YAML file.
-        AnomalyError: there is no such config.
+        OutputError: the file exists already.
+        AnomalyError: the file isn't YAML, or there is no config of this name.
     """
     file: Path | None = options.output
     if file is None:

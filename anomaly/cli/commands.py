@@ -22,11 +22,11 @@ class Command:
     """A command of the program.
 
     Attributes:
-        help: its line of the overview.
-        examples: two command lines that run as they are but for the places in them.
-        options: its own, without those that every command takes.
-        home: the module below `anomaly` whose `COMMANDS` has the function that does the work; empty
-            where that is `run` of the module in `anomaly.cli` that is named like the command.
+        help: the command's line in the overview.
+        examples: two command lines; only their files and folders are made up.
+        options: the command's own options, without those that every command takes.
+        home: the module below `anomaly` whose `COMMANDS` has the command's function; empty where
+            that function is `run` in the command's own module of `anomaly.cli`.
     """
 
     help: str
@@ -57,10 +57,6 @@ def _number(name: str, text: str, metavar: str, default: float | None = None) ->
     return _value(name, text, metavar, type=number, default=default)
 
 
-def _choice(name: str, choices: tuple[str, ...], text: str, **more: Any) -> Option:
-    return _value(name, text, choices=choices, **more)
-
-
 def _flag(name: str, text: str, action: str = "store_true", **more: Any) -> Option:
     return lambda parser: parser.add_argument(name, help=text, action=action, **more)
 
@@ -89,10 +85,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 def _duration(text: str) -> float:
     """Seconds of an option such as `10m`, for `argparse`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} isn't a time; write it like 90s, 10m or 1h")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def _camera_size(text: str) -> tuple[int, int]:
@@ -108,7 +104,7 @@ def _overwrite(replaces: str) -> Option:
 
 
 def _output(text: str, replaces: str = "an earlier run", **more: Any) -> Option:
-    """The folder or file to write; what an earlier run has left there stays without --overwrite."""
+    """The options --output and --overwrite; an earlier run there stays without --overwrite."""
 
     def add(parser: argparse._ActionsContainer) -> None:
         _path("--output", text, **{"required": True, **more})(parser)
@@ -130,8 +126,11 @@ _MODEL = _path("--model", "the run's folder, or its model/ folder", required=Tru
 _ANY_MODEL = _path("--model", "a run's folder, or its model/ folder")
 _NETWORK = _value("--backbone", "any torchvision classification network", "NAME")
 _WEIGHTS = _value("--weights", "of --backbone: imagenet, random, or a .safetensors or .pth file")
-_DEVICE = _choice(
-    "--device", ("auto", "cpu", "cuda"), "auto takes the GPU where there is one", default="auto"
+_DEVICE = _value(
+    "--device",
+    "auto takes the GPU where there is one",
+    choices=("auto", "cpu", "cuda"),
+    default="auto",
 )
 _RAY = _value("--ray", "compute on this Ray cluster (auto, HOST:PORT, ray://…, local)", "ADDRESS")
 _WRITTEN = ("heatmaps", "flagged-heatmaps", "page", "masks", "regions", "maps", "none")
@@ -271,7 +270,7 @@ COMMANDS = {
         "export --model runs/part --to onnx --output runs/part_onnx",
         "export --model runs/part --to openvino --output runs/part_openvino",
         _MODEL,
-        _choice("--to", ("onnx", "openvino"), "the engine that will compute", required=True),
+        _value("--to", "the engine that will compute", choices=("onnx", "openvino"), required=True),
         _value(
             "--pixels",
             "also write a graph from raw camera images of this size (RGB, 8 bits) to the verdict",
@@ -342,7 +341,7 @@ COMMANDS = {
         ),
         _several("--input", _IMAGES, required=True),
         _output("the .npz file to write", "an earlier file"),
-        _choice("--pool", ("mean", "none"), "over a map's positions (mean)", default="mean"),
+        _value("--pool", "over a map's positions (mean)", choices=("mean", "none"), default="mean"),
         _WEIGHTS,
         home="export.commands",
     ),

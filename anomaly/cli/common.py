@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import cv2
 
@@ -31,9 +31,8 @@ def ask(question: str) -> str:
     return input(f"{question} ").strip() if sys.stdin.isatty() and sys.stdout.isatty() else ""
 
 
-def agreed(doubts: Iterable[str], options: argparse.Namespace) -> bool:
+def agreed(doubts: Sequence[str], options: argparse.Namespace) -> bool:
     """Warn of doubts; True if there are none, or `--yes` or a person at the terminal agrees."""
-    doubts = [doubt for doubt in doubts if doubt]
     for doubt in doubts:
         log.warning(doubt)
     if options.yes or not doubts or ask("Go on anyway? [y/N]").lower() in ("y", "yes"):
@@ -42,22 +41,22 @@ def agreed(doubts: Iterable[str], options: argparse.Namespace) -> bool:
     return False
 
 
-@contextmanager
-def joined_cluster(options: argparse.Namespace, device: torch.device) -> Iterator[Cluster | None]:
-    """Connect to the Ray cluster of --ray for the block; yields None without --ray.
+def joined_cluster(
+    options: argparse.Namespace, device: torch.device
+) -> AbstractContextManager[Cluster | None]:
+    """The Ray cluster of --ray, joined for a `with` block; None without --ray.
 
     Args:
-        options: of the command.
-        device: where workers compute, each on one of its own.
+        options: the command's options.
+        device: CPU or GPU; each worker computes on one of its own.
 
     Raises:
         AnomalyError: no cluster answers.
     """
     if options.ray is None:
-        yield None
-        return
-    with annex("cluster.workers").joined(options.ray, device.type) as cluster:
-        yield cluster
+        return nullcontext()
+    joined = annex("cluster.workers").joined(options.ray, device.type)
+    return cast("AbstractContextManager[Cluster]", joined)
 
 
 def chosen_device(
@@ -65,12 +64,12 @@ def chosen_device(
 ) -> torch.device:
     """Set the threads of every library, start decoding processes, and choose the device.
 
-    Torch is imported for it unless exported models are all that is asked for.
+    Torch is imported here, unless all models are exported ones.
 
     Args:
-        options: of the command.
-        models: the folders it works with; by default those given with --model.
-        images: how many it will read: their processes start while torch is imported.
+        options: the command's options.
+        models: model folders; by default those of --model.
+        images: number of images to read; decoding processes start while torch is imported.
 
     Raises:
         AnomalyError: a GPU was asked for and isn't there, or isn't for the model.
@@ -93,6 +92,6 @@ def chosen_device(
 
 
 def _is_exported(folder: Path) -> bool:
-    with suppress(ModelError):  # said where it is loaded
+    with suppress(ModelError):  # loading it says why
         return any((find_model(run) / EXPORT).exists() for run in find_runs(folder))
     return False

@@ -50,11 +50,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_golden(options: argparse.Namespace) -> int:
-    """Compare known parts with their record, or record them.
+    """Compare golden parts with their record, or record them.
 
     Returns:
-        0 nothing has changed (or all is recorded), 1 a score or a verdict has, or an image is
-        missing or new.
+        0 nothing has changed (or all is recorded), 1 a score or a verdict has changed, or an image
+        is missing or new.
     """
     if len(options.model) > 1:
         raise ConfigError("--golden needs one --model")
@@ -74,17 +74,17 @@ def _check_golden(options: argparse.Namespace) -> int:
                 golden.write_record(folder, model.model_id, answers)
             print(f"{len(answers)} images recorded in {folder / GOLDEN}")
             return 0
-        found = golden.check(model, folder, options.tolerance, scoring)
-    if found.recorded_by != model.model_id:
-        log.info(f"recorded with model {found.recorded_by}, checked with {model.model_id}")
-    for name, change in found.moved.items():
+        check = golden.check(model, folder, options.tolerance, scoring)
+    if check.recorded_by != model.model_id:
+        log.info(f"recorded with model {check.recorded_by}, checked with {model.model_id}")
+    for name, change in check.moved.items():
         print(f"{name}: {change}")
-    kept = len(found.parts - found.moved.keys())
-    ready = "" if found.moved else ": ready"
-    print(f"{kept} of {len(found.parts)} images score as recorded{ready}")
-    if found.missed:
-        print(found.missed)
-    return 1 if found.moved else 0
+    unchanged = len(check.parts - check.moved.keys())
+    ready = "" if check.moved else ": ready"
+    print(f"{unchanged} of {len(check.parts)} images score as recorded{ready}")
+    if check.missed:
+        print(check.missed)
+    return 1 if check.moved else 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -96,8 +96,11 @@ def _run(options: argparse.Namespace) -> int:
         device = chosen_device(options)
         for source in _sources(options):
             try:
-                outcome = _evaluate(source, options, device)
-                category = _distinct(outcome, {c.name for c in categories})
+                category = _evaluate(source, options, device)
+                if category.name in {c.name for c in categories}:  # told apart by their folders
+                    name = f"{category.name} ({category.about.folder})"
+                    evaluation = replace(category.evaluation, name=name)
+                    category = replace(category, evaluation=evaluation)
                 report = folder.add(category)
                 print(f"{category.name}: {report}")
                 # The pictures are in the report; only the figures are needed from here on.
@@ -114,30 +117,24 @@ def _run(options: argparse.Namespace) -> int:
     return _report(categories, failed, options.output)
 
 
-def _sources(options: argparse.Namespace) -> list[str]:
-    """The runs and model folders that the options name: of a folder all in it."""
-    listed: list[str] = []
+def _sources(options: argparse.Namespace) -> list[Path]:
+    """The run and model folders of --model; a folder of runs stands for all its runs."""
+    sources: list[Path] = []
     for folder in options.model:
         runs = [folder]
-        if not (options.good or options.defects):  # which are images of one model
-            with suppress(ModelError):  # said when it is evaluated
+        if not (options.good or options.defects):  # these are images of one model
+            with suppress(ModelError):  # evaluating it says why
                 runs = find_runs(folder)
-        listed += map(str, runs)
-    return listed
+        sources += runs
+    return sources
 
 
-def _evaluate(source: str, options: argparse.Namespace, device: torch.device) -> Category:
-    """Evaluate one model.
-
-    Args:
-        source: a run or model folder.
-        options: of the command.
-        device: where to compute.
+def _evaluate(folder: Path, options: argparse.Namespace, device: torch.device) -> Category:
+    """Evaluate the model of a run or model folder.
 
     Raises:
-        AnomalyError: it can't be evaluated.
+        AnomalyError: the model or its test images can't be used.
     """
-    folder = Path(source)
     model = load_model(folder, device)
     samples, data_folder = images_to_test(model, folder, options.good, options.defects)
     with ProgressLine() as progress:
@@ -149,14 +146,6 @@ def _evaluate(source: str, options: argparse.Namespace, device: torch.device) ->
             progress=partial(progress, model.config.name),
             folder=folder,
         )
-
-
-def _distinct(category: Category, taken: set[str]) -> Category:
-    """Two models of one name are told apart by their folders."""
-    if category.name not in taken:
-        return category
-    name = f"{category.name} ({category.about.folder})"
-    return replace(category, evaluation=replace(category.evaluation, name=name))
 
 
 def _report(categories: Sequence[Category], failed: int, output: Path) -> int:

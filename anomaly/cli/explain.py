@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw everything that can be shown about one image."""
+    """Write the page about one image, and its pictures."""
     if not options.image.is_file():
         raise AnomalyError(f"{options.image} isn't a file; explain takes one image")
     find_model(options.model, exported=False)

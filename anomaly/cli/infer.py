@@ -1,6 +1,6 @@
 """`anomaly infer`: images -> results.csv, results.jsonl and heatmaps.
 
-With `--watch` there is a row as each file arrives, for as long as the shift lasts.
+With `--watch` each arriving file gets its row, until a signal ends the command.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import permutations
@@ -40,25 +40,25 @@ log = logging.getLogger(__name__)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Score images, or what arrives."""
+    """Score the images of --input, or with --watch those that arrive there."""
     if options.watch:
         _check_watch(options)
     kinds = frozenset(options.write or ("heatmaps", "page")) - {"none"}
     outputs = Outputs(options.output, kinds)
     with locked(options.output):
-        found = None if options.watch else find_inputs(options.input)
-        with suppress(DataError):  # a folder that can't be listed now is tried again
+        inputs = None if options.watch else find_inputs(options.input)
+        with suppress(DataError):  # watching tries again a folder that can't be listed now
             files = (file for folder in options.input for file in list_files(folder))
-            if others := found.passed_over if found else passed_over(files):
+            if others := inputs.passed_over if inputs else passed_over(files):
                 log.log(NOTE, others)
         is_complete = outputs.begin(
             watch=options.watch, resume=options.resume, overwrite=options.overwrite
         )
         with Stopping() as stop, ExitStack() as opened:
-            device = chosen_device(options, images=len(found.paths) if found else cores())
+            device = chosen_device(options, images=len(inputs.paths) if inputs else cores())
             model = load_model(options.model, device)
             folders = sorted(str(folder.absolute()) for folder in options.input)
-            read = {"list of images": found.sha256} if found else {"folders": folders}
+            read = {"list of images": inputs.sha256} if inputs else {"folders": folders}
             about = outputs.about(model, read)
             if is_complete:
                 code = RunJournal.finished(options.output, about)
@@ -73,30 +73,32 @@ def run(options: argparse.Namespace) -> int:
                 predict = partial(annex("cluster.workers").predict, cluster, model, stopped)
             if not options.resume:
                 outputs.clear(model)
-            thumbnails = Thumbnails(len(found.paths) if found else SHOWN)
+            thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)
             decoders = Decoders(model.loading, outputs.pictures(model, thumbnails.pixels))
 
             def scoring(record: Journal) -> Run:
                 return Run(model, outputs, record, decoders, stopped, thumbnails, predict)
 
-            if found is None:
-                told = _Told(model, options.model)
-                watched = WatchJournal(outputs, about, told)
-                return _watch(options, watched, scoring(watched), told.tally)
-            journal = RunJournal(outputs, about, found.groups)
-            ended = _list(options, found, journal, scoring(journal))
-            return stop.exit_code if ended is None else ended
+            if inputs is None:
+                printer = _RowPrinter(model, options.model)
+                watched = WatchJournal(outputs, about, printer)
+                return _watch(options, watched, scoring(watched), printer.tally)
+            journal = RunJournal(outputs, about, inputs.groups)
+            finished = _score_list(options, inputs, journal, scoring(journal))
+            return stop.exit_code if finished is None else finished
 
 
-def _list(options: argparse.Namespace, found: Images, journal: RunJournal, run: Run) -> int | None:
-    """Score the images of a list; returns the exit code, None where a signal has stopped it."""
-    total = len(found.paths)
+def _score_list(
+    options: argparse.Namespace, inputs: Images, journal: RunJournal, run: Run
+) -> int | None:
+    """Score listed images; the exit code, or None where a signal has stopped the command."""
+    total = len(inputs.paths)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
             mirrored = [] if any(map(is_list, options.input)) else options.input
-            names = picture_names(found.paths, mirrored)
+            names = picture_names(inputs.paths, mirrored)
             started, earlier = time.perf_counter(), len(journal.done)
-            run.score(Inputs(found.paths, names, found.groups), partial(progress, "scoring"))
+            run.score(Inputs(inputs.paths, names, inputs.groups), partial(progress, "scoring"))
         speed = (len(journal.done) - earlier) / (time.perf_counter() - started)
         rows = [journal.done[index].row for index in sorted(journal.done)]
         is_complete = len(rows) == total
@@ -121,7 +123,7 @@ def _list(options: argparse.Namespace, found: Images, journal: RunJournal, run: 
 
 
 def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
-    """Write results.html if it is wanted; the end of a line that says so."""
+    """Write results.html if --write has `page`; a phrase that names the file."""
     if "page" not in run.outputs.kinds:
         return ""
     named = ", ".join(map(str, options.input))
@@ -141,12 +143,12 @@ def _difference(tally: Tally, model: Model, folder: Path) -> str:
 
 
 def _print_escapes(model: Model, folder: Path) -> None:
-    """Repeat how many defects passed in the newest evaluation that lies in the model's run."""
+    """Print the number of defects that passed in the newest evaluation in the model's run."""
     if model.thresholds is None:
         return
     files = find_model(folder).parent.glob("*/scores.csv")
     for file in sorted(files, key=lambda f: f.stat().st_mtime, reverse=True):
-        with suppress(OSError, ValueError, KeyError):  # a file of something else
+        with suppress(OSError, ValueError, KeyError):  # a scores.csv of another program
             text = file.read_text("utf-8", "surrogateescape")
             if line := passed_in_evaluation(text, model.thresholds):
                 print(line)
@@ -168,45 +170,45 @@ def _print_rows(rows: list[Row], speed: float, output: Path, page: str) -> None:
         print(f"rows in {output / 'results.csv'}{heatmaps}{page}")
 
 
-class _Told:
-    """Prints a line for each image that arrives, and warns once if too many are flagged."""
+class _RowPrinter:
+    """Prints a line for each arriving image; warns once if more or fewer are flagged than promised.
+
+    Args:
+        model: the model that scores.
+        folder: the model's folder, for the command in the warning.
+    """
 
     def __init__(self, model: Model, folder: Path) -> None:
         self.tally = Tally(model)
-        self._difference: Callable[[], str] = partial(_difference, self.tally, model, folder)
+        self._model, self._folder = model, folder
         self._is_warned = False
 
     def __call__(self, finished: Finished) -> None:
         self.tally.add(finished.row)
         print(_line(finished.row), flush=True)
-        if not self._is_warned and (line := self._difference()):
+        if not self._is_warned and (line := _difference(self.tally, self._model, self._folder)):
             log.warning(line)
             self._is_warned = True
 
 
 def _watch(options: argparse.Namespace, journal: WatchJournal, run: Run, tally: Tally) -> int:
-    """Score what arrives until a signal comes, a line for each image; returns the exit code.
+    """Score arriving images until a signal comes; returns the exit code.
 
     Raises:
-        OutputError: results can't be written; those that could are kept.
+        OutputError: a result can't be written; earlier ones are kept.
     """
     log.info("watching %s; Ctrl-C ends it", ", ".join(map(str, options.input)))
     with resumable(lambda: f"{tally.counts['ok']} images are"), journal:
         watch(run, journal, options.input, trouble=log.warning)
-    page = _page(options, run, _rows_so_far(options.output))
+    with (options.output / LINES).open(encoding="utf-8") as lines:  # earlier runs' rows, too
+        page = _page(options, run, (Row(**from_json(line)) for line in lines))
     remove_drafts(options.output, FOLDERS)  # of decoding processes that were killed
     print(f"{tally.line()}; rows in {options.output / 'results.csv'}{page}")
     return tally.exit_code
 
 
-def _rows_so_far(output: Path) -> Iterator[Row]:
-    """The rows written so far, of earlier runs there, too."""
-    with (output / LINES).open(encoding="utf-8") as lines:
-        yield from (Row(**from_json(line)) for line in lines)
-
-
 def _line(row: Row) -> str:
-    """An image's row as one line to print, whatever the image's name."""
+    """An image's row as one line to print; control characters of its name are escaped."""
     text = f"{row.verdict or row.status:<12}"
     if row.image_score is None:
         text += row.reason

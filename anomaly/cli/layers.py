@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _hooked_by_default(name: str, network: nn.Module) -> dict[str, str]:
-    """The methods that hook a layer when the config names none, by its path."""
+    """Names of the methods that hook a layer by default, by the layer's path."""
     from anomaly.backbones.layers import default_layers
 
     hooked: dict[str, str] = {}

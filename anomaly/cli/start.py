@@ -69,7 +69,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _reading(config: Config) -> Reading:
-    """How settings say that images are read."""
+    """The preprocessing that a config asks for."""
     image = config.image
     region = region_of(image, Path())
     return Reading(decoding_of(image), region, image.tile is not None, config.one_aspect)
@@ -125,9 +125,9 @@ def _prepare(
     """Recognise the data set, look at it, and write the settings that suit it.
 
     Args:
-        options: of the command.
-        settings: those that are given.
-        config: the file to write.
+        options: the command's options.
+        settings: the defaults, with the name and each --set.
+        config: the YAML file to write.
     """
     taken = recognise(options.folder, options.format, input if _interactive() else None)
     check_run_folder(options.output)
@@ -162,7 +162,7 @@ def _prepare(
         if kind in (readers(hint.key) or [kind]) and (tileable or hint.key != "image.tile")
     ]
     settled = [*options.overrides, *(hint.key for hint in hints)]
-    if not any(one.startswith(("image.align", "image.tile")) for one in settled):
+    if not any(key.startswith(("image.align", "image.tile")) for key in settled):
         one_grid = METHODS[kind].one_grid
         hints += pose_advice(dataset.train, reading.decoding, one_grid=one_grid)
     for hint in hints:
@@ -177,15 +177,18 @@ def _prepare(
 def _look(
     taken: Recognised, reading: Reading, listing: Path
 ) -> tuple[Recognised, Dataset, DataReport]:
-    """What the images are taken for, the data set that they make, and what there is to know of it.
+    """Open and check a data set; where a drawn split would part copies, it is listed anew.
 
     Args:
-        taken: what they are recognised as.
-        reading: how they are read.
-        listing: where they are listed, if their split is drawn and would part copies.
+        taken: the recognised layout.
+        reading: preprocessing of the images.
+        listing: CSV file for the new split.
+
+    Returns:
+        The layout now, the data set, and the report on it.
 
     Raises:
-        DataError: none of the images to learn from can be used.
+        DataError: none of the training images can be used.
     """
     dataset = open_dataset(taken.layout, taken.root, None)
     with ProgressLine() as progress:
@@ -204,12 +207,12 @@ def _look(
 
 
 def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: DataReport) -> int:
-    """Say what was found and train, each printed as the command that can be run alone.
+    """Print the faults and train, each after the command that does it alone.
 
     Raises:
         DataError: a picture has two labels: training or evaluation would be refused.
     """
-    settings, computes = _passed_on(options)
+    settings, rest = _passed_on(options)
     of_config = ["--config", str(config), *settings]
     log.info("\n$ anomaly %s", command_line(["check", *of_config]))
     print("\n".join([str(dataset.folder), *report.lines(_SHOWN)]))
@@ -226,19 +229,15 @@ def _train(options: argparse.Namespace, config: Path, dataset: Dataset, report: 
             "one image can't show how good parts vary, so there are no thresholds and no verdicts"
         )
     uncalibrated = ["--no-calibrate"] if single else []
-    train = ["train", *of_config, "--output", str(options.output), *uncalibrated, *computes]
-    reported = {fault.detail for fault in report.faults}
-    return execute([*train, *_overwriting(options)], reported=reported)
+    train = ["train", *of_config, "--output", str(options.output), *uncalibrated, *rest]
+    return execute(train, reported={fault.detail for fault in report.faults})
 
 
 def _passed_on(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Arguments for further commands: what changes settings, and where to compute."""
+    """Arguments for further commands: the changed settings, and device and --overwrite."""
     settings = [part for override in options.overrides for part in ("--set", override)]
-    return settings, ["--device", options.device]
-
-
-def _overwriting(options: argparse.Namespace) -> list[str]:
-    return ["--overwrite"] if options.overwrite else []
+    overwrite = ["--overwrite"] if options.overwrite else []
+    return settings, ["--device", options.device, *overwrite]
 
 
 def _show(
@@ -247,18 +246,17 @@ def _show(
     """Evaluate the model, or score images without labels, and open the page.
 
     Args:
-        options: of the command.
-        config: that it was trained with.
-        report: on the images.
-        scored: the images; None where the data set has test images.
-        code: the exit code of training.
+        options: the command's options.
+        config: the YAML file that the model was trained with.
+        report: faults of the data set.
+        scored: folder of images without labels; None where the data set has test images.
+        code: exit code of training.
 
     Returns:
-        The exit code of the worst.
+        The highest exit code.
     """
     output: Path = options.output
-    settings, computes = _passed_on(options)
-    rest = [*computes, *_overwriting(options)]
+    settings, rest = _passed_on(options)
     model = ["--model", str(output)]
     if scored is None:
         folder = output / "evaluation"
@@ -303,9 +301,9 @@ def _config_text(name: str, taken: Recognised, network: str | None, hints: Itera
     """A config of the few settings that matter, as YAML.
 
     Args:
-        name: of the product.
-        taken: what its images are taken for.
-        network: the backbone; None where the settings on the command line name one.
+        name: the product's name.
+        taken: the recognised layout.
+        network: the backbone; None where --set names one.
         hints: further settings.
     """
     import yaml
@@ -324,7 +322,7 @@ def _config_text(name: str, taken: Recognised, network: str | None, hints: Itera
 
 
 def _network(settings: Sequence[str]) -> tuple[str | None, str]:
-    """The backbone whose weights can be had, and why it is that one."""
+    """The backbone whose weights are at hand, and the reason; None where --set names one."""
     if any(setting.startswith("backbone.") for setting in settings):
         return None, ""
     from anomaly.backbones.networks import backbone_at_hand

@@ -40,19 +40,19 @@ log = logging.getLogger(__name__)
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
-    """The options that every command takes."""
-    how = parser.add_argument_group("messages").add_mutually_exclusive_group()
-    how.add_argument("-q", "--quiet", action="store_true", help="only results and errors")
-    how.add_argument(
+    """Add the options --quiet and --verbose, which every command takes."""
+    group = parser.add_argument_group("messages").add_mutually_exclusive_group()
+    group.add_argument("-q", "--quiet", action="store_true", help="only results and errors")
+    group.add_argument(
         "-v", "--verbose", action="store_true", help="also decisions with their reasons, and times"
     )
 
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Let nothing that is printed control the terminal, inside the `with` statement.
+    """Escape control characters in all output of the `with` block.
 
-    Names of files, settings and models, and what libraries say of them, may hold such characters.
+    Names of files, settings and models, and messages of libraries, may hold such characters.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every file name can be shown
@@ -71,7 +71,7 @@ def _plain(text: str) -> str:
 
 def command_line(arguments: Sequence[str]) -> str:
     """A command as it was typed, without addresses: their paths may hold secrets, too."""
-    return shlex.join(re.sub(r"(?s)[^=]*(://|@).*", "…", one) for one in arguments)
+    return shlex.join(re.sub(r"(?s)[^=]*(://|@).*", "…", argument) for argument in arguments)
 
 
 def _show_defect(*error: Any) -> None:
@@ -79,7 +79,7 @@ def _show_defect(*error: Any) -> None:
 
 
 class _Plain:
-    """A stream that shows no control characters but ends of lines, and no passwords."""
+    """A stream that escapes control characters but ends of lines, and hides passwords."""
 
     def __init__(self, shown: TextIO) -> None:
         self.shown = shown
@@ -93,7 +93,10 @@ class _Plain:
 
 
 class _PlainLines(logging.Formatter):
-    """Records as plain text; a name can't begin a line of its own, which ours indent."""
+    """Records as plain text, in which a line break in a name can't forge another message.
+
+    Only line breaks before an indented line, as in the program's own messages, stay.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         record.message = re.sub(r"(?<!^)\n(?!  )", r"\\n", record.message)
@@ -105,7 +108,7 @@ class _PlainLines(logging.Formatter):
 
 @contextmanager
 def log_to_terminal(*, quiet: bool = False, verbose: bool = False) -> Iterator[None]:
-    """Show what is logged on the terminal, inside the `with` statement."""
+    """Show log records of the `with` block on the terminal."""
     own = logging.getLogger("anomaly")
     level, handler = own.level, _Terminal()
     handler.setFormatter(_PlainLines())
@@ -126,7 +129,7 @@ def is_quiet() -> bool:
 
 
 class _Terminal(logging.Handler):
-    """Shows records, those from notes on with the name of their level."""
+    """Prints log records; notes, warnings and errors begin with the name of their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if record.levelno == logging.INFO else sys.stderr
@@ -134,7 +137,7 @@ class _Terminal(logging.Handler):
         if record.levelno >= NOTE:
             text = f"{_NAMES.get(record.levelno, 'error')}: {text}"
         if stream is sys.stderr and stream.isatty():
-            text = f"\r\x1b[K{text}"  # over a line of progress
+            text = f"\r\x1b[K{text}"  # replaces the progress line
         print(text, file=getattr(stream, "shown", stream), flush=True)
 
 
@@ -206,15 +209,15 @@ def _time_left(seconds: float) -> str:
     return f"about {seconds:.0f} s left"
 
 
-# What a command may take to finish what is in hand, or to give up.
+# Time after a signal to finish the images in hand, or to give up.
 PATIENCE_SECONDS = 8.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the command here and now; the message says what to do then.
+    """Raised by a signal that ends the command at once; the message says what to do next.
 
     Attributes:
-        exit_code: what shells expect of a program that this signal has ended.
+        exit_code: 128 + the signal's number, as shells expect.
     """
 
     def __init__(self, number: int, message: str) -> None:
@@ -225,18 +228,18 @@ class Interrupted(KeyboardInterrupt):
 class Stopping:
     """Stops a command at a signal. Used in a `with` statement.
 
-    Whatever the command does then, its process ends `PATIENCE_SECONDS` later at the latest, unless
-    it is at work or the outermost of these blocks is left: a thread sees to that, since a long call
-    of a library keeps Python from handling signals.
+    The process ends `PATIENCE_SECONDS` after a signal, unless the command is at work or the
+    outermost block is left before. A thread ends it, since a long call of a library keeps Python
+    from handling signals.
 
     Args:
-        politely: the first signal is only noted, for a command that finishes what is in hand and
-            can be resumed, and the second one interrupts; otherwise the first one does.
-        then: what to do after an interruption, for a command that stops politely.
+        politely: the first signal is only noted, for a command that finishes the images in hand and
+            can be resumed; the second one interrupts. Otherwise the first one interrupts.
+        then: advice in the message of an interruption, for a command that stops politely.
 
     Attributes:
-        signal: the signal that came first; None so far.
-        at_work: whether the command finishes what it has accepted, until a second signal.
+        signal: number of the first signal; None before one has come.
+        at_work: the command is finishing accepted work, which only a second signal cuts short.
     """
 
     _open: ClassVar[list[Stopping]] = []  # outermost first
@@ -255,7 +258,7 @@ class Stopping:
                 self._ours, theirs = socket.socketpair()
                 theirs.setblocking(False)
                 self._wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-                threading.Thread(target=self._see_to_it, args=(theirs,), daemon=True).start()
+                threading.Thread(target=self._end_process, args=(theirs,), daemon=True).start()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -271,7 +274,7 @@ class Stopping:
 
     @property
     def exit_code(self) -> int:
-        """The code that shells expect of a program that a signal has ended."""
+        """128 + the signal's number, as shells expect."""
         return 128 + (self.signal or 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -285,8 +288,8 @@ class Stopping:
         if interrupts:
             raise Interrupted(self.signal, self._message)
 
-    def _see_to_it(self, theirs: socket.socket) -> None:
-        """End the process some time after a signal, unless the command has ended before."""
+    def _end_process(self, theirs: socket.socket) -> None:
+        """End the process `PATIENCE_SECONDS` after a signal, unless the command ends before."""
         with self._ours, theirs:
             first = self._ours.recv(1)
             if not first:
@@ -308,12 +311,12 @@ class Stopping:
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """True while a module is imported: extension modules turn an interruption into errors."""
+    """True while a module is imported: extension modules turn an interruption into an error."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
 
 
 def _say(message: str) -> None:
-    with suppress(OSError, ValueError):  # nobody listens any more
+    with suppress(OSError, ValueError):  # stderr may be closed
         print(message, file=sys.stderr, flush=True)

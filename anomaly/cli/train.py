@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NAMED = 3  # images that stand out; train.json has all
+_NAMED = 3  # images left out that a message names; train.json has all
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     output: Path = options.output or Path("runs") / config.name
     data = config.data
     with locked(output):
-        # Before torch is imported, which takes seconds.
+        # Refusals come before torch is imported, which takes seconds.
         dataset = open_dataset(data.format, data.root, data.category)
         check_weights(config.backbone.weights)
         device = chosen_device(options, images=len(dataset.train))

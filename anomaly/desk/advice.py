@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 _PRINTED = 3
 _RATES = (0.02, 0.05, 0.1, 0.2)  # of good parts for review
-_LEAST_ALIKE = 3  # images that stand out; fewer may do so by chance
+_LEAST_ALIKE = 3  # images that stand out: fewer may do so by chance
 _FAR = 1.1  # times the reject threshold, above which an image is far from all others
 _FINER_BY = 1.2  # times the pixels a side, below which little is gained
 LEAST_PARTS = 20  # fewer say nothing of a rate
 DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
-# Of a comparison that finds a difference where there is none. Made anew with each of 2,000 parts,
-# some 3 % of lines meet one: bounds of the promise are seldom so far off.
+# Chance that a comparison finds a difference where there is none. Repeated with each of 2,000
+# parts, it warns some 3 % of lines: bounds of the promise are seldom so far off.
 _CHANCE = 0.01
-_MANY = 2000  # images from which on the chance is bounded, in no time
+_MANY = 2000  # images, from which on a bound replaces the sum of the binomial tail
 
 Comparison = Literal["as promised", "more", "fewer"]
 
@@ -42,9 +42,9 @@ class Weakness:
     """Something that lets defects pass or flags good parts.
 
     Attributes:
-        what: how many of which images it concerns.
-        remedy: what to do about it.
-        command: that does so; empty where none does.
+        what: the weakness, with the number of images concerned.
+        remedy: the advice against it.
+        command: the command line to run; empty where none helps.
     """
 
     what: str
@@ -57,9 +57,9 @@ class Run:
     """A model and the folders that commands about it have to name.
 
     Attributes:
-        model: trained.
+        model: the trained model.
         folder: the run, or the model folder, as the user named it.
-        record: what its train.json says; empty where there is none.
+        record: the contents of train.json; empty where there is none.
         tested: options that name the test images; empty for those of its data set.
     """
 
@@ -116,8 +116,8 @@ def of_images(run: Run, images: Sequence[Scored]) -> tuple[Weakness, ...]:
     """The weaknesses that the verdicts of a test split show.
 
     Args:
-        run: of the model that has scored the images.
-        images: none that it has learned from.
+        run: the model that has scored the images, and its folders.
+        images: scored test images, none that the model has learned from.
     """
     limits = run.model.thresholds
     if limits is None:
@@ -136,13 +136,13 @@ def of_images(run: Run, images: Sequence[Scored]) -> tuple[Weakness, ...]:
 
 
 def review_rates(run: Run, images: Sequence[Scored]) -> tuple[str, ...]:
-    """A table of what other review rates would do to a test split, and the command for one.
+    """A table of defects caught and good images flagged at other review rates, and a command.
 
-    Thresholds come from the good images that the model's do; the test images only measure them.
+    Thresholds come from the model's own good images; the test images only measure them.
 
     Args:
-        run: of the model that has scored the images.
-        images: none that it has learned from.
+        run: the model that has scored the images, and its folders.
+        images: scored test images, none that the model has learned from.
 
     Returns:
         Lines for people; none where no defect passes, or no rate would catch more.
@@ -155,11 +155,12 @@ def review_rates(run: Run, images: Sequence[Scored]) -> tuple[str, ...]:
     counts = {}
     for rate in rates:
         new = limits if rate == present else thresholds_from(limits.good, rate, min(rate, reject))
-        flagged = [one for one in images if one.verdict(new) in ("review", "reject")]
-        caught = sum(one.sample.is_defect for one in flagged)
+        flagged = [image for image in images if image.verdict(new) in ("review", "reject")]
+        caught = sum(image.sample.is_defect for image in flagged)
         counts[rate] = caught, len(flagged) - caught
-    defects = sum(one.sample.is_defect for one in images if one.score is not None)
-    good = sum(not one.sample.is_defect for one in images if one.score is not None)
+    usable = [image for image in images if image.score is not None]
+    defects = sum(image.sample.is_defect for image in usable)
+    good = len(usable) - defects
     if max(caught for caught, _ in counts.values()) == counts[present][0]:
         return ()
     rows = []
@@ -176,7 +177,7 @@ def _missed(run: Run, missed: Sequence[Scored], defects: int) -> Iterator[Weakne
         return
     what = f"{len(missed)} of {counted(defects, 'defect')} pass as good "
     what += f"({percent(len(missed) / defects)})."
-    if defects >= LEAST_DEFECTS and not run.model.config.chosen_by:
+    if defects >= LEAST_DEFECTS and not run.model.config.chosen_by:  # tune hasn't been run yet
         remedy = "Try other settings on the known defects (10 minutes at most):"
         yield Weakness(what, remedy, run.tune())
         return
@@ -263,7 +264,7 @@ def _suspects(run: Run) -> Iterator[Weakness]:
 
 def _flagged(run: Run, flagged: int, images: int) -> Iterator[Weakness]:
     """More flagged good images than the thresholds promise."""
-    assert run.model.thresholds is not None  # `of_images` has seen to it
+    assert run.model.thresholds is not None  # else `of_images` has returned
     promised = run.model.thresholds.to_review.false_rejects
     if compare_flagged(flagged, images, promised) == "more":
         what = (
@@ -282,12 +283,12 @@ def _command(*arguments: object) -> str:
 def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
     """Compare the flagged share with the promise: `more`, `fewer` or `as promised`.
 
-    A binomial test against the bounds of the promise. It may be asked again as images come.
+    A binomial test against the bounds of the promise, which may be repeated as images come.
 
     Args:
-        flagged: images above a threshold.
-        images: all of them without a reason for review.
-        promised: what the threshold does to good parts.
+        flagged: number of images above a threshold.
+        images: number of images without a reason for review.
+        promised: the threshold's false-reject rate.
     """
     if images < LEAST_PARTS:
         return "as promised"
@@ -300,7 +301,7 @@ def compare_flagged(flagged: int, images: int, promised: Rate) -> Comparison:
 
 
 def _chance(count: int, images: int, rate: float) -> float:
-    """The chance (for many images a bound) that so many or more images are flagged."""
+    """The chance (for many images a bound) that `count` or more of the images are flagged."""
     share = count / images
     if share <= rate:  # or the rate is 1
         return 1.0
@@ -312,17 +313,14 @@ def _chance(count: int, images: int, rate: float) -> float:
     return math.exp(-images * divergence)  # Chernoff's bound
 
 
-def flagged_line(
-    flagged: int, images: int, promised: Rate, model: str = "RUN", *, all_good: bool = False
-) -> str:
+def flagged_line(flagged: int, images: int, promised: Rate, model: str = "RUN") -> str:
     """A warning if more or fewer images are flagged than promised; empty otherwise.
 
     Args:
-        flagged: number of images that are flagged.
-        images: number of all scored images.
-        promised: share of good parts that the review threshold flags.
+        flagged: number of images above the review threshold.
+        images: number of images without a reason for review.
+        promised: false-reject rate of the review threshold.
         model: the model's folder, for the command.
-        all_good: whether somebody has said that none of the images is defective.
     """
     comparison = compare_flagged(flagged, images, promised)
     if comparison == "as promised":
@@ -332,9 +330,8 @@ def flagged_line(
     if comparison == "fewer":
         line += f"least {percent(promised.low)}. These thresholds let defects pass"
     else:
-        line += f"most {percent(promised.at_most)} of good parts. "
-        if not all_good:
-            line += "Look at them first: if most are defects, change nothing. If most are good, "
-        line += f"{'T' if all_good else 't'}hese images differ from the training images"
+        line += f"most {percent(promised.at_most)} of good parts. Look at them first: if most are "
+        line += "defects, change nothing. If most are good, these images differ from the training "
+        line += "images"
     command = f"anomaly calibrate --model {shlex.quote(model)} --production FOLDER"
     return f"{line}: find thresholds for images like these with {command}"

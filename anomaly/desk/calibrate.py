@@ -49,18 +49,18 @@ log = logging.getLogger(__name__)
 _MOST_DEFECTIVE = 0.2  # share of production images
 _LISTED = 10  # images taken as defects
 _FAR = 1.5  # times the highest score of good images, beyond which a threshold is odd
-_MEANING = {"rejected": "rejected", "caught": "caught, rejected or for review"}
+_VERDICTS = {"rejected": "rejected", "caught": "caught, rejected or for review"}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Wishes for other thresholds; None for what isn't asked for.
+    """Wishes for other thresholds; None leaves a value to the model.
 
     Attributes:
         false_reject_rate: share of good parts that may be rejected.
         review_rate: share of good parts that may not be called good.
         threshold: reject above this image score.
-        review_threshold: review above this one; without it nothing is for review.
+        review_threshold: review above this image score; without it nothing is for review.
         at_most_defective: the largest share of production images that may be defective.
         undo: bring the earlier thresholds back.
     """
@@ -76,11 +76,11 @@ class Asked:
         """Refuse wishes that contradict each other, before anything is loaded.
 
         Args:
-            good: whether good images are given.
-            production: whether production images are.
+            good: good images are given.
+            production: production images are given.
 
         Raises:
-            DataError: they do.
+            DataError: the wishes contradict each other, or a value is out of range.
         """
         rates = {"false-reject": self.false_reject_rate, "review": self.review_rate}
         by_rate = {name: rate for name, rate in rates.items() if rate is not None}
@@ -139,14 +139,14 @@ def recalibrate(
 ) -> Change:
     """Find other thresholds, and compare verdicts before and after.
 
-    Warnings in the log say what is left out, and what is odd.
+    Warnings in the log name images left out, and odd thresholds.
 
     Args:
-        model: trained; it isn't changed.
-        asked: checked already.
-        good: images to find thresholds with; without any, the scores that the model came with.
-        production: such images that nobody has sorted.
-        defects: whose verdicts are counted beside those of known defects.
+        model: the trained model; it isn't changed.
+        asked: wishes, checked already.
+        good: good images to find thresholds with; without any, the model's own good scores.
+        production: unsorted images to find thresholds with, instead of `good`.
+        defects: images of defects, compared like known defects.
         progress: called with (stage, done, total).
 
     Raises:
@@ -160,9 +160,9 @@ def recalibrate(
     if samples := production or good:
         what = f"{kind} images"
         kept = fresh(model, samples, what, known, defects=defects, unsorted=bool(production))
-        every = score(model, kept, peaks=True, progress=partial(progress, what))
-        scored = [one for one in every if one.score is not None]
-        refused = [one.reason for one in every if one.score is None]
+        results = score(model, kept, peaks=True, progress=partial(progress, what))
+        scored = [image for image in results if image.score is not None]
+        refused = [image.reason for image in results if image.score is None]
         if not scored:
             raise DataError(f"none of {len(kept)} images can be used: {'; '.join(refused[:3])}")
         for reason in first_of(refused, f" of the {what}"):
@@ -172,7 +172,7 @@ def recalibrate(
     if production:
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})
-    images = {kind: {str(one.sample.path): one.sha256 for one in scored}} if scored else {}
+    images = {kind: {str(s.sample.path): s.sha256 for s in scored}} if scored else {}
     if taken:
         images["taken as defects"] = taken
     if defects:
@@ -192,17 +192,17 @@ def _limits(
     """The thresholds that are asked for, and sha256 by name of images taken as defects.
 
     Args:
-        model: trained.
-        asked: checked already.
-        scored: good or production images; without any, the scores that the model came with.
-        known: defects.
+        model: the trained model.
+        asked: wishes, checked already.
+        scored: good or production images; without any, the model's own good scores count.
+        known: known defects.
     """
     if asked.undo:
         return earlier_thresholds(model.history, Path(model.folder or "") / HISTORY), {}
     rates = model.rates(asked.review_rate, asked.false_reject_rate)
     if share := asked.at_most_defective:
-        ours = _known_scores(model, known)
-        return thresholds_from_production(ours, _good_scores(scored), share, *rates)
+        learned = _known_scores(model, known)
+        return thresholds_from_production(learned, _good_scores(scored), share, *rates)
     scores = _good_scores(scored) if scored else _known_scores(model, known)
     if asked.threshold is None:
         return thresholds_from(scores, *rates), {}
@@ -211,12 +211,12 @@ def _limits(
 
 
 def _found_lines(found: dict[str, Any]) -> list[str]:
-    """How many of the defects that were given are found."""
+    """The share of given defects that is rejected, and that is caught, a line each."""
     return [
-        f"of {rate['images']} defects {rate['count']} {_MEANING[what]}: "
+        f"of {rate['images']} defects {rate['count']} {_VERDICTS[verdict]}: "
         f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
         "(95 % confidence)"
-        for what, rate in found.items()
+        for verdict, rate in found.items()
     ]
 
 
@@ -232,7 +232,7 @@ def _taken_lines(taken: Sequence[str]) -> list[str]:
 
 
 def _doubt(before: Thresholds | None, new: Thresholds) -> str:
-    """A doubt about new thresholds that a person has to agree to; what is merely odd is logged."""
+    """A reason for a person to agree to new thresholds first; odd thresholds are only logged."""
     if before is not None and new.label != before.label != "calibrated":
         log.warning("the thresholds %s are replaced by thresholds %s", before.label, new.label)
     highest = max(new.good.image)
@@ -256,19 +256,21 @@ def _doubt(before: Thresholds | None, new: Thresholds) -> str:
 
 
 def _good_scores(scored: Sequence[Scored]) -> GoodScores:
-    """The scores that thresholds are found with, of good images that a model hasn't learned.
+    """Scores to find thresholds with, of good images that the model hasn't learned.
 
-    Those with a reason for review say nothing of thresholds: they are left out, and a warning in
-    the log names some.
+    Images with a reason for review are flagged whatever their score: they are left out, and a
+    warning in the log names some.
 
     Args:
-        scored: at least one, each with a score.
+        scored: one image or more, each with a score.
 
     Raises:
-        DataError: they are all like that.
+        DataError: all images have a reason for review.
     """
-    kept = [(one, one.score) for one in scored if one.score is not None and not one.reason]
-    outliers = [f"{one.sample.path}: {one.reason}" for one in scored if one.reason]
+    kept = [
+        (image, image.score) for image in scored if image.score is not None and not image.reason
+    ]
+    outliers = [f"{image.sample.path}: {image.reason}" for image in scored if image.reason]
     if not kept:
         raise DataError(
             f"all {len(outliers)} good images would be flagged whatever their score "
@@ -282,19 +284,19 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
             len(outliers),
             some(outliers, "; "),
         )
-    groups = {one.sample.group or i for i, (one, _) in enumerate(kept)}
+    groups = {image.sample.group or i for i, (image, _) in enumerate(kept)}
     return GoodScores(
-        tuple(_names([one.sample.path for one, _ in kept])),
+        tuple(_names([image.sample.path for image, _ in kept])),
         tuple(value for _, value in kept),
-        tuple(one.peak for one, _ in kept),
+        tuple(image.peak for image, _ in kept),
         f"{len(kept)} good images that the model hasn't learned from",
-        groups=len(groups) if any(one.sample.group for one, _ in kept) else None,
-        hashes=tuple(one.sha256 for one, _ in kept),
+        groups=len(groups) if any(image.sample.group for image, _ in kept) else None,
+        hashes=tuple(image.sha256 for image, _ in kept),
     )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Images' names: those of their files, with as many folders as it takes to tell them apart."""
+    """Names of image files, with folders where two files share a name."""
     names = [path.name for path in paths]
     if len(set(names)) == len(names):
         return names
@@ -304,14 +306,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
-    """The scores of good images that a detector came with.
-
-    Args:
-        detector: has thresholds, or none.
-        known: defects, which don't count.
+    """The good scores that a detector's thresholds were found with, without known defects.
 
     Raises:
-        DataError: it knows no scores.
+        DataError: the detector has no thresholds, so no scores either.
     """
     if detector.thresholds is None:
         raise DataError(
@@ -321,11 +319,11 @@ def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
     good, learned = detector.thresholds.good, detector.manifest["training_images"]
     bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
     rows = [(name, sha256 or learned.get(name, "")) for name, _, _, sha256 in good.rows()]
-    if found := [name for name, sha256 in rows if sha256 in bad]:
-        log.warning("left out, known as defects: %s", some(found))
-        if any(name in learned for name in found):
+    if defects := [name for name, sha256 in rows if sha256 in bad]:
+        log.warning("left out, known as defects: %s", some(defects))
+        if any(name in learned for name in defects):
             log.warning("the model has still learned from these images; train again without them")
-    return good.without(found)
+    return good.without(defects)
 
 
 def thresholds_from_production(
@@ -345,11 +343,11 @@ def thresholds_from_production(
     review threshold: their ratio is that of the known scores.
 
     Args:
-        known: scores of good images, of training say.
+        known: scores of known good images, such as the training images.
         production: scores of the production images, defects among them.
-        at_most_defective: the share of these images that may be defective.
-        review_rate: as for `thresholds_from`.
-        reject_rate: as for `thresholds_from`.
+        at_most_defective: the largest share of production images that may be defective.
+        review_rate: share of good parts that may not be called good.
+        reject_rate: share of good parts that may be rejected.
 
     Returns:
         Thresholds with bounds that hold wherever the defects score; and the sha256, by name, of
@@ -387,8 +385,7 @@ def thresholds_from_production(
 def _rate_with_defects(threshold: Threshold, scores: Sequence[float], defects: int) -> Rate:
     """The false-reject rate of a threshold, with bounds for any scores of the defects.
 
-    As many good images lie above the threshold as images do, or fewer by the defects; there are as
-    many good images as images, or fewer by the defects.
+    Of the images above the threshold, and of all images, up to `defects` may be defective.
     """
     sure = len(scores) - defects
     above = sum(score > threshold.value for score in scores)

@@ -1,4 +1,4 @@
-"""A changed model beside the one that it replaces: verdicts of known parts, before and after."""
+"""A changed model and the model that it replaces: verdicts of known parts, before and after."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _LISTED = 10  # changed verdicts of a kind
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Another version of a model, not saved yet, and what it changes.
+    """A new version of a model, not saved yet, beside the present one.
 
     Attributes:
-        before: the model so far.
-        after: the model that is to take its place.
-        price: verdicts of known parts by both.
-        notes: what was done, a line each, for people.
+        before: the present model.
+        after: the new version.
+        price: verdicts of known parts by both models.
+        notes: the steps taken, a line each, for people.
         doubts: reasons for a person to agree first.
-        refused: reasons for which given images can't be used.
+        refused: reasons of unusable images.
     """
 
     before: Model
@@ -54,14 +54,14 @@ class Change:
     refused: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        """Lines for people: what was done, the thresholds, and which verdicts change."""
+        """Lines for people: the steps taken, the thresholds, and the verdicts that change."""
         old, new = self.before.thresholds, self.after.thresholds
         lines = [*self.notes, *(new.lines() if new else ())]
         lines += ThresholdChange(old, new).lines() if old and new else ()
         return [*lines, *self.price.lines()]
 
     def agreed(self, *, force: bool) -> Model:
-        """The changed model, for a program; the log says what changes.
+        """The new version, for a program; the log says what changes.
 
         Raises:
             DataError: there are doubts, and `force` is false.
@@ -79,10 +79,10 @@ class Compared:
     """Verdicts and scores of one image before and after a change.
 
     Attributes:
-        name: of the image.
-        before: the verdict before.
-        after: the verdict after.
-        scores: both scores.
+        name: the image's name.
+        before: the verdict before the change.
+        after: the verdict after it.
+        scores: the scores before and after.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Price:
     """Verdicts of known parts before and after a change.
 
     Attributes:
-        compared: the images by kind, `DEFECTS` say.
+        compared: the images by kind: `DEFECTS`, `GOOD`, `GOLDEN`, `PRODUCTION` or another.
     """
 
     compared: Mapping[str, Sequence[Compared]]
@@ -120,12 +120,12 @@ class Price:
         return [image for kind in kinds for image in self.compared.get(kind, ())]
 
     def defects_found(self, limits: Thresholds, defects: Iterable[Sample]) -> dict[str, Any] | None:
-        """Defects that new thresholds reject and catch, counted; None without any."""
+        """Rates of given defects that new thresholds reject and catch; None without a defect."""
         names = {defect.name for defect in defects}
         scores = [image.scores[1] for image in self.of(DEFECTS) if image.name in names]
         if not scores:
             return None
-        chosen = limits.label != "calibrated"  # by these very defects, perhaps
+        chosen = limits.label != "calibrated"  # set by hand, perhaps with these defects in view
         both = {"rejected": limits.image, "caught": limits.review}
         return {
             what: asdict(rate_above(scores, value, chosen=chosen)) for what, value in both.items()
@@ -133,7 +133,7 @@ class Price:
 
     @property
     def refusal(self) -> str:
-        """Reason to ask a person: defects caught now would pass; empty if none would.
+        """Reason to ask a person: defects that are caught now would pass; empty without any.
 
         Defects that stay missed are no reason. Production images that are rejected now count as
         defects here: nobody has judged them.
@@ -144,16 +144,16 @@ class Price:
             for image in self.of(PRODUCTION)
             if image.newly_passes and image.before == "reject"
         ]
-        found = [(lost, "known defect", "caught"), (unjudged, "unjudged image", "rejected")]
+        passing = [(lost, "known defect", "caught"), (unjudged, "unjudged image", "rejected")]
         return "; ".join(
-            f"{counted(len(names), noun)} now {how} would be called good ({some(names)})"
-            for names, noun, how in found
+            f"{counted(len(names), noun)} now {verdict} would be called good ({some(names)})"
+            for names, noun, verdict in passing
             if names
         )
 
     @property
     def unlike(self) -> str:
-        """Sign of another product: the model after flags most good parts; empty if it doesn't."""
+        """Sign of another product: the new model flags most good parts; empty if it doesn't."""
         good = [image for image in self.of(GOOD, GOLDEN) if image.before == "good"]
         flagged = sum(is_flagged(image.after) for image in good)
         if 2 * flagged <= len(good):
@@ -170,8 +170,8 @@ class Price:
                 continue
             before = sum(is_flagged(image.before) for image in images)
             after = sum(is_flagged(image.after) for image in images)
-            done = "caught" if kind == DEFECTS else "flagged"
-            yield f"{kind} {done}: {before} of {len(images)} before, {after} after"
+            verb = "caught" if kind == DEFECTS else "flagged"
+            yield f"{kind} {verb}: {before} of {len(images)} before, {after} after"
             changed = [image for image in images if image.before != image.after]
             # Escapes first.
             changed.sort(key=lambda image: (not image.newly_passes, image.name))
@@ -197,17 +197,17 @@ def price(
 
     Args:
         before: the present model.
-        after: the model that is to take its place.
-        known: images by kind, as `known_parts` finds them.
+        after: the new version.
+        known: images by kind, from `known_parts`.
         progress: called with (stage, done, total).
     """
     compared = {}
     for kind, samples in known.items():
         old = new = score(before, samples, progress=partial(progress, kind))
-        for one in old:
-            if one.score is None:
-                log.warning("skipped: %s", one.reason)
-        if after.scorer is not before.scorer:
+        for image in old:
+            if image.score is None:
+                log.warning("skipped: %s", image.reason)
+        if after.scorer is not before.scorer:  # else scores are the same, and thresholds differ
             new = score(after, samples, progress=partial(progress, kind))
         compared[kind] = compare(old, new, (before.thresholds, after.thresholds))
     return Price(compared)
@@ -221,16 +221,13 @@ def compare(
     """Verdicts of images before and after; those without a score are left out.
 
     Args:
-        before: the images, as they were scored.
-        after: the same images, as they are scored after the change.
+        before: the images, scored by the present model.
+        after: the same images, scored by the new version.
         limits: thresholds before and after.
     """
     return [
         Compared(
-            old.sample.name,
-            old.verdict(limits[0]),
-            new.verdict(limits[1]),
-            (old.score, new.score),
+            old.sample.name, old.verdict(limits[0]), new.verdict(limits[1]), (old.score, new.score)
         )
         for old, new in zip(before, after, strict=True)
         if old.score is not None and new.score is not None
@@ -240,11 +237,11 @@ def compare(
 def replacing(
     before: Model, after: Model, progress: StageProgress = lambda stage, done, total: None
 ) -> Change:
-    """A model of somebody else's making in the place of another one.
+    """A model from elsewhere, compared with the model that it is to replace.
 
     Args:
         before: the present model.
-        after: the model that is to take its place.
+        after: the new version.
         progress: called with (stage, done, total).
     """
     cost = price(before, after, known_parts([before, after]), progress=progress)
@@ -253,12 +250,9 @@ def replacing(
 
 
 def _unlike_training(before: Model, after: Model) -> str:
-    """Sign of another product: two models have learned different parts; empty if alike.
-
-    Models of different networks can't be compared like that.
-    """
+    """Sign of another product: two models have learned different parts; empty if alike."""
     new, old = after.training_statistics, before.training_statistics
-    same = after.manifest["backbone"] == before.manifest["backbone"]
+    same = after.manifest["backbone"] == before.manifest["backbone"]  # else features differ
     if new is None or old is None or not same or new.resembles(old):
         return ""
     return "the new model has learned other parts than the present model: another product?"
@@ -268,7 +262,7 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
     """The parts that somebody has judged, by kind, each once by content.
 
     Args:
-        models: whose golden parts and test splits count.
+        models: models with golden parts and test splits.
         defects: further defects.
     """
     golden = [sample for model in models for sample in golden_samples(model.folder)]
@@ -278,23 +272,19 @@ def known_parts(models: Sequence[Model], defects: Iterable[Sample] = ()) -> dict
         GOOD: [sample for sample in test if not sample.is_defect],
         GOLDEN: [part for part in golden if not part.is_defect],
     }
-    met: set[str] = set()
-    parts: dict[str, list[Sample]] = {}
+    hashes: set[str] = set()
+    parts: dict[str, list[Sample]] = {kind: [] for kind in kinds}
     for kind, samples in kinds.items():
-        parts[kind] = []
         for sample in samples:
             sha256 = content_hash(sample)
-            if sha256 not in met:
+            if sha256 not in hashes:
                 parts[kind].append(sample)
-            met |= {sha256} - {""}  # unreadable files stay, to be reported
+            hashes |= {sha256} - {""}  # unreadable files stay, to be reported
     return parts
 
 
 def _evaluated_on(model: Model) -> Sequence[Sample]:
-    """The images that a model is evaluated on, where its run remembers them and they are there.
-
-    A warning says where they aren't.
-    """
+    """The test split of a model's run; empty, with a warning, where it can't be opened."""
     if model.folder is None:
         return ()
     try:
@@ -321,13 +311,13 @@ def fresh(
     A warning says how many are left out, and why.
 
     Args:
-        model: trained.
+        model: the trained model.
         samples: the images.
-        what: the images are, for messages.
+        what: name of the images in messages: `good images`.
         known: parts of the test split and other known parts, from `known_parts`.
-        defects: given together with the images.
-        unsorted: whether nobody has judged the images; then those that an earlier calibration
-            took as defects are left out, too.
+        defects: known defects, none of which may be among the images.
+        unsorted: nobody has judged the images; those that an earlier calibration took as defects
+            are left out, too.
 
     Raises:
         DataError: an image is given as a defect, too; or none is left.
@@ -348,7 +338,8 @@ def fresh(
             raise DataError(f"{sample.path} is given as good and as a defect; give it once")
         reason = next((why for why, hashes in apart.items() if sha256 and sha256 in hashes), "")
         out[reason] += 1
-        kept += [] if reason else [sample]
+        if not reason:
+            kept.append(sample)
         apart["that are copies of others"].add(sha256)
     left_out = ", ".join(f"{out[reason]} {reason}" for reason in apart if out[reason])
     if not kept:
@@ -363,19 +354,19 @@ def samples_of(
     decoding: Decoding,
     what: str = "good images",
 ) -> list[Sample]:
-    """Images as a program names them, to learn from, or to calibrate with.
+    """Samples of a program's images, to learn from or to calibrate with.
 
     Files are named by their place below the folder that holds all, pixels by their place in the
-    list; samples stay what they are.
+    list; samples stay as they are.
 
     Args:
         images: a folder, a file, pixels, or a collection of these and of samples.
         decoding: most pixels, and significant bits of integers.
-        what: the images are, for messages; by that it is seen whether folders are called defects.
+        what: name of the images in messages; for `good images` folders of defects are refused.
 
     Raises:
-        DataError: there are none.
-        ImageError: one can't be used; says which and why.
+        DataError: there is no image, or names of folders contradict `what`.
+        ImageError: an image can't be used; says which and why.
     """
     samples: list[Sample] = []
     files: list[Path] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -43,6 +43,7 @@ from anomaly.imaging.read import (
     read_image,
     say_bits_used,
 )
+from anomaly.runtime import Progress
 
 _LEAST_IMAGES = 2  # one to learn from and one for the threshold
 # For the advice: images of which each patch may be the only one of its kind; images whose coreset
@@ -57,21 +58,14 @@ _COUNTED = 4  # sizes or kinds of images that a line names
 
 
 class Severity(StrEnum):
-    """What a fault leads to."""
+    """The consequence of a fault, the worst first; the value is its heading."""
 
-    WRONG = "wrong"  # training or evaluation would be wrong
-    UNUSABLE = "unusable"  # some files would be left out, or stop an evaluation
-    NOTE = "note"  # worth knowing
-
-
-_HEADINGS = {
-    Severity.WRONG: "training or evaluation would be wrong",
-    Severity.UNUSABLE: "can't be used as it is",
-    Severity.NOTE: "worth knowing",
-}
+    WRONG = "training or evaluation would be wrong"
+    UNUSABLE = "can't be used as it is"  # files would be left out, or stop an evaluation
+    NOTE = "worth knowing"
 
 
-# What a kind of fault leads to, where that isn't an unusable file.
+# Kinds of fault by severity; all other kinds are unusable files.
 _WRONG = {"leak", "two_labels", "too_few_images", "mask_size", "mask_inverted", "mask_on_good"}
 _NOTES = {"duplicate", "near_copies", "no_masks", "mask_maybe_turned", "bit_depth"}
 
@@ -91,7 +85,7 @@ class Fault:
 
     @property
     def severity(self) -> Severity:
-        """Its consequence."""
+        """The severity of this kind of fault."""
         if self.kind in _WRONG:
             return Severity.WRONG
         return Severity.NOTE if self.kind in _NOTES else Severity.UNUSABLE
@@ -99,13 +93,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """What a split holds.
+    """Counts of a split's images.
 
     Attributes:
-        good, defect: images of each kind.
-        usable: those that can be decoded and fit where to look.
-        sizes: how many images there are of each `width×height`, in original pixels.
-        modes: how many of each kind of colour and bits a sample, as stored.
+        good, defect: number of good and of defective images.
+        usable: number of images that can be decoded and hold the configured region.
+        sizes: number of images by `width×height`, in original pixels.
+        modes: number of images by colour and bits a sample, as stored.
     """
 
     good: int
@@ -133,13 +127,13 @@ def _counts(counts: dict[str, int], what: str) -> str:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Every split, and every fault, the worst first.
+    """Counts of every split, and every fault, the worst first.
 
     Attributes:
-        splits: by name.
-        faults: all of them.
-        bit_depth: bits that the images seem to have, where these are fewer than their files'.
-        copies: names of good images that show the same, exactly or but for noise or compression.
+        splits: counts by the split's name.
+        faults: all faults, by severity.
+        bit_depth: significant bits of the images, where files have more; else None.
+        copies: groups of good images, by name, that differ at most in noise or compression.
     """
 
     splits: dict[str, SplitSummary]
@@ -148,17 +142,17 @@ class DataReport:
     copies: tuple[tuple[str, ...], ...] = ()
 
     def has(self, severity: Severity) -> bool:
-        """Whether there is a fault of this severity."""
+        """True if there is a fault of this severity."""
         return any(fault.severity is severity for fault in self.faults)
 
     def lines(self, most: int | None = None) -> list[str]:
         """Lines for people; `most` faults of a kind are named, all where it is None."""
         lines = [line for name, split in self.splits.items() for line in split.lines(name)]
-        for severity, heading in _HEADINGS.items():
+        for severity in Severity:
             faults = [fault for fault in self.faults if fault.severity is severity]
             if not faults:
                 continue
-            lines += ["", f"{heading}: {len(faults)}"]
+            lines += ["", f"{severity}: {len(faults)}"]
             for kind in dict.fromkeys(fault.kind for fault in faults):
                 details = [fault.detail for fault in faults if fault.kind == kind]
                 shown = first_of(details, " (anomaly check names them)", most)
@@ -171,10 +165,10 @@ class Reading:
     """Preprocessing of images, as in training.
 
     Attributes:
-        decoding: how files become pixels.
-        region: what of each image counts; None for all of it.
-        tiled: whether images are seen in tiles, so that a strip may have any length.
-        one_aspect: whether the model needs images of one aspect (PaDiM).
+        decoding: most pixels and significant bits of a file.
+        region: the part of each image that counts; None for the whole image.
+        tiled: images are cut into tiles, so a strip may have any length.
+        one_aspect: the model needs images of one aspect (PaDiM).
     """
 
     decoding: Decoding = DEFAULT
@@ -185,7 +179,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _CheckedImage:
-    """What is kept of an image once it was decoded."""
+    """The facts about an image that outlive its pixels; size (H0, W0) None if it's unusable."""
 
     split: str
     sample: Sample
@@ -198,13 +192,13 @@ class _CheckedImage:
 def check(
     dataset: Dataset,
     reading: Reading,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> DataReport:
-    """Look at every image and mask of a data set.
+    """Decode every image and mask of a data set, and list its faults.
 
     Args:
-        dataset: as listed.
-        reading: how its images are read.
+        dataset: the opened data set.
+        reading: preprocessing of its images.
         progress: called with (done, total).
     """
     everything = [(split, s) for split, samples in dataset.splits.items() for s in samples]
@@ -245,7 +239,7 @@ def _check_all(
     for result, (split, sample) in zip(results, everything, strict=True):
         if isinstance(result, _CheckedImage):
             yield result
-        else:  # its process was stopped
+        else:  # the decoding process was stopped: too much memory or time
             mask = "" if sample.mask_path is None else f", or its mask {sample.mask_path}"
             fault = Fault(result.status, f"{sample.path}{mask}: {result}")
             yield _CheckedImage(split, sample, (fault,))
@@ -315,7 +309,7 @@ def _repeated(images: Sequence[_CheckedImage]) -> Iterator[Fault]:
 
 
 def _good_looks(images: Sequence[_CheckedImage]) -> dict[int, Look]:
-    """Of good images; of a defect, a small mark may be all that tells it from a good part."""
+    """Looks of good images, by index. A defect may differ from a good part in a small mark only."""
     good = ((i, image.look) for i, image in enumerate(images) if not image.sample.is_defect)
     return {i: look for i, look in good if look is not None}
 
@@ -332,11 +326,11 @@ def _nearly_repeated(
     others = {i: look for i, look in looks.items() if i not in learned}
     alike = [i for i, o in others.items() if shown[i] in in_training and o.picture not in pictures]
     if alike:
-        one, other = samples[alike[0]].path, samples[in_training[shown[alike[0]]]].path
+        tested, trained = samples[alike[0]].path, samples[in_training[shown[alike[0]]]].path
         detail = (
             f"{len(alike)} of {len(others)} other good images are near copies of training images, "
-            f"different only in noise or compression ({one} of {other}), so figures will be too "
-            "good; keep all images of one part in one split"
+            f"different only in noise or compression ({tested} of {trained}), so figures will be "
+            "too good; keep all images of one part in one split"
         )
         yield Fault("near_copies", detail)
 
@@ -378,11 +372,11 @@ def _summary(images: Sequence[_CheckedImage]) -> SplitSummary:
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting.
+    """A setting that suits the data set.
 
     Attributes:
-        key: dotted, as in a config.
-        value: what suits.
+        key: the setting's name, as in `image.tile`.
+        value: the setting's value.
         reason: a sentence or two, for people.
     """
 
@@ -391,20 +385,21 @@ class Advice:
     reason: str
 
 
-def advice(report: DataReport) -> tuple[Advice, ...]:
-    """Settings that suit a data set.
-
-    Args:
-        report: what `check` found.
-    """
-    usable = report.splits["train"].usable if "train" in report.splits else 0
-    bank = Advice("model.coreset_ratio", *_coreset_ratio(usable))
-    return (bank, *_shape_advice(report), *_bits_advice(report))
+def advice(report: DataReport) -> Iterator[Advice]:
+    """Settings that suit a data set with usable training images."""
+    yield Advice("model.coreset_ratio", *_coreset_ratio(report.splits["train"].usable))
+    yield from _shape_advice(report)
+    if report.bit_depth is not None:
+        reason = (
+            f"no 16-bit image uses more than {report.bit_depth} bits; without this setting they "
+            "would look almost black"
+        )
+        yield Advice("image.bit_depth", report.bit_depth, reason)
 
 
 def _coreset_ratio(usable: int) -> tuple[float, str]:
-    """How much of the patches to keep, and why."""
-    if 0 < usable <= _HANDFUL:
+    """The share of patches to keep, and the reason."""
+    if usable <= _HANDFUL:
         return 1.0, f"very few images to learn from ({usable}), so all of their patches are kept"
     if usable < SMALL_SET:
         return 0.1, (
@@ -421,15 +416,15 @@ def pose_advice(
 ) -> tuple[Advice, ...]:
     """Alignment, where good parts lie turned, or shifted and each position is learned separately.
 
-    Patches are compared wherever they lie, unless there is one grid: shifts cost little then.
+    PatchCore compares patches wherever they lie, so shifts cost it little.
 
     Args:
         samples: good images to learn from.
-        decoding: how files become pixels.
-        one_grid: whether the method learns each position of the image separately (PaDiM).
+        decoding: most pixels and significant bits of a file.
+        one_grid: the method learns each position of the image separately (PaDiM).
     """
-    some_samples = samples[:: max(1, len(samples) // _POSES)]
-    pictures = read_all(partial(made_of, grey_picture, decoding), [s.source for s in some_samples])
+    sources = [sample.source for sample in samples[:: max(1, len(samples) // _POSES)]]
+    pictures = read_all(partial(made_of, grey_picture, decoding), sources)
     try:
         greys = [picture for picture in pictures if isinstance(picture, np.ndarray)]
         reference, _ = learn(greys, rigid=True)
@@ -449,8 +444,6 @@ def pose_advice(
 
 def _shape_advice(report: DataReport) -> Iterator[Advice]:
     sizes = sum((Counter(split.sizes) for split in report.splits.values()), Counter[str]())
-    if not sizes:
-        return
     common = sizes.most_common(1)[0][0]
     width, height = (int(side) for side in common.split("×"))
     is_large, tile = min(width, height) >= _LARGE, max(_LEAST_TILE, min(width, height, _TILE))
@@ -464,12 +457,3 @@ def _shape_advice(report: DataReport) -> Iterator[Advice]:
             f"about {tiles} times as long as without"
         )
         yield Advice("image.tile", tile, reason)
-
-
-def _bits_advice(report: DataReport) -> Iterator[Advice]:
-    if report.bit_depth is not None:
-        reason = (
-            f"no 16-bit image uses more than {report.bit_depth} bits; without this setting they "
-            "would look almost black"
-        )
-        yield Advice("image.bit_depth", report.bit_depth, reason)

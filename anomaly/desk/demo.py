@@ -7,7 +7,6 @@ defect can be seen. Nothing of it is a photograph.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,9 +18,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from anomaly.errors import ConfigError, OutputError
+from anomaly.errors import OutputError
 from anomaly.files.writing import write
-from anomaly.runtime import cores
+from anomaly.runtime import Progress, cores
 from anomaly.storage.folder import appearing
 
 Field = NDArray[np.floating[Any]]
@@ -30,12 +29,12 @@ Field = NDArray[np.floating[Any]]
 
 @lru_cache(maxsize=2)
 def grid(side: int) -> tuple[Field, Field]:
-    """The x and y of every pixel's centre, (S, S) each, in shares of the side from the middle."""
+    """The x and y (S, S) of every pixel's centre, in shares of the side from the middle.
+
+    All images of one size share these arrays.
+    """
     axis = ((np.arange(side) + 0.5) / side - 0.5).astype(np.float32)
     x, y = np.meshgrid(axis, axis)
-    # One grid serves every image.
-    x.setflags(write=False)
-    y.setflags(write=False)
     return x, y
 
 
@@ -89,7 +88,7 @@ class Screw:
 
 @dataclass(frozen=True)
 class Plate:
-    """Everything that the light falls on.
+    """A plate on its mat, as the light falls on it.
 
     Attributes:
         outline: (S, S) signed distance to the plate's edges, negative on the metal.
@@ -144,9 +143,7 @@ def _outline(side: int) -> Field:
     x, y = grid(side)
     body = _rounded_box(x, y, (HALF_WIDTH, HALF_HEIGHT), _CORNER)
     slot = _rounded_box(x, y, (SLOT_LENGTH, SLOT_RADIUS), SLOT_RADIUS)
-    outline = np.maximum(body, -slot)
-    outline.setflags(write=False)
-    return outline
+    return np.maximum(body, -slot)
 
 
 def _rounded_box(x: Field, y: Field, half: tuple[float, float], corner: float) -> Field:
@@ -169,7 +166,7 @@ def _screw(rng: Generator, column: int, row: int) -> Screw:
 
 
 def shade(plate: Plate) -> Field:
-    """Linear light (S, S, 3), RGB, that the plate sends to the camera."""
+    """Linear light (S, S, 3), RGB, from the plate to the camera."""
     x, y = grid(plate.side)
     rim = smoothstep(-_CHAMFER, 0, plate.outline)
     relief = plate.relief - rim * (_CHAMFER * plate.side * 0.55)
@@ -337,9 +334,9 @@ def edge_nick(plate: Plate, severity: float, rng: Generator) -> Plate:
 def faulty_screw(plate: Plate, severity: float, rng: Generator) -> Plate:
     """A missing screw, or one whose socket has been stripped."""
     screws = list(plate.screws)
-    which = int(rng.integers(len(screws)))
+    faulty = int(rng.integers(len(screws)))
     wear = 0.7 + 0.3 * severity / 0.7
-    screws[which] = replace(screws[which], missing=severity > 0.7, wear=wear)
+    screws[faulty] = replace(screws[faulty], missing=severity > 0.7, wear=wear)
     return replace(plate, screws=tuple(screws))
 
 
@@ -414,13 +411,7 @@ def distance(x: Field, y: Field) -> Field:
     return np.asarray(np.sqrt(x * x + y * y))
 
 
-DEFECTS = {
-    "scratch": scratch,
-    "dent": dent,
-    "stain": stain,
-    "edge_nick": edge_nick,
-    "faulty_screw": faulty_screw,
-}
+DEFECTS = {defect.__name__: defect for defect in (scratch, dent, stain, edge_nick, faulty_screw)}
 
 
 _SUPERSAMPLING = 2
@@ -428,7 +419,7 @@ _MARGIN = 1.07
 """A scene is this much larger than the picture, so that no shift or turn shows its border."""
 
 _VISIBLE = 0.028
-"""From this difference in display brightness (0 to 1) on, a change is clearly visible."""
+"""Least difference in display brightness (0 to 1) that is clearly visible."""
 
 
 def scene_side(size: int) -> int:
@@ -514,7 +505,7 @@ def _display(light: Field) -> Field:
 
 
 def visible_change(before: Field, after: Field) -> NDArray[np.uint8]:
-    """Mask of what a person sees to have changed between two exposures.
+    """Mask of the change that a person sees between two exposures.
 
     Args:
         before: (H, W, 3) linear light of the good part.
@@ -542,9 +533,9 @@ def visible_change(before: Field, after: Field) -> NDArray[np.uint8]:
 
 
 def severity(index: int) -> float:
-    """Clearness of an image's defect: 1 for index 0, then 0, 1/2, 3/4, 1/4, 7/8, 3/8, …
+    """Severity of an image's defect: 1 for index 0, then 0, 1/2, 3/4, 1/4, 7/8, 3/8, …
 
-    It depends on nothing but the index, so that a smaller set is a part of a larger one.
+    It depends on the index alone, so a smaller set is a part of a larger one.
     """
     if index < 2:
         return 1.0 - index
@@ -555,7 +546,7 @@ def severity(index: int) -> float:
 def take(
     split: str, kind: str, index: int, size: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """Make one image; it depends on the arguments alone.
+    """Image of a part, and its mask; the same arguments give the same pixels.
 
     Args:
         split: `train` or `test`.
@@ -604,27 +595,24 @@ def write_sample_data(
     n_good: int = 20,
     n_defect: int = 30,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Generate the sample data set: brushed steel plates, and their defects.
 
     The same arguments give the same bytes; a smaller set is a part of a larger one.
 
     Args:
-        folder: where to; it holds `train`, `test` and `ground_truth` then.
+        folder: the data set's folder, for `train`, `test` and `ground_truth`.
         size: side of the images, in pixels, at least 128.
-        n_train: good images to train on.
-        n_good: good images to test on.
-        n_defect: defective images to test on, dealt out evenly to the types of defect.
+        n_train: number of good training images.
+        n_good: number of good test images.
+        n_defect: number of defective test images, dealt out evenly to the types of defect.
         overwrite: replace a folder that exists already.
-        progress: called with (images done, images in all) after every image.
+        progress: called with (done, total) after every image.
 
     Raises:
-        ConfigError: a number is out of range.
         OutputError: the folder exists and isn't empty, or writing failed.
     """
-    if size < 128:
-        raise ConfigError(f"the sample data's size is {size} pixels; it must be 128 or more")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
         raise OutputError(f"{folder} exists; name another folder, or give overwrite=True")
     kinds = tuple(DEFECTS)
@@ -633,12 +621,11 @@ def write_sample_data(
         *(("test", "good", i) for i in range(n_good)),
         *(("test", kinds[i % len(kinds)], i // len(kinds)) for i in range(n_defect)),
     ]
-    # The threads end before their draft does, also on an error.
+    # The threads end before the draft is removed, also on an error.
     with appearing(folder) as draft, ThreadPoolExecutor(cores()) as pool:
         write(draft / "readme.txt", _README.format(size=size, kinds=", ".join(kinds)))
         for done, _ in enumerate(pool.map(partial(_write_shot, draft, size), shots), 1):
-            if progress:
-                progress(done, len(shots))
+            progress(done, len(shots))
 
 
 def _write_shot(folder: Path, size: int, shot: tuple[str, str, int]) -> None:

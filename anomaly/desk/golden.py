@@ -1,7 +1,7 @@
-"""Known parts and what a model has said of them: has anything moved since?
+"""Golden parts: known parts whose recorded scores show if the line, or the model, has changed.
 
-Those in the subfolder `missed` are defects that a model has called good: what it says of them isn't
-what anybody wants, so nothing is wrong with another answer, but that one that was caught passes.
+Those in the subfolder `missed` are defects that a model has called good. Their scores may change;
+only a defect that was caught and now passes counts as moved.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def golden_samples(model: Path | None) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Check:
-    """Golden parts as they are scored today, beside what is recorded of them.
+    """Scores of golden parts today, beside their record.
 
     Attributes:
-        answers: what the model says today.
-        moved: what has become of each image that isn't as recorded, by name.
-        recorded_by: id of the model that was recorded.
+        answers: scores and verdicts of today, by the image's name.
+        moved: the change of each image that isn't as recorded, by name.
+        recorded_by: id of the model that made the record.
     """
 
     answers: Answers
@@ -86,8 +86,8 @@ def check(
     """Score golden parts, and compare with their record.
 
     Args:
-        model: the model.
-        golden: their folder.
+        model: the model to check.
+        golden: folder of the golden parts.
         tolerance: share by which a score may move.
         progress: called with (done, total).
 
@@ -121,11 +121,11 @@ def score_golden(
 
 
 def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[str, str]:
-    """What has become of each image that isn't as recorded, by name, in the order of names.
+    """The change of each image that isn't as recorded, by name, in the order of names.
 
     Args:
-        recorded: what was said then.
-        current: what is said now.
+        recorded: scores and verdicts of the record.
+        current: scores and verdicts of today.
         tolerance: share by which a score may move.
     """
     moved = {}
@@ -133,13 +133,12 @@ def moved_since(recorded: Answers, current: Answers, tolerance: float) -> dict[s
         if name not in current:
             moved[name] = "recorded, but missing today"
         elif is_missed(name):
-            if change := _escaped(recorded.get(name), current[name]):
-                moved[name] = change
+            moved[name] = _escaped(recorded.get(name), current[name])
         elif name not in recorded:
             moved[name] = "new; record again with --overwrite"
-        elif change := _change(recorded[name], current[name], tolerance):
-            moved[name] = change
-    return moved
+        else:
+            moved[name] = _change(recorded[name], current[name], tolerance)
+    return {name: change for name, change in moved.items() if change}
 
 
 def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> str:
@@ -147,28 +146,29 @@ def _change(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> st
     score = "" if old is None or new is None else f" ({old:.4g} -> {new:.4g})"
     if before["verdict"] != now["verdict"]:
         return f"verdict {before['verdict'] or 'none'} -> {now['verdict'] or 'none'}{score}"
-    if new is None:  # recorded without a score, too: that is no part to be ready with
+    if new is None:  # a part without a score can't show that the line is ready
         return f"can't be scored: {now['verdict']}"
-    if old is not None and new is not None and abs(new - old) > tolerance * abs(old):
+    if old is not None and abs(new - old) > tolerance * abs(old):
         return f"score has moved by {abs(new - old) / max(abs(old), 1e-12):.1%}{score}"
     return ""
 
 
 def _escaped(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
-    """What is wrong with the answer to a missed defect; empty for nothing."""
+    """The fault of a missed defect's verdict: it was caught and passes; empty without one."""
     if now["image_score"] is None:
         return f"can't be scored: {now['verdict']}"
-    passes = now["verdict"] == "good" and before and before["verdict"] in ("review", "reject")
-    return f"a known defect that was caught passes (score {now['image_score']:.4g})" * bool(passes)
+    if now["verdict"] == "good" and before and before["verdict"] in ("review", "reject"):
+        return f"a known defect that was caught passes (score {now['image_score']:.4g})"
+    return ""
 
 
 def is_missed(name: str) -> bool:
-    """Whether a golden part, by its name, is a defect that a model has called good."""
+    """True for the name of a defect that a model has called good."""
     return name.startswith(f"{MISSED}/")
 
 
 def missed_parts(golden: Path | None) -> list[Path]:
-    """The missed defects in a folder of golden parts, if there is one."""
+    """The missed defects in a folder of golden parts; none without the folder."""
     folder = None if golden is None else golden / MISSED
     return list_images(folder) if folder and folder.is_dir() else []
 
@@ -176,16 +176,15 @@ def missed_parts(golden: Path | None) -> list[Path]:
 def keep_missed(folder: Path, name: str, file: bytes) -> Path:
     """Make a defect that a model has called good one of its run's golden parts.
 
-    Nothing is recorded of it: the model may be served as before. It is one file, whole or not
-    there.
+    Its score isn't recorded: the run is as ready for the line as before.
 
     Args:
         folder: the model folder, `model/` of a run.
-        name: of the image's file.
-        file: its bytes.
+        name: the image's file name.
+        file: the file's bytes.
 
     Returns:
-        Where it is kept; where it was already, if it was.
+        The golden part's path; the earlier one for a defect that was kept already.
 
     Raises:
         DataError: the model has learned from the image, isn't in a run, or other golden parts there
@@ -216,8 +215,8 @@ def carry_missed(source: Path, target: Path, model: str) -> None:
     """Copy the missed defects in one folder of golden parts into that of another version.
 
     Args:
-        source: the folder, which needn't be there.
-        target: as well.
+        source: golden parts of the present version; may be missing.
+        target: golden parts of the other version; may be missing.
         model: id of the other version.
 
     Raises:
@@ -229,7 +228,7 @@ def carry_missed(source: Path, target: Path, model: str) -> None:
 
 
 def _add(place: Path, file: bytes, model: str) -> None:
-    """Write a missed defect, in a folder that has a record of golden parts, if an empty one."""
+    """Write a missed defect; a folder without a record gets an empty one."""
     golden = place.parents[1]
     if not (golden / GOLDEN).is_file():
         images = list_images(golden) if golden.is_dir() else []
@@ -244,12 +243,12 @@ def _add(place: Path, file: bytes, model: str) -> None:
 
 
 def write_record(folder: Path, model_id: str, current: Answers) -> None:
-    """Note what a model says of the golden images in their folder.
+    """Record a model's scores of golden parts in their folder.
 
     Args:
-        folder: where they are.
-        model_id: the model's.
-        current: what it says, as `score_golden` returns it.
+        folder: folder of the golden parts.
+        model_id: the model's id.
+        current: scores and verdicts from `score_golden`.
 
     Raises:
         OutputError: no room, no permission.
@@ -258,10 +257,10 @@ def write_record(folder: Path, model_id: str, current: Answers) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What `write_record` has noted in a folder of golden images.
+    """The record in a folder of golden parts: `model_id`, and `images` as from `score_golden`.
 
     Raises:
-        DataError: nothing is noted there, or the record is damaged.
+        DataError: there is no record, or it is damaged.
     """
     file = folder / GOLDEN
     try:

@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 
 _LARGER, _SMALLER = 1.5, 0.75  # of image.area's side
 _GRAIN = 32  # sides that networks take, see `image.area`
-# Axes of changes. The time of a network can't be foreseen; the best image score may depend on
-# everything else.
+# Axes of changes. A network's time can't be foreseen; the best image score may depend on all other
+# settings, so it is tried last once more.
 TURNS, POSE, NETWORK, SCORE, BANK = "turns", "pose", "network", "image score", "bank"
 
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A few settings that differ, and why.
+    """Other values of a few settings, and the reason to try them.
 
     Attributes:
-        axis: what they are about; changes of one axis exclude each other.
-        values: by dotted key.
-        reason: what for, as a sentence for people.
+        axis: subject of the settings; changes of one axis exclude each other.
+        values: new values by setting, as in `image.tile`.
+        reason: the purpose, as a phrase for people.
     """
 
     axis: str
@@ -80,7 +80,7 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
     """A config with some values changed.
 
     Raises:
-        ConfigError: they don't go together.
+        ConfigError: the values contradict each other.
     """
     values = config.model_dump(exclude_unset=True)
     for change in changes:
@@ -91,8 +91,8 @@ def changed(config: Config, changes: Iterable[Change]) -> Config:
     more = (1 + len(turns_of(new))) / (1 + len(turns_of(config)))
     if more == 1:
         return new
-    # Copies are many patches and bring little that is new: a bank of as many vectors is enough, and
-    # costs no more where it is used.
+    # Turned copies add many patches and little that is new, so the bank keeps its size: scoring
+    # costs no more.
     ratio = min(1.0, float(f"{new.model.coreset_ratio / more:.3g}"))
     model = new.model.model_copy(update={"coreset_ratio": ratio})
     return new.model_copy(update={"model": model})
@@ -102,8 +102,8 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
     """Changes of the settings, one of each axis at a time.
 
     Args:
-        config: the settings that are there.
-        networks: those whose weights are at hand, see `anomaly.backbones.networks`.
+        config: the present settings.
+        networks: names of the networks whose weights are at hand.
     """
     model, has_bank = config.model, readers("model.coreset_ratio")
     fits = {
@@ -112,9 +112,9 @@ def steps(config: Config, networks: Sequence[str]) -> list[Change]:
         TURNS: not METHODS[model.kind].one_grid and model.turned_copies == "none",
         POSE: config.image.align == "none",
     }
-    there = {"model.image_score": config.image_score_in_force}
+    present = {"model.image_score": config.image_score_in_force}
     return [
-        *(step for step in _STEPS if fits[step.axis] and step.values != there),
+        *(step for step in _STEPS if fits[step.axis] and step.values != present),
         *_sizes(config),
         *(
             Change(
@@ -158,7 +158,7 @@ def work(config: Config) -> tuple[float, float, float]:
 
 
 def expense(config: Config, base: Config) -> float:
-    """Relative cost of a config in use (1 for the present one); exact, unlike a time."""
+    """Relative cost of a config in use (1 for `base`); reproducible, unlike a time."""
     network = 2.0 if config.backbone != base.backbone else 1.0
     image = network * _pixels(config) / _pixels(base)
     return 0.8 * image + 0.2 * _bank(config) / _bank(base)
@@ -179,23 +179,22 @@ def _bank(config: Config) -> float:
 
 
 _HEAD = ("settings", "defects caught", "good flagged", "ms")
-_AS_LONG = 2.0  # another network takes so many times as long: a guess, on the safe side
+_NETWORK_TIME = 2.0  # guess of another network's time, on the safe side; 1 is the present one
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Settings that were tried: trained as `train` does, and what they score known images.
+    """Settings that were trained and have scored the known images.
 
     Attributes:
-        changes: from the settings that were there; none for these themselves.
-        config: the settings, the precision chosen.
-        review: the review threshold that `train` finds.
-        scores: of all images; NaN for one that can't be scored, and for a training image that
-            thresholds don't stand on, a copy of another, say; infinite for one that has a reason
-            for review whatever its score.
-        hashes: sha256 of the known images that can be used, by name.
-        seconds: that the trial took, by stage.
-        image_seconds: that a known image took to be scored.
+        changes: differences from the present settings; empty for these themselves.
+        config: the settings, with the precision that training has chosen.
+        review: the review threshold.
+        scores: scores of all images: NaN for an unusable image, and for a training image without
+            a held-out score (a copy of another); infinite for an image with a reason for review.
+        hashes: sha256 of the usable known images, by name.
+        seconds: time of the trial, by stage.
+        image_seconds: time to score one known image.
     """
 
     changes: tuple[Change, ...]
@@ -217,18 +216,18 @@ class Search:
     """Tries settings within a budget, cheapest first: alone, then what has helped together.
 
     Args:
-        config: the settings that are there.
+        config: the present settings.
         train: good images to learn from.
-        defects: known ones.
-        good: other good images, which nothing is learned from.
-        budget: seconds.
-        device: where the network and the scorer run.
+        defects: known defects.
+        good: good test images.
+        budget: time limit, in seconds.
+        device: device of the network and the scorer.
         scratch: an existing folder for temporary files.
         progress: called with (stage, done, total).
 
     Attributes:
-        tried: in the order in which they were, those that are there first.
-        skipped: why others weren't tried, by their names: the budget, or an error.
+        tried: trials in the order of trying, the present settings first.
+        skipped: reasons why settings weren't tried (budget, error), by the settings' names.
     """
 
     config: Config
@@ -246,7 +245,7 @@ class Search:
         """Try all settings that fit into the budget.
 
         Raises:
-            AnomalyError: the settings that are there can't be trained.
+            AnomalyError: the present settings can't be trained.
         """
         self._began = time.monotonic()
         log.info(f"trying settings for {_minutes(self.budget)} at most, yours first")
@@ -263,14 +262,10 @@ class Search:
         if self.tried and config.backbone == self.config.backbone:
             config = config.model_copy(update={"precision": self.tried[0].config.precision})
         training = train(
-            config,
-            self.train,
-            device=self.device,
-            scratch=self.scratch,
-            progress=self.progress,
+            config, self.train, device=self.device, scratch=self.scratch, progress=self.progress
         )
         model = training.model
-        assert model.thresholds is not None  # `train` was asked for them
+        assert model.thresholds is not None  # `train` calibrates by default
         began = time.perf_counter()
         known = score(model, [*self.defects, *self.good])
         took = time.perf_counter() - began
@@ -280,8 +275,8 @@ class Search:
         split = len(self.defects)
         values = [
             # A copy of a training image scores too low.
-            math.nan if one.sha256 in learned and i >= split else _value(one)
-            for i, one in enumerate(known)
+            math.nan if image.sha256 in learned and i >= split else _value(image)
+            for i, image in enumerate(known)
         ]
         held_out = [of_good.get(sample.name, math.nan) for sample in self.train]
         return Trial(
@@ -289,7 +284,7 @@ class Search:
             config.model_copy(update={"precision": model.config.precision}),
             model.thresholds.review,
             Scores(*map(np.array, (held_out, values[:split], values[split:]))),
-            {one.sample.name: one.sha256 for one in known if one.score is not None},
+            {image.sample.name: image.sha256 for image in known if image.score is not None},
             training.seconds | {"scoring": took},
             took / len(known),
         )
@@ -307,9 +302,9 @@ class Search:
             (step,) = self.tried[i].changes
             if worths[i] > worths[0] and step.axis != SCORE:
                 best.setdefault(step.axis, step)
-        helped = list(best.values())  # the most helpful one first
-        for count in range(len(helped), 1, -1):  # all of them, or as many as fit
-            if self._try_if_it_fits(tuple(helped[:count])):
+        helpful = list(best.values())  # the most helpful change first
+        for count in range(len(helpful), 1, -1):  # all together, or as many as the budget allows
+            if self._try_if_it_fits(tuple(helpful[:count])):
                 break
         worths = self._worths()
         changes = self.tried[int(np.argmax(worths))].changes
@@ -318,7 +313,7 @@ class Search:
                 self._try_if_it_fits((*changes, step))
 
     def _worths(self) -> list[float]:
-        """The worth of all defects by each trial."""
+        """Total worth of the defects by trial, on the images that all trials have scored."""
         rate, common = self.config.calibration.review_rate, self.usable()
         return [float(worth(trial.scores.only(common), rate).sum()) for trial in self.tried]
 
@@ -337,12 +332,12 @@ class Search:
         return True
 
     def _estimate(self, changes: tuple[Change, ...]) -> float:
-        """Seconds that a trial takes, by what the first one took."""
+        """Expected seconds of a trial, from the stages of the first one."""
         seconds, new = self.tried[0].seconds, changed(self.config, changes)
         known, features, rest = (y / x for x, y in zip(work(self.config), work(new), strict=True))
         network = known * seconds["scoring"] + features * seconds["features"]
         if any(change.axis == NETWORK for change in changes):
-            network *= _AS_LONG
+            network *= _NETWORK_TIME
         learning = rest * (seconds["scorer"] + seconds["calibration"])
         return seconds["backbone"] + network + learning
 
@@ -352,22 +347,22 @@ def _named(changes: Sequence[Change]) -> str:
     return ", ".join(map(str, changes)) or "your settings"
 
 
-def _value(one: Scored) -> float:
-    """A score to compare: NaN for none, and infinite with a reason for review."""
-    if one.score is None:
+def _value(image: Scored) -> float:
+    """A score to compare: NaN without one, infinite with a reason for review."""
+    if image.score is None:
         return math.nan
-    return math.inf if one.reason else one.score
+    return math.inf if image.reason else image.score
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tuning:
-    """The choice of `anomaly.tune`, and what it stands on.
+    """The choice of `anomaly.tune`, and its evidence.
 
     Attributes:
-        base: the settings that were there.
-        tried: all settings that were tried, these first, with scores of the images that all score.
-        skipped: why others weren't tried, by their names.
-        judgement: which of them, and what is to be expected of them.
+        base: the settings before.
+        tried: all trials, that of `base` first, with scores of the images that all could score.
+        skipped: reasons why settings weren't tried, by the settings' names.
+        judgement: the choice among the trials, and its expected rates on new parts.
     """
 
     base: Config
@@ -385,7 +380,7 @@ class Tuning:
 
     @property
     def config(self) -> Config:
-        """The chosen settings, to train with; they name the images that chose them."""
+        """The chosen settings, to train with; `chosen_by` names the known images."""
         hashes = self.tried[0].hashes.values()
         named: dict[str, Any] = {
             "name": f"{self.base.name}_tuned",
@@ -418,7 +413,7 @@ class Tuning:
         )
 
     def lines(self) -> list[str]:
-        """The table, the choice and what to expect of it, for people."""
+        """The table, the choice and its expected rates, for people."""
         rate = percent(self.base.calibration.review_rate)
         lines = text_table([_HEAD, *map(self._row, self.tried)])
         lines += [
@@ -438,7 +433,7 @@ class Tuning:
         return lines
 
     def caught(self, trial: Trial) -> int:
-        """Known defects that settings catch at the promised rate of good parts for review."""
+        """Number of known defects caught at the review rate of `base`."""
         limit = trial.scores.limit(self.base.calibration.review_rate)
         return int((trial.scores.defects > limit).sum())
 
@@ -446,11 +441,11 @@ class Tuning:
         """Write the chosen settings as YAML, with the table and the reason as comments.
 
         Raises:
-            OutputError: there is no room, or no right to.
+            OutputError: the disk is full, or permission is missing.
         """
         values = self.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        said = ["Written by `anomaly tune`.", *self.lines()]
-        head = "".join(f"# {line}".rstrip() + "\n" for line in said)
+        comments = ["Written by `anomaly tune`.", *self.lines()]
+        head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
         write(file, head + yaml.safe_dump(values, allow_unicode=True, sort_keys=False, width=100))
 
     def _row(self, trial: Trial) -> tuple[str, ...]:
@@ -485,23 +480,23 @@ def tune(
 ) -> Tuning:
     """Try settings that matter, and choose those that catch more of the known defects.
 
-    Each is trained on the training images, with thresholds as `fit` finds them. Settings replace
-    those that are there only where they catch more beyond chance; of those that can't be told
-    apart, the cheapest. The chosen config names the images that chose it.
+    Each candidate is trained on the training images, with thresholds as `fit` finds them. The
+    present settings stay unless others catch more beyond chance; among candidates that can't be
+    told apart, the cheapest is chosen. The chosen config names the images that chose it.
 
     Args:
-        config: the settings that are there.
-        data: what to learn from, and known defects and other good images in its test split; by
-            default the data set that `config.data` names.
+        config: the present settings.
+        data: training images, and known defects and good images in its test split; by default the
+            data set of `config.data`.
         defects: known defects, in place of the data set's.
-        budget: seconds; what won't fit isn't tried. The settings that are there are tried in any
-            case.
+        budget: time limit in seconds. Settings that would exceed it aren't tried, but the present
+            ones always are.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
         progress: called with (stage, done, total).
 
     Raises:
         DataError: there are too few training images, or known defects on too few parts.
-        AnomalyError: the settings that are there can't be trained.
+        AnomalyError: the present settings can't be trained.
     """
     if data is None:
         data = open_dataset(config.data.format, config.data.root, config.data.category)
@@ -525,7 +520,7 @@ def tune(
         for sample, used in zip((*defects, *data.train, *good), common, strict=True)
         if used
     ]
-    # Of equals the one with the fewest changed values.
+    # Among equals, fewer changed values are cheaper.
     costs = [
         expense(t.config, config) + 1e-3 * sum(len(c.values) for c in t.changes) for t in tried
     ]

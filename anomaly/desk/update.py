@@ -57,10 +57,10 @@ def update(
     """Learn good images, and compare verdicts before and after.
 
     Args:
-        detector: trained; it isn't changed.
-        good: images that people have confirmed to be good.
+        detector: the trained model; it isn't changed.
+        good: images that people have confirmed as good.
         defects: images of defects, compared like those of the test split and the golden parts.
-        past: parts that nobody has judged, whose changed verdicts are listed.
+        past: parts that nobody has judged; their changed verdicts are listed.
         include_suspects: learn suspects, too; see `learn`.
         scratch: folder for temporary files.
         progress: called with (stage, done, total).
@@ -96,7 +96,7 @@ def update(
     if caution := ThresholdChange(before, after).caution:
         log.warning(caution)
     hashes = set(learned.hashes.values())
-    scored = [one for one in score(detector, kept) if one.sha256 in hashes]
+    scored = [image for image in score(detector, kept) if image.sha256 in hashes]
     for name, value in learned.suspects.items():
         log.warning("suspect, not learned: %s (score %.4g)", name, value)
     if learned.suspects:
@@ -105,7 +105,7 @@ def update(
     images = counted(len(learned.good.names), "good image")
     notes = [
         f"learned {images}; each scored without itself: {now}",
-        f"before the update: {_verdicts(one.verdict(before) for one in scored)}",
+        f"before the update: {_verdicts(image.verdict(before) for image in scored)}",
     ]
     changes = (*detector.changes, made | {"model_before": detector.model_id})
     new = replace(learned.detector, changes=changes)
@@ -119,14 +119,13 @@ def _verdicts(verdicts: Iterable[str]) -> str:
 
 
 def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False) -> str:
-    """Write the run of an updated model: with its data set's place, and golden parts scored anew.
+    """Write the run of an updated model, with golden parts scored anew.
 
     Args:
-        detector: the model.
-        source: the run, or the model folder, of the model that it was made of.
+        detector: the updated model.
+        source: the run, or the model folder, of the model before the update.
         output: the new run's folder.
-        overwrite: replace an earlier run there, its golden parts included, once the model is
-            written.
+        overwrite: replace an earlier run there, with its golden parts.
 
     Returns:
         The model's id.
@@ -135,11 +134,11 @@ def keep(detector: Model, source: Path, output: Path, *, overwrite: bool = False
         OutputError: an earlier run is there, or there is no room.
     """
     parts = golden_of(find_model(source))
-    answers = None if parts is None else score_golden(detector, parts)
+    answers = {} if parts is None else score_golden(detector, parts)
     claim(output, RUN, overwrite=overwrite)
     model_id = save(detector, output / "model", overwrite=overwrite)
     clear(output, ("golden", "suspects"))
-    if parts is not None and answers is not None:
+    if parts is not None:
         with appearing(output / "golden") as draft:
             shutil.copytree(parts, draft, dirs_exist_ok=True)
             write_record(draft, model_id, answers)
@@ -160,9 +159,9 @@ class Learned:
 
     Attributes:
         detector: the updated detector, not saved yet.
-        good: their scores, each by a detector that hasn't learned it.
-        hashes: sha256 of each image learned, by name.
-        suspects: scores of the suspects, which weren't learned, by name, the highest first.
+        good: scores of the learned images, each by a detector that hasn't learned it.
+        hashes: sha256 of each learned image, by name.
+        suspects: scores of the images that weren't learned, by name, the highest first.
         refused: reasons of unusable images, by name.
     """
 
@@ -191,8 +190,8 @@ def learn(
     future parts may all be like them.
 
     Args:
-        detector: trained; it isn't changed.
-        samples: good images that it hasn't learned, each once.
+        detector: the trained model; it isn't changed.
+        samples: good images that the detector hasn't learned, each once.
         scratch: an existing folder for temporary files.
         include_suspects: learn suspects, too.
         progress: called with (stage, done, total).
@@ -258,7 +257,7 @@ def _trial(
     groups: Mapping[int, str],
     progress: StageProgress,
 ) -> tuple[Model, GoodScores]:
-    """A detector that has learned the named images, and each one's score by one without it."""
+    """A detector that has learned the named images, and the score of each by one without it."""
     known = len(detector.manifest["training_images"])
     fitter = fitter_of(detector.config).incremental(detector.scorer, known)
     new = replace(detector, scorer=fitter.fit(patches.only(names)))
@@ -272,7 +271,7 @@ def _trial(
             groups={i: group for i, group in groups.items() if i in names},
             progress=partial(progress, "calibration"),
         )
-    else:  # otherwise the detector stays unchanged
+    else:  # without its only new image, the detector is the present one
         scored = scores_of(detector, patches.only(names), patches.views)
         good = good_scores([*names.values()], scored.values(), "")
     hashes = tuple(patches.hashes[i] for i in names)  # some may have been used for calibration
@@ -317,12 +316,12 @@ def lineage(detector: Model) -> frozenset[str]:
 
 def unique_names(names: Iterable[str], taken: Iterable[str]) -> list[str]:
     """Names that differ from each other and from used ones: `3/x.png` is the third x.png."""
-    used, unique_ones = set(taken), []
+    used, result = set(taken), []
     for name in names:
         unique, number = name, 1
         while unique in used:
             number += 1
             unique = f"{number}/{name}"
         used.add(unique)
-        unique_ones.append(unique)
-    return unique_ones
+        result.append(unique)
+    return result

@@ -317,6 +317,6 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
         for name, limit in limits.items()
     ]
     promised, folder = limits["flagged"].false_rejects, model.folder or "RUN"
-    line = flagged_line(counts["flagged"], len(values), promised, folder, all_good=all_good)
+    line = "" if all_good else flagged_line(counts["flagged"], len(values), promised, folder)
     images = counted(len(values), "good image" if all_good else "image")
     return {"head": ["", "promised of good parts", "at most", images], "rows": rows, "line": line}

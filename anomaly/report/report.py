@@ -338,7 +338,7 @@ def report_html(category: Category) -> str:
     data = {
         "labelled": True,
         # The list of weaknesses has the line on a promise that isn't kept.
-        "promise": promise_shown(model, good, all_good=True) | {"line": ""},
+        "promise": promise_shown(model, good, all_good=True),
         "provenance": [(label, text) for label, text in provenance.items() if text],
         "types": sorted(types, key=lambda name: (name != GOOD, name)),
         "good": GOOD,
