@@ -281,7 +281,7 @@ class Detector:
         Raises:
             DataError: there are no images, or a mask doesn't fit its image.
         """
-        model, place = self.model, ""
+        model, place = self.model, ""  # the data set's folder, for the report
         if data is None and model.folder is None:
             raise DataError("there is nothing to test with; give a data set, or samples")
         if data is None:
@@ -337,9 +337,10 @@ def fit(
             can't be used as configured.
     """
     with _extra_train("anomaly.fit"):
-        from anomaly.training.fit import train
+        from anomaly.training.fit import train  # needs torch
     settings = _settings(config)
     samples = _samples(images, decoding_of(settings.image))
+    # Defects are only compared by content: an image labelled good and defective is refused.
     test = images.test if isinstance(images, Dataset) else ()
     with tempfile.TemporaryDirectory(prefix="anomaly-") as scratch:
         training = train(

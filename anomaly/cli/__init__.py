@@ -192,7 +192,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
             epilog="\n".join(["examples:", *(f"  anomaly {line}" for line in about.examples)]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == command:
+        if name == command:  # the others are listed only
             _add_options(name, sub)
     return parser
 
@@ -201,6 +201,7 @@ def options_of(command: str) -> list[str]:
     """The long options of a command, as typed: `--model`."""
     parser = argparse.ArgumentParser()
     _add_options(command, parser)
+    # argparse has no public list of a parser's options.
     return [name for action in parser._actions for name in action.option_strings if name[1] == "-"]
 
 

@@ -35,7 +35,7 @@ _SHARE = (
     "Look at the images first, those that are flagged now above all. What share of them may be "
     "defective, at most (5% say, 0% if all are good)?"
 )
-_JUDGED = "judged"  # the record's judged pictures, as a data set; never written over
+_JUDGED = "judged"  # the record's judged pictures, as a data set
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -51,6 +51,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             options.at_most_defective = number(answer)
         except argparse.ArgumentTypeError as error:
             raise AnomalyError(str(error)) from None
+    # Each wish has an option of its own name.
     asked = Asked(**{field.name: getattr(options, field.name) for field in fields(Asked)})
     asked.check(good=bool(options.good), production=bool(options.production))
     images = {name: _images_of(options, name) for name in ("good", "defects")}
@@ -120,6 +121,7 @@ def _update(options: argparse.Namespace) -> int:
     output: Path = options.output
     check_run_folder(output, folder)
     with locked(output):
+        # Judged pictures of an earlier update may exist nowhere else: --overwrite spares them.
         kept = () if options.feedback is None else (_JUDGED,)
         claim(output, (*RUN, *kept), overwrite=options.overwrite)
         with tempfile.TemporaryDirectory(prefix=".update-", dir=output) as scratch:
@@ -219,6 +221,7 @@ def _tuned(options: argparse.Namespace) -> Path:
     file: Path | None = options.output
     if file is None:
         original = find_config(options.config)
+        # A built-in config's folder is the program's: the new one goes into the current folder.
         built_in = any(original.is_relative_to(folder) for folder in FOLDERS[1:])
         file = (Path() if built_in else original.parent) / f"{original.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):

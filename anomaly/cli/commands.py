@@ -49,7 +49,7 @@ def _path(name: str, text: str, metavar: str | None = None, **more: Any) -> Opti
 
 def _several(name: str, text: str, metavar: str = "PATH", **more: Any) -> Option:
     """An option that takes values, paths by default, and may be repeated."""
-    kind = {"type": Path, "default": [], **more}
+    kind = {"type": Path, "default": [], **more}  # argparse copies the default before extending it
     return _value(name, text, metavar, action="extend", nargs="+", **kind)
 
 
@@ -113,6 +113,7 @@ def _output(text: str, replaces: str = "an earlier run", **more: Any) -> Option:
     return add
 
 
+# Options that several commands share.
 _SET = _value(
     "--set",
     "override a setting, e.g. --set model.kind=padim; may be repeated",
@@ -133,6 +134,7 @@ _DEVICE = _value(
     default="auto",
 )
 _RAY = _value("--ray", "compute on this Ray cluster (auto, HOST:PORT, ray://…, local)", "ADDRESS")
+# Kinds of output, listed here so that help doesn't import what writes them.
 _WRITTEN = ("heatmaps", "flagged-heatmaps", "page", "masks", "regions", "maps", "none")
 _IMAGES = "image files and folders of them"
 

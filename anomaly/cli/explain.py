@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the page about one image, and its pictures."""
     if not options.image.is_file():
         raise AnomalyError(f"{options.image} isn't a file; explain takes one image")
-    find_model(options.model, exported=False)
+    find_model(options.model, exported=False)  # refuses exported models before torch is imported
     if options.output is None:
         options.output = Path("explained") / short_name(options.image.stem)
     with locked(options.output):

@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
         is_complete = outputs.begin(
             watch=options.watch, resume=options.resume, overwrite=options.overwrite
         )
+        # A first signal lets the images in hand finish, so that --resume can go on.
         with Stopping() as stop, ExitStack() as opened:
             device = chosen_device(options, images=len(inputs.paths) if inputs else cores())
             model = load_model(options.model, device)
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             predict = None
             if cluster := opened.enter_context(joined_cluster(options, device)):
                 predict = partial(annex("cluster.workers").predict, cluster, model, stopped)
-            if not options.resume:
+            if not options.resume:  # only now: until here a refusal leaves earlier results alone
                 outputs.clear(model)
             thumbnails = Thumbnails(len(inputs.paths) if inputs else SHOWN)
             decoders = Decoders(model.loading, outputs.pictures(model, thumbnails.pixels))
@@ -95,6 +96,7 @@ def _score_list(
     total = len(inputs.paths)
     with resumable(lambda: f"{len(journal.done)} of {total} images are"):
         with journal, ProgressLine() as progress:
+            # Pictures lie in folders like the inputs', unless a list takes them from anywhere.
             mirrored = [] if any(map(is_list, options.input)) else options.input
             names = picture_names(inputs.paths, mirrored)
             started, earlier = time.perf_counter(), len(journal.done)
@@ -135,7 +137,7 @@ def _page(options: argparse.Namespace, run: Run, rows: Iterable[Row]) -> str:
 
 
 def _difference(tally: Tally, model: Model, folder: Path) -> str:
-    """A line if more or fewer images are flagged than promised; empty otherwise."""
+    """A warning if more or fewer images are flagged than promised; empty otherwise."""
     if model.thresholds is None:
         return ""
     promised = model.thresholds.to_review.false_rejects

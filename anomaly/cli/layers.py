@@ -73,7 +73,7 @@ def _row(layer: Layer, hooked: Mapping[str, str]) -> tuple[str, ...]:
 def _summary(
     name: str, size: int, table: list[Layer], hooked: Mapping[str, str], trained: bool
 ) -> str:
-    whole = table[0]
+    whole = table[0]  # the network itself
     text = (
         f"\n{name} at {size}×{size}: {whole.parameters / 1e6:.1f} million parameters, "
         f"{whole.multiply_adds / 1e9:.2f} billion multiply-adds"
@@ -81,6 +81,6 @@ def _summary(
     ends = [layer for layer in table if layer.path in hooked and layer.runs]
     if not ends:
         return f"{text}. No default layers: name the ones that you want to hook"
-    last = max(ends, key=lambda layer: layer.share)
+    last = max(ends, key=lambda layer: layer.share)  # nothing behind it is computed
     who = "this model" if trained else "a model with default layers"
     return f"{text}; {who} stops after {last.path}, at {last.share:.1%} of them"

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import shlex
-import sys
 import tempfile
 import webbrowser
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anomaly.cli import execute
+from anomaly.cli.common import agrees, is_interactive
 from anomaly.cli.terminal import ProgressLine, command_line
 from anomaly.config.load import load_config, parse_config
 from anomaly.config.schema import METHODS, Config, readers
@@ -77,12 +77,8 @@ def _reading(config: Config) -> Reading:
 
 def _open(page: Path) -> None:
     """Open a page where somebody sits at this machine's terminal."""
-    if _interactive() and "SSH_CONNECTION" not in os.environ:
+    if is_interactive() and "SSH_CONNECTION" not in os.environ:
         webbrowser.open(page.absolute().as_uri())
-
-
-def _interactive() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -114,7 +110,7 @@ def _start(options: argparse.Namespace) -> int:
     with locked(options.output):  # the commands that follow work within this lock
         taken, dataset, report = _prepare(options, settings, config)
         code = _train(options, config, dataset, report)
-        if code in (0, 3):
+        if code in (0, 3):  # 3: trained without some unusable images
             code = _show(options, config, report, None if dataset.test else taken.root, code)
         return code
 
@@ -129,7 +125,7 @@ def _prepare(
         settings: the defaults, with the name and each --set.
         config: the YAML file to write.
     """
-    taken = recognise(options.folder, options.format, input if _interactive() else None)
+    taken = recognise(options.folder, options.format, input if is_interactive() else None)
     check_run_folder(options.output)
     claim(options.output, ("model",), overwrite=options.overwrite)
     if config.exists() and not options.overwrite:  # somebody may have changed it
@@ -169,7 +165,7 @@ def _prepare(
         log.info(f"- {hint.reason} ({hint.key}: {hint.value})")
     write(config, _config_text(settings.name, taken, network, hints))
     log.info(f"the settings are in {config}; edit them if you know better")
-    # What the hints have settled is no fault any more.
+    # The written settings have image.bit_depth now, so that fault is settled.
     faults = tuple(fault for fault in report.faults if fault.kind != "bit_depth")
     return taken, dataset, replace(report, faults=faults)
 
@@ -270,6 +266,7 @@ def _show(
         )
         command = ["infer", *model, "--input", str(scored)]
     code = max(code, execute([*command, "--output", str(folder), *rest]))
+    # One page: evaluate writes a report for the model, infer writes results.html.
     for page in (*folder.glob("*/report.html"), *folder.glob("results.html")):
         print(f"\nLook at {page.absolute()}")
         log.info(f"New images: anomaly infer {shlex.join(model)} --input FOLDER --output FOLDER")
@@ -289,12 +286,11 @@ def _show(
 
 def _wants_tuning(figures: Path) -> bool:
     """True if defects pass, and the person at the terminal wants other settings tried."""
-    if not (_interactive() and figures.is_file()):  # or there was nothing to evaluate with
+    if not figures.is_file():  # there were no test images
         return False
     (evaluated,) = from_json(figures.read_text("utf-8"))["categories"].values()
-    if not (evaluated["verdicts"] or {}).get("escapes"):
-        return False
-    return input("Try other settings? [y/N] ").strip().lower() in ("y", "yes")
+    escapes = (evaluated["verdicts"] or {}).get("escapes")
+    return bool(escapes) and agrees("Try other settings?")
 
 
 def _config_text(name: str, taken: Recognised, network: str | None, hints: Iterable[Advice]) -> str:

@@ -83,6 +83,7 @@ def _report(summary: dict[str, Any], output: Path, model: Model, reported: Conta
         )
     for line in lines(of_training(Run(model, output, summary))):
         log.info(line)
+    # `start` has reported unusable files itself.
     refused = [reason for reason in summary["refused"].values() if reason not in reported]
     for reason in first_of(refused, "; train.json lists all"):
         log.warning("skipped: %s", reason)

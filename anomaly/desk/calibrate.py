@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Real
@@ -169,7 +169,7 @@ def recalibrate(
             log.warning("skipped: %s", reason)
     limits, taken = _limits(model, asked, scored, known[DEFECTS])
     cost = price(model, replace(model, thresholds=limits), known, progress=progress)
-    if production:
+    if production:  # every image is scored already, and the scores stay
         compared = compare(scored, scored, (model.thresholds, limits))
         cost = Price({**cost.compared, PRODUCTION: compared})
     images = {kind: {str(s.sample.path): s.sha256 for s in scored}} if scored else {}
@@ -181,7 +181,7 @@ def recalibrate(
     record = change(asked.values(), model.thresholds, limits, images, found)
     changes = (*model.changes, {**record, "model_before": model.model_id})
     after = replace(model, thresholds=limits, model_id="", folder=None, changes=changes)
-    notes = [*_found_lines(found or {}), *_taken_lines([*taken])]
+    notes = list(_notes(found or {}, [*taken]))
     doubts = [cost.refusal, "" if asked.undo else _doubt(model.thresholds, limits)]
     return Change(model, after, cost, notes, [doubt for doubt in doubts if doubt], refused)
 
@@ -210,25 +210,20 @@ def _limits(
     return thresholds_by_hand(scores, review, asked.threshold), {}
 
 
-def _found_lines(found: dict[str, Any]) -> list[str]:
-    """The share of given defects that is rejected, and that is caught, a line each."""
-    return [
-        f"of {rate['images']} defects {rate['count']} {_VERDICTS[verdict]}: "
-        f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
-        "(95 % confidence)"
-        for verdict, rate in found.items()
-    ]
-
-
-def _taken_lines(taken: Sequence[str]) -> list[str]:
-    """The production images that were taken as defects."""
-    if not taken:
-        return []
-    return [
-        f"taken as defects, half of as many as there may be: {some(taken, most=_LISTED)}. For an "
-        "exact value, look at the highest scores, remove the defects and give --at-most-defective "
-        "0%"
-    ]
+def _notes(found: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
+    """Lines for people: rates of given defects, and production images taken as defects."""
+    for verdict, rate in found.items():
+        yield (
+            f"of {rate['images']} defects {rate['count']} {_VERDICTS[verdict]}: "
+            f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "
+            "(95 % confidence)"
+        )
+    if taken:
+        yield (
+            f"taken as defects, half of as many as there may be: {some(taken, most=_LISTED)}. For "
+            "an exact value, look at the highest scores, remove the defects and give "
+            "--at-most-defective 0%"
+        )
 
 
 def _doubt(before: Thresholds | None, new: Thresholds) -> str:
@@ -284,6 +279,7 @@ def _good_scores(scored: Sequence[Scored]) -> GoodScores:
             len(outliers),
             some(outliers, "; "),
         )
+    # Images of one part vary together: thresholds count parts.
     groups = {image.sample.group or i for i, (image, _) in enumerate(kept)}
     return GoodScores(
         tuple(_names([image.sample.path for image, _ in kept])),
@@ -317,6 +313,7 @@ def _known_scores(detector: Model, known: Iterable[Sample]) -> GoodScores:
             "good images with --good"
         )
     good, learned = detector.thresholds.good, detector.manifest["training_images"]
+    # Defects may have been found among the training images since; unreadable files have no hash.
     bad = {*map(content_hash, known), *recorded(detector, "defects")} - {""}
     rows = [(name, sha256 or learned.get(name, "")) for name, _, _, sha256 in good.rows()]
     if defects := [name for name, sha256 in rows if sha256 in bad]:
@@ -357,7 +354,7 @@ def thresholds_from_production(
         DataError: the share allows for no defect among so few images.
     """
     images = len(production.image)
-    defects = int(at_most_defective * images + 1e-9)
+    defects = int(at_most_defective * images + 1e-9)  # 5 % of 40 are 2, whatever rounding does
     if not defects:
         raise DataError(
             f"{percent(at_most_defective)} of {images} images is less than one image: give "
@@ -372,7 +369,7 @@ def thresholds_from_production(
         thresholds_from(scores, review_rate, reject_rate) for scores in (good, known)
     )
     review, reject = calibrated.to_review, calibrated.to_reject
-    if 0 < former.review < former.image:
+    if 0 < former.review < former.image:  # else no ratio is known
         reject = threshold_at(review.value * former.image / former.review, good.image)
     review, reject = (
         replace(threshold, false_rejects=_rate_with_defects(threshold, production.image, defects))

@@ -156,7 +156,7 @@ class Price:
         """Sign of another product: the new model flags most good parts; empty if it doesn't."""
         good = [image for image in self.of(GOOD, GOLDEN) if image.before == "good"]
         flagged = sum(is_flagged(image.after) for image in good)
-        if 2 * flagged <= len(good):
+        if 2 * flagged <= len(good):  # a worse model flags some, another product's nearly all
             return ""
         return (
             f"the new model flags {flagged} of {counted(len(good), 'part')} that the present model "
@@ -370,8 +370,8 @@ def samples_of(
     """
     samples: list[Sample] = []
     files: list[Path] = []
-    one = isinstance(images, str | os.PathLike) or is_one(images)
-    given: Iterable[Any] = [images] if one else cast(Iterable[Any], images)
+    single = isinstance(images, str | os.PathLike) or is_one(images)
+    given: Iterable[Any] = [images] if single else cast(Iterable[Any], images)
     for index, image in enumerate(given):
         if isinstance(image, Sample):
             samples.append(image)

@@ -40,7 +40,7 @@ def golden_samples(model: Path | None) -> list[Sample]:
     if golden is None:
         return []
     names = {path: path.relative_to(golden).as_posix() for path in list_images(golden)}
-    kinds = {True: "missed", False: "good"}
+    kinds = {True: MISSED, False: "good"}
     return [Sample(path, name, kinds[is_missed(name)]) for path, name in names.items()]
 
 
@@ -195,6 +195,7 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
         raise DataError(f"{folder} is in no run, so it has no golden parts; give the run's folder")
     golden = folder.parent / "golden"
     sha256 = hashlib.sha256(file).hexdigest()
+    # A defect among the training images will be missed again, whatever is kept of it.
     for learned, hashed in read_manifest(folder)["training_images"].items():
         if hashed == sha256:
             raise DataError(
@@ -202,7 +203,7 @@ def keep_missed(folder: Path, name: str, file: bytes) -> Path:
                 "take it out of the training images, and train again"
             )
     with locked(folder.parent):
-        for part in missed_parts(golden):
+        for part in missed_parts(golden):  # kept already, under whatever name
             if sha256_of(part) == sha256:
                 return part
         stem = short_name(f"{Path(name).stem}-{sha256[:8]}")
@@ -268,7 +269,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         if not isinstance(record["model_id"], str) or not isinstance(record["images"], dict):
             raise TypeError("it holds something else")
         for answer in record["images"].values():
-            answer["image_score"], answer["verdict"]
+            answer["image_score"], answer["verdict"]  # a KeyError where one is missing
     except FileNotFoundError:
         raise DataError(
             f"{file} doesn't exist: record first what the model says of these parts, {_RECORD}"

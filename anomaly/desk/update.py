@@ -309,7 +309,7 @@ def lineage(detector: Model) -> frozenset[str]:
     """The ids of a detector and of the models it was updated from."""
     ids: list[str] = []
     for line in detector.history.splitlines():
-        with suppress(ValueError, AttributeError):  # an edited line: the history isn't protected
+        with suppress(ValueError, AttributeError):  # a person may have edited the history
             ids.append(str(from_json(line).get("model_before", "")))
     return frozenset({detector.model_id, detector.manifest.get("parent", ""), *ids} - {""})
 
