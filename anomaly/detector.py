@@ -26,7 +26,7 @@ from anomaly.evaluation.splits import images_to_test, not_learned
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding
 from anomaly.report.report import Category, evaluated
-from anomaly.runtime import Progress, device_of
+from anomaly.runtime import Progress, StageProgress, device_of
 from anomaly.scoring.build import decoding_of
 from anomaly.scoring.model import Model
 from anomaly.scoring.prediction import Prediction
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import torch
 
     from anomaly.explain.page import Explanation
-    from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +124,7 @@ class Detector:
         """Score many images, one after the other, and go on where one can't be used.
 
         Args:
-            images: as for `predict`, one or many; read only a few batches ahead of what is
-                yielded.
+            images: one image or many, as in `predict`; read a few batches ahead at most.
             on_error: called with each image that can't be used, and the ImageError that says why.
                 By default that is logged as a warning.
 
@@ -245,7 +243,7 @@ class Detector:
         """Evidence for an image's score, in pictures: see `anomaly.explain.page.Explanation`.
 
         Args:
-            image: as for `predict`.
+            image: one image, as in `predict`.
             good: folder of the training images, whose nearest patches are shown; by default the
                 folder in the run's `train.json`.
 
@@ -269,9 +267,9 @@ class Detector:
         Nothing is tuned here: the detector and its thresholds stay as they are.
 
         Args:
-            data: what to test with: a data set's test split (`anomaly.open_dataset`), samples of
-                your own, or None for the data set that the detector was trained on, where its run
-                remembers that. Images that it has learned from are left out.
+            data: a data set, whose test split is taken (`anomaly.open_dataset`), samples of your
+                own, or None for the data set named in the run's `train.json`. Training images are
+                left out.
             progress: called with (done, total).
 
         Returns:
@@ -324,7 +322,7 @@ def fit(
         config: settings, as in a config file: a `Config`, a dict of them
             (`{"model": {"kind": "padim"}}`), or None for the defaults. `data` isn't read.
         device: `auto` (the GPU where there is one), `cpu`, `cuda`, or a torch device.
-        calibrate: whether to find thresholds. Without them predictions have no verdict.
+        calibrate: find thresholds. Without them predictions have no verdict.
         progress: called with (stage, done, total).
 
     Returns:
@@ -364,7 +362,7 @@ def load(
 
     Args:
         folder: the model folder, or the run that holds it as `model/`.
-        device: where the network and the scorer go: `auto` (the GPU where there is one), `cpu`,
+        device: device of the network and the scorer: `auto` (the GPU where there is one), `cpu`,
             `cuda`, or a torch device.
         precision: `fp32` or `bf16` instead of the model's own, which a warning points out.
 

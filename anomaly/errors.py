@@ -36,7 +36,7 @@ class ImageError(AnomalyError):
     """One image can't be turned into pixels.
 
     Args:
-        message: what is wrong with which file.
+        message: the file and its fault.
         status: `unreadable` (damaged, cut short, vanished, no permission) or `unsupported`
             (a healthy file of a kind that isn't accepted: too many pixels, several pages).
     """

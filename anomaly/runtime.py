@@ -35,6 +35,8 @@ __version__ = "0.1.0"
 
 # Called with (done, total), numbers of pieces of work.
 Progress: TypeAlias = Callable[[int, int], None]
+# As well, with the name of the stage first.
+StageProgress: TypeAlias = Callable[[str, int, int], None]
 
 _counting = threading.Lock()
 # Limits of OpenBLAS to one thread: the same one, once for each open block of `one_blas_thread`.

@@ -1,4 +1,4 @@
-"""The commands: what each does, two examples of it, its options, and the function that runs it.
+"""The table of commands: one line of help, two examples, the options, and the function's module.
 
 Imports little, so that help and refusals are quick.
 """

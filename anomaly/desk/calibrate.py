@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anomaly.calibration.rates import Rate, percent, rate_anywhere
 from anomaly.calibration.thresholds import (
@@ -36,13 +36,11 @@ from anomaly.desk.change import (
 )
 from anomaly.errors import DataError, first_of, some
 from anomaly.evaluation.splits import content_hash, recorded
+from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
 from anomaly.storage.folder import HISTORY
 from anomaly.storage.thresholds import change, earlier_thresholds
-
-if TYPE_CHECKING:
-    from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +175,11 @@ def recalibrate(
         images["taken as defects"] = taken
     if defects:
         images["defects"] = {defect.name: content_hash(defect) for defect in defects}
-    found = cost.defects_found(limits, defects)
-    record = change(asked.values(), model.thresholds, limits, images, found)
+    rates = cost.defects_found(limits, defects)
+    record = change(asked.values(), model.thresholds, limits, images, rates)
     changes = (*model.changes, {**record, "model_before": model.model_id})
     after = replace(model, thresholds=limits, model_id="", folder=None, changes=changes)
-    notes = list(_notes(found or {}, [*taken]))
+    notes = list(_notes(rates or {}, [*taken]))
     doubts = [cost.refusal, "" if asked.undo else _doubt(model.thresholds, limits)]
     return Change(model, after, cost, notes, [doubt for doubt in doubts if doubt], refused)
 
@@ -210,9 +208,9 @@ def _limits(
     return thresholds_by_hand(scores, review, asked.threshold), {}
 
 
-def _notes(found: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
+def _notes(rates: dict[str, Any], taken: Sequence[str]) -> Iterator[str]:
     """Lines for people: rates of given defects, and production images taken as defects."""
-    for verdict, rate in found.items():
+    for verdict, rate in rates.items():
         yield (
             f"of {rate['images']} defects {rate['count']} {_VERDICTS[verdict]}: "
             f"{percent(rate['expected'])}, {percent(rate['low'])} to {percent(rate['high'])} "

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from anomaly.calibration.rates import rate_above
 from anomaly.calibration.thresholds import ThresholdChange, Thresholds
@@ -20,11 +20,9 @@ from anomaly.errors import AnomalyError, DataError, counted, first_of, some
 from anomaly.evaluation.splits import content_hash, dataset_of, recorded
 from anomaly.imaging.arrays import ImageLike, is_one, source_of
 from anomaly.imaging.read import Decoding, described
+from anomaly.runtime import StageProgress
 from anomaly.scoring.model import Model, score
 from anomaly.scoring.prediction import Scored
-
-if TYPE_CHECKING:
-    from anomaly.training.fit import StageProgress
 
 log = logging.getLogger(__name__)
 

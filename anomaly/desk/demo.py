@@ -429,7 +429,7 @@ def scene_side(size: int) -> int:
 
 @dataclass(frozen=True)
 class Camera:
-    """One exposure: where the camera stood and how it was set.
+    """The camera's place and settings for one exposure.
 
     Attributes:
         size: side of the picture, in pixels.

@@ -111,11 +111,11 @@ def score_golden(
     samples = [Sample(path, path.relative_to(golden).as_posix()) for path in paths]
     scored = score(model, samples, progress=progress)
     answers = {
-        one.sample.name: {
-            "image_score": one.score,
-            "verdict": one.status if one.score is None else one.verdict(model.thresholds),
+        image.sample.name: {
+            "image_score": image.score,
+            "verdict": image.status if image.score is None else image.verdict(model.thresholds),
         }
-        for one in scored
+        for image in scored
     }
     return dict(sorted(answers.items()))
 
@@ -167,10 +167,10 @@ def is_missed(name: str) -> bool:
     return name.startswith(f"{MISSED}/")
 
 
-def missed_parts(golden: Path | None) -> list[Path]:
+def missed_parts(golden: Path) -> list[Path]:
     """The missed defects in a folder of golden parts; none without the folder."""
-    folder = None if golden is None else golden / MISSED
-    return list_images(folder) if folder and folder.is_dir() else []
+    folder = golden / MISSED
+    return list_images(folder) if folder.is_dir() else []
 
 
 def keep_missed(folder: Path, name: str, file: bytes) -> Path:

@@ -25,11 +25,11 @@ from anomaly.desk.judging import LEAST_DEFECTS, Judgement, Mask, Scores, judge, 
 from anomaly.errors import AnomalyError, DataError, counted
 from anomaly.files.tables import text_table
 from anomaly.files.writing import write
-from anomaly.runtime import device_of
+from anomaly.runtime import StageProgress, device_of
 from anomaly.scoring.build import turns_of
 from anomaly.scoring.model import score
 from anomaly.scoring.prediction import Scored
-from anomaly.training.fit import StageProgress, train
+from anomaly.training.fit import train
 
 log = logging.getLogger(__name__)
 

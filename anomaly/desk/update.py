@@ -27,6 +27,7 @@ from anomaly.desk.change import DEFECTS, Change, fresh, known_parts, price
 from anomaly.desk.golden import golden_of, score_golden, write_record
 from anomaly.errors import DataError, ModelError, counted, first_of
 from anomaly.files.writing import RUN, as_json, claim, clear, from_json, write
+from anomaly.runtime import StageProgress
 from anomaly.scoring.build import fitter_of
 from anomaly.scoring.image_statistics import TrainingStatistics
 from anomaly.scoring.model import Model, score
@@ -35,7 +36,6 @@ from anomaly.storage.save import save
 from anomaly.storage.thresholds import change
 from anomaly.training.cross_fitting import cross_fit, good_scores, scores_of
 from anomaly.training.features import CachedFeatures, cached_features
-from anomaly.training.fit import StageProgress
 from anomaly.training.runs import training_record
 
 log = logging.getLogger(__name__)

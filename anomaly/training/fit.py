@@ -29,7 +29,7 @@ from anomaly.imaging.loading import NetworkInput, Preprocessing, picture_of, siz
 from anomaly.imaging.pool import Decoders, read_all, rest
 from anomaly.imaging.read import Decoding, Image, bits_used, made_of, say_bits_used
 from anomaly.methods.base import Fitter
-from anomaly.runtime import Progress
+from anomaly.runtime import Progress, StageProgress
 from anomaly.scoring.build import (
     backbone,
     decoding_of,
@@ -46,7 +46,6 @@ from anomaly.training.features import CachedFeatures, HeldOutScores, TrainingSet
 
 log = logging.getLogger(__name__)
 
-StageProgress: TypeAlias = Callable[[str, int, int], None]
 _TRIAL_IMAGES = 4  # images on which bf16 is compared with fp32
 _POSE_IMAGES = 400  # images from which the pose of parts is learned, at most
 

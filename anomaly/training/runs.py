@@ -21,14 +21,14 @@ from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.pool import Decoders
 from anomaly.maps.anomaly_map import SourceMap, outlined_areas
 from anomaly.maps.heatmap import encode_png, heatmap
-from anomaly.runtime import peak_memory
+from anomaly.runtime import StageProgress, peak_memory
 from anomaly.storage.folder import check_run_folder
 from anomaly.storage.save import save
 
 if TYPE_CHECKING:
     import torch
 
-    from anomaly.training.fit import FeaturesOf, StageProgress, Training
+    from anomaly.training.fit import FeaturesOf, Training
 
 log = logging.getLogger(__name__)
 
