@@ -141,7 +141,8 @@ def _difference(tally: Tally, model: Model, folder: Path) -> str:
     if model.thresholds is None:
         return ""
     promised = model.thresholds.to_review.false_rejects
-    return flagged_line(tally.flagged[True], tally.flagged.total(), promised, str(folder))
+    run = str(folder) if model.extractor.engine == "torch" else "RUN"  # exports can't be calibrated
+    return flagged_line(tally.flagged[True], tally.flagged.total(), promised, run)
 
 
 def _print_escapes(model: Model, folder: Path) -> None:
