@@ -1,4 +1,4 @@
-"""Thresholds from good images alone: how many good parts they will reject, and how sure that is.
+"""Thresholds from good images alone, with their false-reject rates and confidence bounds.
 
-Pure statistics of scores; nothing here knows a model or sees a test split.
+Statistics of scores; nothing here knows a model or sees a test split.
 """

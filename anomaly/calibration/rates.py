@@ -1,4 +1,4 @@
-"""Shares of images, and what a count says about the true share behind it."""
+"""Shares of images: counts, with estimates and confidence bounds of the true share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anomaly.errors import DataError
 
 Floats = NDArray[np.float64]
 
-CONFIDENCE = 0.95  # of all bounds
+CONFIDENCE = 0.95  # confidence of all bounds, unless another is asked for
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Rate:
     """A counted share of images, with estimate and bounds of the true share.
 
     Attributes:
-        count: images that were flagged.
-        images: images there were.
-        expected: the estimate.
-        low: lower end of the two-sided interval, at the confidence asked for.
-        high: its upper end.
-        at_most: the one-sided upper bound, at the same confidence.
+        count: number of images flagged.
+        images: number of images.
+        expected: estimate of the true share.
+        low: lower end of the two-sided interval.
+        high: upper end of the two-sided interval.
+        at_most: one-sided upper bound, at the same confidence.
     """
 
     count: int
@@ -51,16 +51,16 @@ def rate_of(
 ) -> Rate:
     """An estimate with the Clopper–Pearson bounds of `count` out of `images`.
 
-    They hold for a threshold that wasn't chosen by these very images, or that is the score of a
+    The bounds hold for a threshold that wasn't chosen by these images, or that is the score of a
     fixed rank among them.
 
     Args:
-        count: images that were flagged.
-        images: images there were.
-        expected: the estimate.
-        confidence: of the bounds.
-        groups: number of groups that the images come from; None where each is its own. Images of
-            one group may be alike, so the bounds are those of so many images.
+        count: number of images flagged.
+        images: number of images.
+        expected: estimate of the true share.
+        confidence: confidence of the bounds.
+        groups: number of groups (lots, parts) that the images come from; None if each image is a
+            group. Images of one group may be alike, so the bounds count groups.
     """
     return _rate(count, images, expected, (1 - confidence) / 2, 1 - confidence, groups)
 
@@ -71,10 +71,10 @@ def rate_above(
     """The share of scores above a limit, with 95 % bounds.
 
     Args:
-        scores: (n,).
-        limit: a threshold.
+        scores: image scores (n,).
+        limit: the threshold.
         groups: number of groups that the images come from, see `rate_of`.
-        chosen: whether the limit may have been chosen by these very scores.
+        chosen: the limit may have been chosen by these scores; the bounds are then wider.
     """
     above = np.asarray(scores) > limit
     count = int(above.sum())
@@ -85,18 +85,18 @@ def rate_above(
 def rate_anywhere(count: int, images: int, expected: float, groups: int | None = None) -> Rate:
     """An estimate with 95 % bounds that hold at all thresholds at once.
 
-    So they hold wherever a threshold was put, also by somebody who has seen the scores. They are
-    Clopper–Pearson bounds at a level so strict that with 95 % confidence none of the counts above
-    any threshold breaks its bound ("equal local levels": Berk & Jones 1979, Aldor-Noiman et al.
-    2013). From 209 images none above says at most 3 %, where a fixed threshold says 1.4 %.
+    So they hold for any threshold, even one set by a person who has seen the scores. They are
+    Clopper–Pearson bounds at a level so strict that, with 95 % confidence, the count above no
+    threshold breaks its bound ("equal local levels": Berk & Jones 1979, Aldor-Noiman et al.
+    2013). If none of 209 images lies above, the share is at most 3 %, not the 1.4 % of `rate_of`.
     """
     units = np.log(independent(images, groups))
     tails = [np.exp(np.interp(units, np.log(_SIZES), np.log(x))) for x in _LEVELS]
     return _rate(count, images, expected, float(tails[1]), float(tails[0]), groups)
 
 
-# The levels that keep all bounds of so many images with 95 % and with 97.5 % confidence, from
-# `python -m benchmarks.coverage --levels`. In between they are linear in the logarithms.
+# Levels at which all bounds of so many images hold together with 95 % and with 97.5 % confidence,
+# from `python -m benchmarks.coverage --levels`; interpolated between in the logarithms of both.
 _SIZES = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100, 200, 500, 1000, 2000, 5000, 20000)
 _LEVELS = (
     (
@@ -113,8 +113,18 @@ _LEVELS = (
 def _rate(
     count: int, images: int, expected: float, two_sided: float, one_sided: float, groups: int | None
 ) -> Rate:
-    """An estimate with exact binomial bounds that each fail by the chance of its tail."""
+    """An estimate with exact binomial bounds, which fail with the chances given.
+
+    Args:
+        count: number of images flagged.
+        images: number of images.
+        expected: estimate of the true share.
+        two_sided: chance that either end of the interval fails.
+        one_sided: chance that the upper bound `at_most` fails.
+        groups: number of groups that the images come from, see `rate_of`.
+    """
     units = independent(images, groups)
+    # With fewer groups than images the count becomes a fraction of them, rounded outwards.
     least, most = count * units // max(images, 1), -(-count * units // max(images, 1))
     low = rate_showing(least, units, two_sided) if least else 0.0
     high, at_most = (
@@ -125,19 +135,19 @@ def _rate(
 
 
 def independent(images: int, groups: int | None) -> int:
-    """Number of images that bounds count on: no more than there are groups."""
+    """Number of images that bounds count: at most the number of groups."""
     return images if groups is None else min(groups, images)
 
 
 @lru_cache(maxsize=1024)
 def rate_showing(count: int, images: int, chance: float) -> float:
-    """The true rate at which `count` or more of `images` are flagged with a given chance.
+    """The true rate at which at least `count` of `images` are flagged with this chance.
 
     Inverts the binomial tail, which is the regularised incomplete beta function
     I_x(count, images − count + 1), by bisection.
     """
     low, high = 0.0, 1.0
-    while low < (middle := (low + high) / 2) < high:
+    while low < (middle := (low + high) / 2) < high:  # until no number lies in between
         if binomial(images, middle)[count:].sum() < chance:
             low = middle
         else:
@@ -146,7 +156,8 @@ def rate_showing(count: int, images: int, chance: float) -> float:
 
 
 def binomial(trials: int, rate: float) -> Floats:
-    """The chances (trials + 1,) of 0, 1, … successes, with a rate inside (0, 1)."""
+    """The chances (trials + 1,) of 0, 1, … successes, for a rate in (0, 1)."""
+    # In logarithms, because the binomial coefficients overflow from about 1,000 trials on.
     hits, factorials = np.arange(trials + 1), _log_factorials(trials)
     log_ways = factorials[trials] - factorials - factorials[::-1]
     return np.asarray(np.exp(log_ways + hits * np.log(rate) + (trials - hits) * np.log1p(-rate)))
@@ -165,7 +176,7 @@ def supported_rate(images: int) -> float:
 
 def images_needed(target: float) -> int:
     """The number of good images needed to guarantee a false-reject rate: 299 for 1 %."""
-    # Less a trifle, so that supported_rate(n) needs n and not, by rounding, n + 1.
+    # 1e-9 less, so that `supported_rate(n)` needs n images and not, by rounding, n + 1.
     return math.ceil(math.log1p(-CONFIDENCE) / math.log1p(-target) - 1e-9)
 
 
@@ -173,8 +184,8 @@ def sorted_scores(scores: ArrayLike) -> Floats:
     """The scores (n,) in rising order, float64.
 
     Raises:
-        DataError: there are none.
-        ValueError: the shape isn't (n,), or one isn't finite.
+        DataError: there are no scores.
+        ValueError: the shape isn't (n,), or a score isn't finite.
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1:
@@ -187,26 +198,26 @@ def sorted_scores(scores: ArrayLike) -> Floats:
 
 
 def percent(share: float) -> str:
-    """A share for people, to two digits: `0.48 %`."""
+    """A share in per cent, to two digits: `0.48 %`."""
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
 class ScoreScale:
-    """Scores as rarities: how unusual a score would be for a good part, in powers of ten.
+    """Rarity of scores among good parts, in powers of ten.
 
     A rarity of 1 is exceeded by one good part in 10, 2 by one in 100, 3 by one in 1,000. At the
     k-th highest of n good scores it is −log10(k / (n + 1)), the rate to expect of a threshold
-    there; in between it is linear in the score. Past the highest good score it goes on, strictly
-    rising and without end, along an exponential tail (the generalised Pareto distribution of
-    shape 0) with the mean excess of the top tenth. Scores with a lighter tail are rarer still
-    than it says. Below the lowest score it falls towards 0 in the same way. What lies beyond the
-    good scores is an ordering to sort and compare by, not a measured rate.
+    there; between two scores it is linear. Above the highest good score it rises without end
+    along an exponential tail (the generalised Pareto distribution of shape 0) with the mean excess
+    of the top tenth; scores with a lighter tail are rarer still. Below the lowest score it falls
+    towards 0 in the same way. Outside the good scores it only sorts and compares; it isn't a
+    measured rate.
 
     Args:
-        good_scores: (n,) finite scores of good images the model hasn't learned from.
+        good_scores: (n,) finite scores of good images that the model hasn't learned from.
 
     Raises:
-        DataError: no scores.
+        DataError: there are no scores.
         ValueError: a score isn't finite.
     """
 
@@ -216,7 +227,7 @@ class ScoreScale:
         above = len(good) - np.append(first[1:], len(good))
         self._rarities = -np.log10((above + 1) / (len(good) + 1))
         tail = max(len(good) // 10, 1)
-        # Equal scores have no excess; the tail is then as steep as single precision can show.
+        # Equal scores have no excess; their tail falls within single precision of the score.
         steepest = float(np.finfo(np.float32).eps) * max(float(np.abs(good).max()), 1.0)
         self._upper_excess = max(float((good[-tail:] - good[-tail - 1 :][0]).mean()), steepest)
         self._lower_excess = max(float((good[: tail + 1][-1] - good[:tail]).mean()), steepest)
@@ -233,39 +244,40 @@ class ScoreScale:
         return rarities
 
     def score_of(self, share: float) -> float:
-        """The score that this share of good parts exceeds: the way back, not below the lowest."""
+        """The score that this share of good parts exceeds, at least the lowest good score."""
         rarity = -math.log10(share)
         inside = float(np.interp(rarity, self._rarities, self._knots))
         beyond = max(rarity - float(self._rarities[-1]), 0.0)
         return inside + beyond * self._upper_excess * math.log(10)
 
 
-# All relative to the scores. Half a gap is one and a half times the noise of 1e-4.
+# Distances as shares of the score. Another machine changes a score by about 1e-4, the noise.
+# Least gap to put a threshold into: half of it is one and a half times the noise.
 GAP = 3e-4
-# Above a score where the gap is wider: ten times the noise, and of no weight beside the width of a
-# distribution of scores.
+# Distance of a threshold from the score below it in a wider gap: ten times the noise, and little
+# beside the width of a distribution of scores.
 ROOM = 1e-3
-# Above the highest score, or below the lowest: another precision, too, leaves all of them there.
+# Distance of a threshold beyond the highest or the lowest score: no precision moves scores so far.
 OUTSIDE = 1e-2
-# Among many thousands of scores none of the nearest gaps may be as wide. No threshold goes
-# farther than this to find one.
+# Farthest that a threshold moves to find such a gap: among many thousands of scores there may be
+# none near by.
 REACH = 1e-2
 
 
 def placed(value: float, scores: Floats) -> float:
     """A threshold in a gap between scores, at or above a value.
 
-    Taken is the lowest gap of `GAP` or more that begins at most `REACH` above the highest score up
-    to `value`, or the widest of them if none is so wide. The threshold lies `ROOM` above its lower
-    end, and never beyond its middle. So it flags as many of the scores as `value` does, or a few
-    less. Beyond both ends of the scores it keeps `OUTSIDE` from them.
+    Gaps may begin up to `REACH` above the highest score that `value` doesn't flag. The lowest gap
+    of at least `GAP` is taken, else the widest. The threshold lies `ROOM` above the gap's lower
+    end, at most in its middle, so it flags as many scores as `value` does, or a few less. Outside
+    the scores it lies `OUTSIDE` away from the nearest.
 
     Args:
-        value: a score above it was to be flagged.
+        value: scores above it are to be flagged.
         scores: (n,) finite, at least one, in any order.
 
     Returns:
-        The threshold, a float32 wherever the gap holds one.
+        The threshold; exact as float32 if the gap holds a float32.
     """
     known = np.unique(scores)
     reached = int(np.searchsorted(known, value, side="right"))
@@ -286,11 +298,11 @@ def placed(value: float, scores: Floats) -> float:
 
 
 def _size(score: float) -> float:
-    """Its magnitude; not quite 0 for 0, so that there is room beside it in single precision."""
+    """Magnitude of a score; above 0 even for 0, so that a distance can be a share of it."""
     return max(abs(float(score)), 1e-30)
 
 
 def _single(value: float, below: float, above: float) -> float:
-    """A value strictly between two, as float32 if that lies between them too."""
+    """A value between two others, rounded to float32 if it then still lies between them."""
     single = float(np.float32(value))
     return single if below < single < above else float(value)

@@ -1,9 +1,9 @@
-"""Thresholds from the scores of good images, those scores, and changes of both.
+"""Thresholds from the scores of good images, and changes of thresholds.
 
-The scores must come from images that the scoring model hasn't learned from. If they and the parts
-still to come are alike (exchangeable), the rate of false rejects above the k-th highest of n
-scores follows Beta(k, n − k + 1) whatever the scores' distribution: its mean is k / (n + 1), and
-its quantiles are the bounds given here (Wilks 1941; Vovk 2012, "Conditional validity of inductive
+The scores must come from images that the scoring model hasn't learned from. If these images and
+later parts are alike (exchangeable), the false-reject rate above the k-th highest of n scores
+follows Beta(k, n − k + 1) for any distribution of scores: its mean is k / (n + 1), and its
+quantiles are the bounds given here (Wilks 1941; Vovk 2012, "Conditional validity of inductive
 conformal predictors", proposition 2). Ties only lower the true rate.
 """
 
@@ -37,7 +37,7 @@ from anomaly.calibration.rates import (
 )
 from anomaly.errors import DataError, some
 
-_SLACK = 1e-9  # of rates, for rounding
+_SLACK = 1e-9  # relative rounding error of a rate
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,11 @@ class Threshold:
 
     Attributes:
         value: a score above it is flagged.
-        false_rejects: the good calibration images above it, and the rate to expect of new good
-            parts.
-        target: the rate asked for; None for a threshold that was set by hand.
-        kept: how the target is kept: by the `bound`, with 95 % confidence, or in the `mean`.
+        false_rejects: count of good calibration images above it, and the rate to expect of new
+            good parts.
+        target: the rate asked for; None for a threshold set by hand.
+        kept: side of the promise: the `bound` keeps the target with 95 % confidence, the `mean`
+            only on average.
     """
 
     value: float
@@ -59,18 +60,18 @@ class Threshold:
 
     @property
     def supported(self) -> bool:
-        """Whether the images suffice for the target; True without a target."""
+        """True if there are enough images for the target, or no target."""
         rate = self.false_rejects
         promised = rate.at_most if self.kept == "bound" else rate.expected
-        # The slack is for a target that is just what the images support, but for rounding.
+        # The slack lets a target pass that the images support exactly.
         return self.target is None or promised <= self.target * (1 + _SLACK)
 
     def raised(self, value: float, scores: ArrayLike) -> Threshold:
-        """A copy at a higher value with the same bounds, which still hold.
+        """A copy at a higher value; the upper bounds stay and still hold.
 
         Args:
-            value: one that isn't higher changes nothing.
-            scores: those that this one was found with.
+            value: the new value; the threshold itself is returned if this isn't higher.
+            scores: good scores (n,) that the threshold was calibrated with.
         """
         if value <= self.value:
             return self
@@ -82,7 +83,7 @@ class Threshold:
 
     @property
     def statement(self) -> str:
-        """The expected false-reject rate, as a sentence for people."""
+        """The expected false-reject rate and its bound, in words."""
         rate = self.false_rejects
         statement = (
             f"flags about {percent(rate.expected)} of good parts, at most "
@@ -102,10 +103,10 @@ def threshold_for_false_reject_rate(
 ) -> Threshold:
     """The lowest threshold that rejects at most `target` of good parts, with 95 % confidence.
 
-    It lies in a gap above the order statistic that the promise stands on, see `placed`: as far as
-    the promise goes, higher is only safer. Where there are too few images to vouch for the target
-    it lies just above their highest score, the most careful place that needs no guess about scores
-    nobody has seen; `supported` is False and the bounds say what it is good for.
+    It lies in a gap above the order statistic that the bound belongs to, see `placed`; a higher
+    threshold keeps the bound, too. If there are too few images to guarantee the target, it lies
+    just above their highest score, the strictest place that needs no guess about unseen scores;
+    then `supported` is False, and the bounds give the rate that is guaranteed.
 
     Args:
         scores: (n,) finite scores of good images, higher is more anomalous.
@@ -117,8 +118,8 @@ def threshold_for_false_reject_rate(
         ValueError: a score isn't finite, or the target is out of range.
     """
     good = _checked(scores, target)
-    # At most c of n above: the bound is within the target where a rate of `target` would show as
-    # few as c only by a chance of 1 − 95 %.
+    # c images above keep the bound if a true rate of `target` would show c or fewer images above
+    # with a chance of at most 5 %.
     units = independent(len(good), groups)
     chances = np.cumsum(binomial(units, target))[:-1]
     fitting = int(np.searchsorted(chances, 1 - CONFIDENCE, side="right"))
@@ -131,8 +132,8 @@ def threshold_for_expected_rate(
 ) -> Threshold:
     """The lowest threshold that flags at most `target` of good parts on average.
 
-    In the mean over sets of so many images, not with a promise for this one; the bounds say how
-    far it may be off. Otherwise as `threshold_for_false_reject_rate`.
+    The mean is over sets of as many images; this set's own rate isn't guaranteed, and the bounds
+    say how far off it may be. See `threshold_for_false_reject_rate` for its place in a gap.
 
     Args:
         scores: (n,) finite scores of good images, higher is more anomalous.
@@ -149,6 +150,7 @@ def threshold_for_expected_rate(
 
 
 def _checked(scores: ArrayLike, target: float) -> Floats:
+    """The scores (n,) in rising order, after a check of the target."""
     if not 0 < target < 1:
         raise ValueError(f"target must lie between 0 and 1, not {target}")
     return sorted_scores(scores)
@@ -157,7 +159,7 @@ def _checked(scores: ArrayLike, target: float) -> Floats:
 def _above(
     good: Floats, above: int, target: float, kept: Literal["bound", "mean"], groups: int | None
 ) -> Threshold:
-    """The threshold in a gap above all but the `above` highest of sorted scores."""
+    """The threshold in a gap below the `above` highest of sorted scores, at least 0 of them."""
     value = placed(float(good[len(good) - 1 - max(above, 0)]), good)
     above = int((good > value).sum())
     rate = rate_of(above, len(good), (above + 1) / (len(good) + 1), groups=groups)
@@ -165,7 +167,7 @@ def _above(
 
 
 def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> Threshold:
-    """A threshold with its false-reject rate; valid even if chosen by these scores.
+    """A threshold with its false-reject rate; the bounds hold even if these scores chose it.
 
     Args:
         value: a score above it is flagged.
@@ -184,13 +186,11 @@ def threshold_at(value: float, scores: ArrayLike, groups: int | None = None) -> 
     return Threshold(value, rate)
 
 
-# Good images that are looked at one by one, and by how much leaving one out must lower the reject
-# threshold for it to be worth a word.
-_HIGHEST = 5
-_WORTH_A_WORD = 0.1
+_HIGHEST = 5  # good images that are left out one after the other
+_WORTH_A_WORD = 0.1  # least share by which this lowers the reject threshold to be reported
 _ASSUMES = "valid only for images like these: same lot, lamp and camera"
-# Times the reject threshold so far, above which a new one is reported as higher. Less is never
-# doubted: the interval of a threshold from few images hangs on one or two gaps between scores.
+# A new reject threshold is reported as higher, and may be doubted, above so many times the earlier
+# one: the interval of a threshold from few images depends on one or two gaps between scores.
 _FAR = 1.1
 _FOR_THE_REST = (
     "The rates hold for parts like the images that remain; if parts like those left out are good "
@@ -204,19 +204,19 @@ Row: TypeAlias = tuple[str, float, float, str]
 
 @dataclass(frozen=True)
 class GoodScores:
-    """Scores of good images by models that haven't learned them.
+    """Scores of n good images by models that haven't learned from them.
 
     Attributes:
-        names: of the n images.
-        image: their image scores.
-        peak: the highest value of each one's anomaly map.
-        source: how many they are and how they were had, for people.
-        groups: from how many groups (lots, or parts seen more than once) the images come; None
-            where none are known.
-        left_out: names of images that somebody has taken out.
-        hashes: sha256 of each of the n images, empty for one of which it isn't known here; none at
-            all after training, whose images' hashes the model's manifest has by name.
-        stood_out: how many images training has left out because they stood out from all others.
+        names: the images' names.
+        image: the images' scores.
+        peak: the highest value of each image's anomaly map.
+        source: number and origin of the images, in words; begins with the number.
+        groups: number of groups (lots, or parts seen more than once) that the images come from;
+            None if unknown.
+        left_out: names of images that a person has taken out.
+        hashes: SHA-256 of each image, empty if unknown; no entries at all after training, because
+            the model's manifest lists them by name.
+        stood_out: number of images that training has left out as unlike all others.
     """
 
     names: tuple[str, ...] = field(repr=False)
@@ -229,29 +229,25 @@ class GoodScores:
     stood_out: int = 0
 
     def rows(self) -> list[Row]:
-        """A row for each image; the sha256 is empty if unknown."""
+        """A row for each image; the SHA-256 is empty if unknown."""
         hashes = self.hashes or ("",) * len(self.names)
         return list(zip(self.names, self.image, self.peak, hashes, strict=True))
 
     def with_rows(self, rows: Sequence[Row]) -> GoodScores:
-        """A copy with other rows, at least one."""
+        """A copy with the images of other rows, at least one."""
         names, image, peak, hashes = zip(*rows, strict=True)
         return replace(
-            self,
-            names=names,
-            image=image,
-            peak=peak,
-            hashes=hashes if any(hashes) else (),
+            self, names=names, image=image, peak=peak, hashes=hashes if any(hashes) else ()
         )
 
     def without(self, names: Sequence[str]) -> GoodScores:
-        """A copy without some images, whose names it keeps.
+        """A copy without some images; their names move to `left_out`.
 
         Args:
-            names: of images.
+            names: names of the images to leave out.
 
         Raises:
-            DataError: none would be left.
+            DataError: no image would remain.
         """
         places = {self.names.index(name) for name in names}
         if len(places) == len(self.names):
@@ -264,8 +260,8 @@ class GoodScores:
     def joined(self, other: GoodScores) -> GoodScores:
         """These scores and others together.
 
-        An image that both have counts once, with the other's score. Where groups are known of
-        either, all images of the one of which none are count as one.
+        An image in both counts once, with the score from `other`. If only one of the two knows its
+        groups, all images of the other count as one group.
         """
         known = self.groups is not None or other.groups is not None
         shared = {*other.hashes} - {""}
@@ -279,7 +275,7 @@ class GoodScores:
 
     @property
     def cautions(self) -> list[str]:
-        """Limits of what the bounds hold for, a sentence each; empty if that is all images."""
+        """Limits of the bounds, a sentence each; empty without any."""
         cautions = [] if self.groups is None else [self._caution_of_groups(self.groups)]
         if self.stood_out:
             cautions.append(
@@ -293,7 +289,7 @@ class GoodScores:
 
     def _caution_of_groups(self, groups: int) -> str:
         count = "one group" if groups == 1 else f"{groups} groups"
-        if groups > 1 and self.left_out:  # of which groups isn't kept
+        if groups > 1 and self.left_out:  # a group may have lost all its images
             count += " at most"
         return (
             f"the images come from {count}. Images of one group may be alike, so the bounds count "
@@ -304,14 +300,14 @@ class GoodScores:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds of an image and its pixels, with the scores behind them.
+    """Thresholds of the image score and of pixels, with the good scores behind them.
 
     Attributes:
-        to_review: the threshold that an image's score exceeds which isn't called good.
-        to_reject: the threshold that a rejected image's score exceeds; at least as high.
-        pixel: an anomaly-map value above this is marked.
-        label: how the thresholds were found: `calibrated` or `by hand`.
-        good: the scores of good images behind them.
+        to_review: threshold above which an image isn't called good.
+        to_reject: threshold above which an image is rejected; at least as high as `to_review`.
+        pixel: anomaly-map value above which a pixel is marked.
+        label: origin of the thresholds: `calibrated` or `by hand`.
+        good: the scores of good images that rates and bounds are computed from.
 
     Raises:
         ValueError: the review threshold lies above the reject threshold.
@@ -337,7 +333,7 @@ class Thresholds:
 
     @property
     def review(self) -> float:
-        """An image score above this, up to `image`, is for a person to decide."""
+        """An image score above this, up to `image`, is for review by a person."""
         return self.to_review.value
 
     @cached_property
@@ -351,20 +347,18 @@ class Thresholds:
         return len(self.good.image)
 
     def verdict(self, score: float) -> str:
-        """`good` up to and including `review`, `review` up to and including `image`, or `reject`.
-
-        A score that isn't a number is rejected: what wasn't measured must not pass.
-        """
+        """`good` for a score up to `review`, `review` for one up to `image`, else `reject`."""
+        # NaN fails both comparisons and is rejected: an image that wasn't measured mustn't pass.
         if score <= self.review:
             return "good"
         return "review" if score <= self.image else "reject"
 
     def calibrated(self, score: float) -> float:
-        """How rare a score is among good parts, in powers of ten; see `ScoreScale`."""
+        """Rarity of a score among good parts, in powers of ten; see `ScoreScale`."""
         return float(self._scale(score))
 
     def lines(self) -> list[str]:
-        """Lines for people: the thresholds and their rates."""
+        """Lines of text with the thresholds, their rates and the limits of both."""
         lines = [f"thresholds {self.label} on {self.good.source}"]
         no_review = ", no review zone" if self.review == self.image else ""
         if not no_review:
@@ -376,9 +370,9 @@ class Thresholds:
         """The good images that raise the reject threshold, the highest first.
 
         Returns:
-            (name, score, the threshold without this image and those listed before it). Up to the
-            last image without which it would be lower by a tenth or more; empty where there is
-            none, and for thresholds that weren't calibrated.
+            (name, score, reject threshold without this image and those listed before it), up to
+            the last image that lowers it by a tenth or more. Empty if no image does, and for
+            thresholds set by hand.
         """
         target = self.to_reject.target
         order = np.argsort(-np.array(self.good.image), kind="stable")[:_HIGHEST].tolist()
@@ -396,7 +390,7 @@ class Thresholds:
         return highest[:listed]
 
     def raised_lines(self) -> list[str]:
-        """Lines for people: the images of `raised_by`."""
+        """Lines of text with the images of `raised_by`."""
         return [
             f"{name} scores {score:.5g}; without it{f' and the {i} above' if i else ''} the reject "
             f"threshold would be {value:.5g} instead of {self.image:.5g}"
@@ -407,9 +401,9 @@ class Thresholds:
     def reject_up_to(self) -> float:
         """Upper end of the reject threshold's 95 % interval.
 
-        The share of good parts above the threshold is Beta distributed; the end is the score that
-        is as rare as that share may be low. Beyond the highest score that is read off the tail of
-        `ScoreScale`.
+        The share of good parts above the threshold follows a Beta distribution. The upper end is
+        the score that the lower bound of that share exceeds; above the highest good score it comes
+        from the tail of `ScoreScale`.
         """
         above = sum(score > self.image for score in self.good.image)
         if above == self.images:
@@ -419,7 +413,7 @@ class Thresholds:
         return max(self.image, self._scale.score_of(share))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the scores."""
+        """The thresholds as plain values, without the good scores."""
         return {
             "label": self.label,
             "source": self.good.source,
@@ -443,12 +437,12 @@ def thresholds_from(
 
     Args:
         good: finite scores of good images.
-        review_rate: the share of good parts that may be called anything but good, in the mean.
-            A look at a good part costs little: to promise more would leave small sets without any
-            review, just where doubt is greatest.
-        reject_rate: the share that may be rejected; at most `review_rate`.
+        review_rate: share of good parts that may be called anything but good, on average. A look
+            at a good part costs little, and a guaranteed rate would leave small sets without a
+            review zone, where doubt is greatest.
+        reject_rate: share of good parts that may be rejected; at most `review_rate`.
         newest: scores of the latest images; the reject threshold rises until it keeps its rate on
-            them alone, too.
+            these images alone, too.
 
     Raises:
         DataError: no scores.
@@ -479,10 +473,11 @@ def thresholds_by_hand(good: GoodScores, review: float, reject: float) -> Thresh
 
 
 def with_pixels(review: Threshold, reject: Threshold, label: str, good: GoodScores) -> Thresholds:
-    """Thresholds of images with the pixel threshold that is as rare among good images.
+    """Thresholds with the pixel threshold that is as rare among good images as the reject one.
 
-    The k-th highest image score becomes the k-th highest peak of a map; in between it is linear,
-    and beyond both ends proportional. Where the image score is the map's peak, both are equal.
+    The k-th highest image score corresponds to the k-th highest peak of an anomaly map; between
+    two scores the threshold is linear, outside them proportional. If the image score is the map's
+    peak, both thresholds are equal.
     """
     return Thresholds(review, reject, _pixels_at(reject.value, good), label, good)
 
@@ -490,20 +485,18 @@ def with_pixels(review: Threshold, reject: Threshold, label: str, good: GoodScor
 def _pixels_at(value: float, good: GoodScores) -> float:
     """The anomaly map's value that is as rare among good images as an image score."""
     scores, peaks = np.sort(np.array(good.image)), np.sort(np.array(good.peak))
-    for end in (0, -1):
-        outside = value < scores[0] if end == 0 else value > scores[-1]
-        if outside and scores[end] > 0:
-            return float(peaks[end] * (value / scores[end]))
-    return float(np.interp(value, scores, peaks))
+    peak, nearest = np.interp(value, scores, peaks), np.clip(value, scores[0], scores[-1])
+    # Between the scores the factor is 1; beyond them the nearest score's peak grows with the value.
+    return float(peak * (value / nearest) if nearest > 0 else peak)
 
 
 @dataclass(frozen=True, eq=False)
 class ThresholdChange:
-    """A change of thresholds: those before and after.
+    """A change of thresholds.
 
     Attributes:
-        before: the thresholds so far.
-        after: the new ones.
+        before: the present thresholds.
+        after: the new thresholds.
     """
 
     before: Thresholds
@@ -511,15 +504,15 @@ class ThresholdChange:
 
     @property
     def is_doubtful(self) -> bool:
-        """True if the reject threshold rises by more than chance explains, and nobody chose so.
+        """True if a calibrated reject threshold rises by more than chance explains.
 
-        Defects among the good images do that; all defects like them would then pass.
+        Defects among the good images raise it; all defects like them would then pass.
         """
         chance = max(self.before.reject_up_to, _FAR * self.before.image)
         return self.after.label != "by hand" and self.after.image > chance
 
     def lines(self) -> list[str]:
-        """A line for people: how far the thresholds move; none where they stay."""
+        """A line with the thresholds before and after; none if they are equal."""
         if self.after == self.before:
             return []
         return [
@@ -529,7 +522,7 @@ class ThresholdChange:
 
     @property
     def caution(self) -> str:
-        """A warning if the reject threshold rises by far; empty otherwise."""
+        """A warning if the reject threshold rises by more than a tenth; empty otherwise."""
         if self.after.image <= _FAR * self.before.image:
             return ""
         good = self.after.good

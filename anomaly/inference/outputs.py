@@ -1,4 +1,4 @@
-"""What a run of `infer` writes into its folder; a run over a list of files. Imports no torch."""
+"""Files in the output folder of `infer`, and the pictures of each image. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ from anomaly.files.writing import (
     write,
 )
 from anomaly.imaging.read import Image
-from anomaly.maps.anomaly_map import (
-    MarkedRegion,
-    SourceMap,
-    marked_regions,
-    outlined_areas,
-    predicted_mask,
-)
+from anomaly.maps.anomaly_map import MarkedRegion, SourceMap, marked_regions, predicted_mask
 from anomaly.maps.heatmap import Thumbnail, encode_float32, encode_png, heatmap, shrunk, thumbnail
 from anomaly.runtime import __version__
 
@@ -41,13 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The folder of a run, and what the run writes there, by the options of `anomaly infer`.
+    """The output folder of a run, and the kinds of files written there.
 
     Attributes:
         folder: the output folder.
-        kinds: any of `heatmaps` or `flagged-heatmaps` (of images not called good), `page`
-            (results.html), `masks` (marked areas as PNG), `regions` (regions.csv) and `maps`
-            (anomaly maps as TIFF).
+        kinds: values of `--write`: `heatmaps` or `flagged-heatmaps` (only of images that aren't
+            good), `page` (results.html), `masks` (marked areas as PNG), `regions` (regions.csv)
+            and `maps` (anomaly maps as TIFF).
     """
 
     folder: Path
@@ -57,17 +51,18 @@ class Outputs:
         """Check that a run can use the folder; deletes nothing.
 
         Args:
-            watch: the run follows folders.
-            resume: continue an earlier run there.
-            overwrite: let `clear` delete an earlier run.
+            watch: the run follows folders instead of scoring a list of files.
+            resume: continue the earlier run in the folder.
+            overwrite: allow `clear` to delete an earlier run.
 
         Returns:
-            Whether a run over a list of files is complete already.
+            True if the earlier run over a list of files is complete already.
 
         Raises:
-            OutputError: the folder holds another run, without `resume` or `overwrite`, or it
-                can't be written to.
+            OutputError: the folder holds a run and neither `resume` nor `overwrite` is set, it
+                holds a run of the other kind, or it can't be written to.
         """
+        # A finished run has deleted its journal, so either file means an interrupted one.
         unfinished, watched = ((self.folder / name).exists() for name in (JOURNAL, WATCHED))
         here, other = (watched, unfinished) if watch else (unfinished, watched)
         if other and not overwrite:
@@ -88,25 +83,25 @@ class Outputs:
 
     def clear(self, model: Model) -> None:
         """Delete an earlier run's files, unless `pictures` raises."""
-        self.pictures(model)
+        self.pictures(model)  # a refused run mustn't cost the earlier results
         clear(self.folder, INFER)
 
     def about(self, model: Model, inputs: Mapping[str, object]) -> dict[str, object]:
-        """What the rows of a run depend on.
+        """Facts that the rows of a run depend on; a run can be resumed only with the same.
 
         Args:
-            model: scores the images.
-            inputs: names the images.
+            model: the model that scores the images.
+            inputs: facts about the images.
         """
         outputs = sorted(self.kinds - {"page"})
         return {**inputs, **about_model(model), "set of outputs": outputs}
 
     def pictures(self, model: Model, small: int = 0) -> PictureWriter:
-        """The writer of each image's pictures.
+        """The writer of the run's pictures.
 
         Args:
-            model: scores the images.
-            small: most pixels of small heatmaps.
+            model: the model that scores the images.
+            small: most pixels of a small heatmap.
 
         Raises:
             OutputError: the model has no thresholds, which some pictures need.
@@ -120,15 +115,15 @@ class Outputs:
         return replace(PictureWriter.of(model, small), output=self.folder, full_size=False)
 
     def has_heatmap(self, verdict: str) -> bool:
-        """True if an image with a verdict, empty for none, gets a heatmap."""
+        """True if an image with this verdict (empty without one) gets a heatmap."""
         return "heatmaps" in self.kinds or ("flagged-heatmaps" in self.kinds and verdict != "good")
 
     def wanted(self, prediction: Prediction, name: str) -> Wanted:
         """The pictures of one image.
 
         Args:
-            prediction: of the image.
-            name: the path of the pictures in their folders.
+            prediction: the image's prediction.
+            name: path of the pictures inside the folders of heatmaps, masks and maps.
         """
         kinds = self.kinds & {"regions", "maps"}
         if "masks" in self.kinds:
@@ -138,14 +133,14 @@ class Outputs:
         return Wanted(kinds, name, prediction.verdict == "reject")
 
     def holds_picture(self, name: str) -> bool:
-        """True if any picture of a name is in the folder."""
+        """True if the output folder holds a heatmap, mask or map of this name."""
         map_name = PurePosixPath(name).with_suffix(".tiff")
         files = (HEATMAPS, name), (MASKS, name), (MAPS, map_name)
         return any((self.folder / place / file).exists() for place, file in files)
 
 
 def about_model(model: Model) -> dict[str, object]:
-    """Facts that scores depend on: model, versions, device, engine, precision."""
+    """Facts that scores depend on: model, software version, device, engine and precision."""
     return {
         "model": model.model_id,
         "software version": __version__,
@@ -161,8 +156,8 @@ class Wanted:
 
     Attributes:
         kinds: any of `heatmap`, `small` (a small heatmap), `mask`, `regions` and `maps`.
-        name: the path of the pictures in their folders.
-        rejected: whether the image's verdict is `reject`.
+        name: path of the pictures inside the folders of heatmaps, masks and maps.
+        rejected: the image's verdict is `reject`.
     """
 
     kinds: Set[str]
@@ -172,13 +167,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of one image that aren't in files.
+    """The pictures and regions of one image that weren't written to files.
 
     Attributes:
-        heatmap: PNG; empty if not wanted, or written.
-        mask: PNG; likewise.
-        regions: the marked regions, if wanted.
-        small: a small copy of the heatmap, if wanted.
+        heatmap: the heatmap as PNG; empty if it isn't wanted or was written to a file.
+        mask: the mask as PNG; empty if it isn't wanted or was written to a file.
+        regions: the marked regions; empty if they aren't wanted.
+        small: a small copy of the heatmap; None if it isn't wanted.
     """
 
     heatmap: bytes = b""
@@ -192,12 +187,12 @@ class PictureWriter:
     """Draws an image's pictures.
 
     Attributes:
-        limit: the anomaly map's value where marking starts; None takes the image's own highest
-            patch score, for models without thresholds.
-        review: a lower value, which a heatmap outlines fainter; None for none.
+        limit: the anomaly map's value where marking starts; None for a model without thresholds:
+            the image's own highest patch score.
+        review: a lower value, where a heatmap's fainter outline starts; None for none.
         small: most pixels of a small heatmap.
-        output: the folder for folders of heatmaps, masks and maps; None to hand them back.
-        full_size: heatmaps of the image's own size, not at most twice the network's input.
+        output: parent of the folders of heatmaps, masks and maps; None to return the bytes.
+        full_size: draw heatmaps in the image's size, else in at most twice the network input's.
     """
 
     limit: float | None = None
@@ -220,48 +215,44 @@ class PictureWriter:
         Args:
             image: the decoded file.
             anomaly_map: its anomaly map.
-            wanted: what to draw.
+            wanted: the pictures to draw.
 
         Raises:
             OutputError: the disk is full or not writable.
         """
-        kinds, mask = wanted.kinds, b""
+        kinds, mask, regions = wanted.kinds, b"", tuple[MarkedRegion, ...]()
         limit = float(np.nanmax(anomaly_map.scores)) if self.limit is None else self.limit
-        if self.full_size:
+        if self.full_size or kinds - {"heatmap", "small"}:  # else a reduced map is enough
             anomaly_map = anomaly_map.held()
         # A separate method frees a large image's picture before the mask is encoded.
         heatmap, small = self._heatmap(image, anomaly_map, limit, wanted)
-        if kinds <= {"heatmap", "small"}:
-            return Pictures(heatmap, small=small)
-        anomaly_map = anomaly_map.held()
         if "maps" in kinds:
             name = PurePosixPath(wanted.name).with_suffix(".tiff")
             self._put(MAPS, name, encode_float32(anomaly_map()))
-        if not kinds & {"mask", "regions"}:
-            return Pictures(heatmap, small=small)
-        marked = predicted_mask(anomaly_map, limit)
-        if "mask" in kinds:
-            mask = self._put(MASKS, wanted.name, encode_png(marked))
-        regions = marked_regions(marked, anomaly_map) if "regions" in kinds else ()
+        if kinds & {"mask", "regions"}:
+            marked = predicted_mask(anomaly_map, limit)
+            if "mask" in kinds:
+                mask = self._put(MASKS, wanted.name, encode_png(marked))
+            if "regions" in kinds:
+                regions = marked_regions(marked, anomaly_map)
         return Pictures(heatmap, mask, regions, small)
 
     def _heatmap(
         self, image: Image, anomaly_map: SourceMap, limit: float, wanted: Wanted
     ) -> tuple[bytes, Thumbnail | None]:
-        """The heatmap as PNG, and its small copy."""
+        """The heatmap as PNG, empty if written to a file, and its small copy."""
         if not wanted.kinds & {"heatmap", "small"}:
             return b"", None
         anomaly_map = (anomaly_map if self.full_size else anomaly_map.shrunk()).held()
         image = shrunk(image, anomaly_map.view.source)
-        areas = outlined_areas(anomaly_map, limit, self.review, rejected=wanted.rejected)
-        picture = heatmap(image, anomaly_map, limit, areas)
+        picture = heatmap(image, anomaly_map, limit, self.review, rejected=wanted.rejected)
         whole = b""
         if "heatmap" in wanted.kinds:
             whole = self._put(HEATMAPS, wanted.name, encode_png(picture))
         return whole, thumbnail(picture, self.small) if "small" in wanted.kinds else None
 
     def _put(self, folder: str, name: str | PurePosixPath, data: bytes) -> bytes:
-        """Write a file; the bytes themselves where there is no folder for it."""
+        """Write a file and return nothing, or return its bytes if there is no output folder."""
         if self.output is None:
             return data
         write(self.output / folder / name, data)

@@ -41,19 +41,19 @@ Predict: TypeAlias = Callable[
 ]
 
 RESULTS, LINES, REGIONS = "results.csv", "results.jsonl", "regions.csv"
-_BEHIND = 16  # scored images whose pictures may still be on their way
-_LAST_SECONDS = 5.0  # for their pictures after a stop
+_BEHIND = 16  # most scored images that wait for their pictures, in complete batches
+_LAST_SECONDS = 5.0  # time for these pictures after a stop
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A scored image whose pictures are on their way.
+    """A scored image whose pictures are being drawn.
 
     Attributes:
-        result: its prediction, or why it is unusable.
-        pictures: its pictures; `UnusableImage` where it can't be scored or drawn. Raises
-            OutputError when they can't be written.
-        ends_batch: whether it is the last one of its batch.
+        result: the prediction, or the reason why the image is unusable.
+        pictures: the pictures to come; `UnusableImage` if the image can't be scored or drawn. The
+            future raises OutputError if they can't be written.
+        ends_batch: this is the last image of its batch.
     """
 
     result: Prediction | UnusableImage
@@ -63,13 +63,13 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Scores decoded images in batches, and has them drawn where they were decoded.
+    """Scores decoded images in batches; the decoding processes then draw them.
 
     Attributes:
-        model: scores the images.
-        decoders: that the images come from.
-        draw: gives the file of a prediction's image, and the pictures that it is to have.
-        predict: scores batches; None for the model, in this process.
+        model: the model that scores the images.
+        decoders: decoding processes that the images come from.
+        draw: prediction -> file of its image, and the pictures to draw.
+        predict: function that scores batches; None for the model, in this process.
     """
 
     model: Model
@@ -83,11 +83,11 @@ class Pipeline:
         """Score and draw images, batch by batch.
 
         Args:
-            loaded: what the decoders made of each, in order.
-            batch_size: images at once; by default the model's.
+            loaded: network inputs and unusable images from the decoders.
+            batch_size: images in a batch; by default the model's.
         """
         batches = by_shape(self.model.fitting(loaded), batch_size or self.model.batch_size)
-        left: deque[int] = deque()  # images of each batch without a result
+        left: deque[int] = deque()  # images without a result, for each batch begun
 
         def counted() -> Iterator[list[NetworkInput] | UnusableImage]:
             for batch in batches:
@@ -104,7 +104,7 @@ class Pipeline:
         if isinstance(result, Prediction):
             source, wanted = self.draw(result)
             return self.decoders.finish(result.index, source, result.source_map, wanted)
-        self.decoders.forget(result.index)
+        self.decoders.forget(result.index)  # else its process keeps the image to draw it
         unusable: Future[Pictures | UnusableImage] = Future()
         unusable.set_result(result)
         return unusable
@@ -115,9 +115,9 @@ class Finished:
     """A finished image: its row is final and its pictures are on disk.
 
     Attributes:
-        index: its place in the list of files.
-        row: its row of results.
-        regions: its marked regions, if wanted.
+        index: place in the list of files.
+        row: row of results.csv.
+        regions: rows of regions.csv; empty if they aren't wanted.
     """
 
     index: int
@@ -126,13 +126,13 @@ class Finished:
 
 
 class Journal:
-    """A file whose first line describes the run, and each further line what is finished.
+    """A file of JSON lines: the first describes the run, each further one finished images.
 
-    Each line is a JSON object; an incomplete last line is dropped. Use it in a `with` statement.
+    An incomplete last line, of a killed process, is dropped. Use it in a `with` statement.
 
     Args:
-        file: created if missing.
-        about: what the results depend on; a journal of another run can't be continued.
+        file: the journal; created if missing.
+        about: facts that the results depend on; a journal of another run can't be continued.
 
     Attributes:
         done: finished images by index.
@@ -144,6 +144,7 @@ class Journal:
     def __init__(self, file: Path, about: Mapping[str, object]) -> None:
         self.file = file
         self.done: dict[int, Finished] = {}
+        # Compared with what a file says, where tuples have become lists.
         self.about: dict[str, object] = json.loads(json.dumps(about))
         self._end = 0
         if file.exists():
@@ -172,12 +173,12 @@ class Journal:
         Raises:
             OutputError: the disk is full.
         """
-        # Plain ASCII, so that any file name survives.
+        # ASCII escapes, so that file names that aren't UTF-8 survive.
         text = json.dumps(line, ensure_ascii=True, allow_nan=False)
         self._lines.append(text.encode() + b"\n")
 
     def add(self, batch: Sequence[Finished]) -> None:
-        """Write a batch; it is saved when this returns.
+        """Write the images of a batch; they are saved when this returns.
 
         Raises:
             OutputError: the disk is full.
@@ -185,7 +186,7 @@ class Journal:
         raise NotImplementedError
 
     def take(self, line: dict[str, Any]) -> None:
-        """Read a line of an earlier run."""
+        """Take finished images from a line of an earlier run."""
 
     def _read(self, lines: Iterator[bytes]) -> None:
         for text in lines:
@@ -202,19 +203,16 @@ class Journal:
 class RunJournal(Journal):
     """The journal of a run over a list of files: a line for each batch.
 
-    The tables are written from it at the end of the `with` block, whatever has ended that.
+    The tables are written from it at the end of the `with` block, after an error, too.
 
     Args:
-        outputs: what is written, and where.
-        about: what the rows depend on.
-        groups: the part of each image, by its path.
+        outputs: output folder, and the kinds of files written there.
+        about: facts that the rows depend on.
+        groups: name of the part that each image shows, by the image's path.
     """
 
     def __init__(
-        self,
-        outputs: Outputs,
-        about: Mapping[str, object],
-        groups: Mapping[str, str] | None = None,
+        self, outputs: Outputs, about: Mapping[str, object], groups: Mapping[str, str] | None = None
     ) -> None:
         self._regions, self._groups = "regions" in outputs.kinds, groups or {}
         super().__init__(outputs.folder / JOURNAL, about)
@@ -224,22 +222,22 @@ class RunJournal(Journal):
         try:
             self._write_tables()
         except OutputError:
-            if error == (None, None, None):  # else the first error is that of the block
+            if error == (None, None, None):  # else the block's own error matters more
                 raise
 
     def add(self, batch: Sequence[Finished]) -> None:
-        """Write a batch."""
+        """Write the images of a batch as one line."""
         self.commit({"images": [asdict(image) for image in batch]})
         self.done |= {image.index: image for image in batch}
 
     def take(self, line: dict[str, Any]) -> None:
-        """Read a batch of an earlier run."""
+        """Take a batch from a line of an earlier run."""
         for image in line["images"]:
             regions = tuple(RegionRow(**region) for region in image["regions"])
             self.done[image["index"]] = Finished(image["index"], Row(**image["row"]), regions)
 
     def _write_tables(self) -> None:
-        """Write the tables, in order of the files; none if no image is finished."""
+        """Write the tables, rows in order of the files; none if no image is finished."""
         images, folder = [self.done[index] for index in sorted(self.done)], self.file.parent
         if not images:
             return
@@ -253,10 +251,10 @@ class RunJournal(Journal):
             write(folder / "parts.csv", as_csv(judge_parts(rows, self._groups), Part))
 
     def finish(self, exit_code: int) -> None:
-        """Mark the run as complete in a file of its own, and delete this one.
+        """Write the file that marks the run as complete, and delete the journal.
 
         Args:
-            exit_code: of the run.
+            exit_code: the run's exit code.
 
         Raises:
             OutputError: the disk is full.
@@ -267,42 +265,43 @@ class RunJournal(Journal):
 
     @staticmethod
     def finished(folder: Path, about: Mapping[str, object]) -> int:
-        """The exit code of a run that is complete.
+        """Exit code of a complete run.
 
         Args:
-            folder: of the run.
-            about: what the rows of the wanted run depend on.
+            folder: the run's output folder.
+            about: facts that the rows of the run to resume depend on.
 
         Raises:
-            OutputError: it was another run, or the file that `finish` writes is missing or damaged.
+            OutputError: the folder holds another run, or the file that `finish` writes is missing
+                or damaged.
         """
         try:
             record = from_json((folder / DONE).read_bytes())
-            found, code = dict(record["about"]), int(record["exit_code"])
+            earlier, code = dict(record["about"]), int(record["exit_code"])
         except (OSError, ValueError, KeyError, TypeError):
             raise OutputError(
                 f"{folder} holds results, but {DONE}, which describes the run, is missing or "
                 "damaged; give another --output, or add --overwrite to start again"
             ) from None
-        _check_same(folder, found, json.loads(json.dumps(about)))
+        _check_same(folder, earlier, json.loads(json.dumps(about)))
         return code
 
 
-def _check_same(output: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+def _check_same(output: Path, earlier: Mapping[str, object], about: Mapping[str, object]) -> None:
     """Check that the run in an output folder is the one to resume.
 
     Args:
         output: the folder, for the message.
-        found: what its rows depend on.
-        wanted: what the rows of this run depend on.
+        earlier: facts that the rows of the run in the folder depend on.
+        about: facts that the rows of this run depend on.
 
     Raises:
-        OutputError: it is another run.
+        OutputError: the folder holds another run.
     """
-    if found != wanted:
-        other = ", ".join(k for k in wanted if found.get(k) != wanted[k])
+    if earlier != about:
+        differing = ", ".join(key for key in about if earlier.get(key) != about[key])
         raise OutputError(
-            f"{output} holds a run with another {other or 'program'}, which can't be "
+            f"{output} holds a run with another {differing or 'program'}, which can't be "
             "continued with this one; give another --output, or --overwrite to start again"
         )
 
@@ -313,9 +312,9 @@ class Inputs:
 
     Attributes:
         paths: image files, sorted.
-        pictures: a name for each one's heatmap, and for its other pictures.
-        groups: the part of each image, by its path.
-        begun: when the reading of each file began, by `time.perf_counter`.
+        pictures: path of each image's pictures inside the folders of heatmaps, masks and maps.
+        groups: name of the part that each image shows, by the image's path.
+        begun: time at which the reading of each file began, by `time.perf_counter`.
     """
 
     paths: Sequence[Path]
@@ -324,7 +323,7 @@ class Inputs:
     begun: dict[int, float] = field(default_factory=dict)
 
     def begin(self, done: Container[int]) -> Iterator[tuple[int, Path]]:
-        """Index and file of each image that isn't done."""
+        """Index and file of each image that isn't done; notes the time of each."""
         for index, path in enumerate(self.paths):
             if index not in done:
                 self.begun[index] = time.perf_counter()
@@ -339,13 +338,13 @@ class Run:
     run, which has the same batches, must write the same bytes as an uninterrupted one.
 
     Attributes:
-        model: scores the images.
-        outputs: what to write for each image.
-        record: open; gets each batch once its pictures are on disk.
-        decoders: at this model's loading, and the outputs' pictures.
-        stopped: whether to stop; scored images are then still drawn and kept for a few seconds.
-        thumbnails: gets small heatmaps of the images that matter most.
-        predict: scores batches; None for the model, in this process.
+        model: the model that scores the images.
+        outputs: output folder, and the kinds of files written there.
+        record: the open journal; it gets each batch once the batch's pictures are on disk.
+        decoders: decoding processes with the model's preprocessing and the outputs' pictures.
+        stopped: returns True to stop; images already scored then have a few seconds to be drawn.
+        thumbnails: small heatmaps of the images that matter most.
+        predict: function that scores batches; None for the model, in this process.
     """
 
     model: Model
@@ -361,7 +360,7 @@ class Run:
 
         Args:
             inputs: the images to score.
-            progress: called with images done in this call, and the number to do.
+            progress: called with (images done in this call, images to do in this call).
 
         Raises:
             OutputError: results can't be written.
@@ -392,13 +391,17 @@ class Run:
             self._record_all(behind, inputs)
 
     def _record_all(self, batches: Iterable[list[Drawn]], inputs: Inputs) -> None:
-        """Record scored batches even if another one's picture couldn't be written."""
+        """Record scored batches, even if a picture of another batch couldn't be written.
+
+        Raises:
+            OutputError: a picture or the record couldn't be written; the first such error.
+        """
         failure: OutputError | None = None
         end = time.monotonic() + _LAST_SECONDS
         for batch in batches:
             left = end - time.monotonic() if self.stopped() else None
             if wait([drawn.pictures for drawn in batch], left).not_done:
-                break  # a resumed run will score it again
+                break  # a resumed run scores the batch again
             try:
                 if batch and batch[-1].ends_batch:
                     self._record(batch, inputs)
@@ -408,7 +411,7 @@ class Run:
             raise failure
 
     def _record(self, batch: Sequence[Drawn], inputs: Inputs) -> None:
-        """Record a batch once all its pictures are written, or can't be."""
+        """Record a batch; waits until its pictures are written or refused."""
         self.record.add([self._finished(drawn, inputs) for drawn in batch])
 
     def _finished(self, drawn: Drawn, inputs: Inputs) -> Finished:
@@ -430,13 +433,13 @@ class Run:
 
 @contextmanager
 def resumable(done: Callable[[], str]) -> Iterator[None]:
-    """Add to a write error what is done, and how to continue.
+    """Add to a write error the number of images done, and how to continue.
 
     Args:
-        done: returns what is done, in words.
+        done: returns the number done as the beginning of a sentence: `3 of 9 images are`.
 
     Raises:
-        OutputError: results can't be written; a `WriteError` where it was one.
+        OutputError: results can't be written; of the same class as the error caught.
     """
     try:
         yield

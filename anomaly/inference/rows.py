@@ -29,27 +29,27 @@ class Row:
 
     Attributes:
         path: the file's path.
-        image_sha256: of the file's bytes; empty where they couldn't be read.
-        status: `ok`, `unreadable`, `unsupported`, or `failed` when the file took the processes down
-            that tried to decode it, or when its score isn't a finite number.
+        image_sha256: SHA-256 of the file's bytes; empty if they couldn't be read.
+        status: `ok`, `unreadable`, `unsupported`, or `failed` if the processes that tried to decode
+            the file died, or if the score isn't a finite number.
         image_score: higher is more anomalous; None unless `ok`.
-        calibrated_score: how rare such a score is among good parts, in powers of ten; None
-            without a score or a threshold.
-        review_threshold: a higher score needs a second look; None where the model has none.
-        threshold: a higher score is rejected; None where the model has none.
+        calibrated_score: rarity of such a score among good parts, in powers of ten; None without a
+            score or a threshold.
+        review_threshold: a higher score needs a second look; None if the model has none.
+        threshold: a higher score is rejected; None if the model has none.
         verdict: `good`, `review` (a person has to look) or `reject`; empty without a score or a
             threshold.
-        heatmap: picture, relative to the output folder; empty where there is none.
-        model_id: the model that scored it.
-        software_version: of this program.
-        threshold_label: how the thresholds were found: `calibrated` or `by hand`.
-        reason: why there is no score, or why the part isn't good whatever its score.
+        heatmap: the heatmap's file, relative to the output folder; empty without one.
+        model_id: id of the model that scored the image.
+        software_version: version of this program.
+        threshold_label: origin of the thresholds: `calibrated` or `by hand`.
+        reason: reason why there is no score, or for review whatever the score.
         model_name: the model's name in its config.
-        time: when it was scored, in UTC (ISO 8601).
-        milliseconds: from reading the file until its pictures were on disk, including waiting for
-            its batch.
-        engine: that computed: `torch`, or the engine that the model was exported for.
-        group: the part that the image shows; empty where unknown.
+        time: time of scoring in UTC (ISO 8601).
+        milliseconds: time from reading the file until its pictures were on disk, including the
+            wait for its batch.
+        engine: engine that computed the score: `torch`, or the one that the model was exported for.
+        group: name of the part that the image shows; empty if unknown.
     """
 
     path: str
@@ -83,12 +83,12 @@ def row_of(
     """The row of an image that was scored, or couldn't be.
 
     Args:
-        result: its prediction, or why it is unusable.
-        model: that scored it.
+        result: the prediction, or the reason why the image is unusable.
+        model: the model that scored the image.
         path: the image's path in the row.
-        begun: start of its scoring, by `time.perf_counter`.
-        heatmap: picture, relative to the output folder; empty where there is none.
-        group: the part that the image shows; empty where unknown.
+        begun: time at which the reading of the file began, by `time.perf_counter`.
+        heatmap: the heatmap's file, relative to the output folder; empty without one.
+        group: name of the part that the image shows; empty if unknown.
     """
     scored = None if isinstance(result, UnusableImage) else result
     limits = model.thresholds
@@ -119,25 +119,25 @@ class RegionRow:
     """A marked region's line in regions.csv; the fields are the columns, in order.
 
     Attributes:
-        path: the image, as in results.csv.
-        region: 1 for the one with the image's highest peak, and so on.
-        x: the bounding box's first column in original pixels.
-        y: its first row.
-        width: of the bounding box, in original pixels.
-        height: of the bounding box, in original pixels.
-        area: marked pixels.
-        peak_score: the anomaly map's highest value in it.
-        peak_x: column of that pixel.
-        peak_y: row of that pixel.
-        width_uncertainty: a patch's width in original pixels: the width is about as uncertain.
-        height_uncertainty: likewise.
-        width_mm: of the bounding box; None where the model doesn't know `image.mm_per_pixel`.
-        height_mm: of the bounding box, or None.
-        area_mm2: of the marked pixels, or None.
-        width_uncertainty_mm: as `width_uncertainty`, or None.
-        height_uncertainty_mm: as `height_uncertainty`, or None.
-        length: longer side of the narrowest rotated box around it, in pixels.
-        thickness: that box's shorter side.
+        path: the image's path, the same as in results.csv.
+        region: number of the region, from 1 for the image's highest peak.
+        x: first column of the bounding box, in original pixels.
+        y: first row of the bounding box.
+        width: width of the bounding box, in original pixels.
+        height: height of the bounding box, in original pixels.
+        area: number of marked pixels.
+        peak_score: highest value of the anomaly map in the region.
+        peak_x: column of the highest value.
+        peak_y: row of the highest value.
+        width_uncertainty: a patch's width in original pixels; the width is about as uncertain.
+        height_uncertainty: a patch's height in original pixels.
+        width_mm: width in mm; None if the model doesn't know `image.mm_per_pixel`.
+        height_mm: height in mm, or None.
+        area_mm2: area in mm², or None.
+        width_uncertainty_mm: `width_uncertainty` in mm, or None.
+        height_uncertainty_mm: `height_uncertainty` in mm, or None.
+        length: longer side of the narrowest rotated box around the region, in pixels.
+        thickness: shorter side of that box, in pixels.
     """
 
     path: str
@@ -164,7 +164,7 @@ class RegionRow:
 def region_rows(
     path: str, regions: Iterable[MarkedRegion], mm_per_pixel: float | None
 ) -> list[RegionRow]:
-    """The lines of one image."""
+    """Rows of one image's regions, numbered in the order given."""
 
     def scaled(length: float, power: int = 1) -> float | None:
         return None if mm_per_pixel is None else round(length * mm_per_pixel**power, 6)
@@ -189,15 +189,15 @@ class Part:
     """One part's line in parts.csv; the fields are the columns, in order.
 
     Attributes:
-        group: the part.
-        verdict: `reject` where any view is, else `review` where any view is for review or has no
-            score, else `good`; empty where the model has no threshold.
-        views: how many images it has.
-        scored: how many of them have a score.
-        image_score: the highest of its views; None without any.
-        path: the view that decides: the rejected one with the highest score, else the first one
-            for review, else the one with the highest score.
-        reason: that view's; empty where it has none.
+        group: name of the part.
+        verdict: `reject` if any view is rejected, else `review` if any view is for review or has
+            no score, else `good`; empty if the model has no threshold.
+        views: number of images that show the part.
+        scored: number of these images that have a score.
+        image_score: the highest score of the views; None without any.
+        path: the view that decides: the rejected view with the highest score, else the first view
+            for review, else the view with the highest score.
+        reason: the deciding view's reason; empty without one.
     """
 
     group: str
@@ -213,8 +213,9 @@ def judge_parts(rows: Sequence[Row], groups: Mapping[str, str]) -> list[Part]:
     """The parts whose views all have a row, in order of their names.
 
     Args:
-        rows: one for each image.
-        groups: the part of each image, by its path; images without one are left out.
+        rows: one row for each image.
+        groups: name of the part that each image shows, by the image's path; other images are
+            left out.
     """
     views: dict[str, list[Row]] = {}
     for row in rows:
@@ -226,6 +227,7 @@ def judge_parts(rows: Sequence[Row], groups: Mapping[str, str]) -> list[Part]:
 
 def _judge(group: str, views: Sequence[Row]) -> Part:
     rejected = [row for row in views if row.verdict == "reject"]
+    # A view without a score wasn't inspected, so its part can't be good.
     unsure = [row for row in views if row.verdict == "review" or row.image_score is None]
     if rejected:
         verdict, decisive = "reject", max(rejected, key=_score)
@@ -249,12 +251,12 @@ def as_csv(rows: Iterable[DataclassInstance], kind: type[DataclassInstance]) -> 
 
 
 def csv_header(kind: type[DataclassInstance]) -> str:
-    """The header line of column names."""
+    """The header line: the names of the dataclass's fields."""
     return csv_text([[field.name for field in fields(kind)]])
 
 
 def csv_lines(rows: Iterable[DataclassInstance]) -> str:
-    """The other lines."""
+    """The lines below the header."""
     return csv_text(asdict(row).values() for row in rows)
 
 
@@ -274,14 +276,15 @@ class Tally:
     """Numbers of a run's images by status and by verdict.
 
     Attributes:
-        counts: by status and by verdict.
-        learned: images that the model was trained on.
-        flagged: of new images without a reason for review, whether they aren't called good. What
-            is flagged whatever its score says nothing of the promise.
+        counts: number of images by status and by verdict.
+        learned: number of images that the model was trained on.
+        flagged: number of new images without a reason for review that aren't good (True) or are
+            (False). An image with a reason is flagged whatever its score, so it says nothing of
+            the thresholds' promise.
 
     Args:
-        model: scores the images.
-        rows: of images, to begin with.
+        model: the model that scores the images.
+        rows: rows to count at the start.
     """
 
     def __init__(self, model: Model, rows: Iterable[Row] = ()) -> None:
@@ -312,10 +315,10 @@ class Tally:
         return 0 if scored == self.images else 3 if scored else 2
 
     def line(self, images: int | None = None) -> str:
-        """A line on how many images were scored, with which verdicts.
+        """A line with the number of images scored, and of each verdict.
 
         Args:
-            images: number of images, if not all have a row.
+            images: number of images in the run, if not all have a row.
         """
         counts = self.counts
         summary = f"{counts['ok']} of {self.images if images is None else images} images scored"
@@ -330,5 +333,5 @@ class Tally:
 
 
 def learned_by(model: Model) -> frozenset[str]:
-    """sha256 of a model's training images."""
+    """SHA-256 of each of a model's training images."""
     return frozenset(model.manifest["training_images"].values())

@@ -20,9 +20,7 @@ from anomaly.storage.folder import MANIFEST, model_id
 
 _POLL_SECONDS = 0.5
 SETTLE = 0.5  # seconds without a change after which a file counts as complete
-# Largest share of the time for listing the folders.
-_POLL_SHARE = 0.2
-
+_POLL_SHARE = 0.2  # largest share of the time spent on listing the folders
 
 # A file's size in bytes and the time of its last change in nanoseconds.
 Stamp: TypeAlias = tuple[int, int]
@@ -38,41 +36,39 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 class Arrivals:
-    """Follows folders. It remembers only the files that are in them now.
+    """New files in folders.
 
-    For an empty folder it remembers its last files.
+    It remembers only the files that are in the folders now, so a long run needs no more memory;
+    for an empty folder it remembers the last files.
 
     Args:
-        folders: searched with their subfolders.
-        done: files returned by an earlier run, with their stamps then.
+        folders: folders to list, with their subfolders.
+        done: files that an earlier run has scored, with their stamps at that time.
         settle: seconds without a change after which a file counts as complete.
     """
 
     def __init__(
-        self,
-        folders: Sequence[Path],
-        done: Mapping[Path, Stamp],
-        settle: float = 0.0,
+        self, folders: Sequence[Path], done: Mapping[Path, Stamp], settle: float = 0.0
     ) -> None:
         self._folders = folders
         self._returned = dict(done)
         self._settle = settle
-        # The stamps of files that may still be written to, and since when they have them.
+        # Files that may still be written to: stamp, and the time at which it was first seen.
         self._written: dict[Path, tuple[Stamp, float]] = {}
 
     def poll(self, now: float = 0.0) -> dict[Path, Stamp]:
-        """New files that are unchanged since an earlier poll.
+        """New files that are complete: unchanged for `settle` seconds between two polls.
 
-        A file that has changed since it was returned counts as new.
+        A file that changes after it was returned counts as new.
 
         Args:
-            now: seconds of a monotonic clock.
+            now: time in seconds, by a monotonic clock.
 
         Returns:
             Stamps by file, the oldest file first.
 
         Raises:
-            DataError: a folder can't be listed; its new files are returned later.
+            DataError: a folder can't be listed; a later poll returns its new files.
         """
         files = {file for folder in self._folders for file in list_files(folder, tell=False)}
         listed = filter(is_image, files)
@@ -101,17 +97,17 @@ class Arrivals:
 class WatchJournal(Journal):
     """The journal of watched folders, and the tables that grow with it.
 
-    A line holds finished files and the lengths of the tables: later rows are of a killed process
-    and are dropped.
+    A line holds finished files and the lengths of the tables. Rows beyond these lengths come from
+    a killed process; they are dropped, and their files are scored again.
 
     Args:
-        outputs: what is written, and where.
-        about: what the rows depend on; tables of another run can't be continued.
+        outputs: output folder, and the kinds of files written there.
+        about: facts that the rows depend on; tables of another run can't be continued.
         seen: called with each image, once its row is in the tables.
 
     Attributes:
-        earlier: files in the tables that were unchanged or missing at the start.
-        arrived: files being scored, in order, with their stamps.
+        earlier: files of an earlier run that were unchanged or missing at the start, with stamps.
+        arrived: files being scored, with their stamps; `Finished.index` is a place in this list.
 
     Raises:
         OutputError: the tables are of another run, or damaged.
@@ -124,6 +120,7 @@ class WatchJournal(Journal):
         seen: Callable[[Finished], None] = lambda finished: None,
     ) -> None:
         self._seen = seen
+        # Before `super().__init__`, which calls `take` for each line of an earlier run.
         headers = {RESULTS: csv_header(Row), LINES: ""}
         if "regions" in outputs.kinds:
             headers[REGIONS] = csv_header(RegionRow)
@@ -149,6 +146,7 @@ class WatchJournal(Journal):
         texts = {RESULTS: csv_lines(rows), LINES: as_jsonl(rows)}
         if REGIONS in self._tables:
             texts[REGIONS] = csv_lines(region for image in batch for region in image.regions)
+        # Rows first, then the line that makes them final: a crash in between loses no file.
         for name, text in texts.items():
             self._tables[name].append(text.encode("utf-8", "surrogateescape"))
         files = (self.arrived[image.index] for image in batch)
@@ -158,7 +156,7 @@ class WatchJournal(Journal):
             self._seen(image)
 
     def take(self, line: dict[str, Any]) -> None:
-        """Read the files and table lengths of a line."""
+        """Take the files and table lengths from a line of an earlier run."""
         for name, values in line["files"].items():
             path, stamp = Path(name), (values[0], values[1])
             if stamp_of(path) in (stamp, None):  # a missing file may come back
@@ -173,17 +171,17 @@ def watch(
     *,
     trouble: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Score the files in the folders and new ones until the run is stopped.
+    """Score the files in folders, and new files as they arrive, until the run is stopped.
 
-    Memory depends on the files now in the folders, not on all earlier ones. A folder that can't be
-    listed, such as an interrupted network drive, is tried again.
+    Memory grows with the files now in the folders, not with all earlier ones. A folder that can't
+    be listed, such as an interrupted network drive, is tried again.
 
     Args:
-        run: scores the images.
+        run: the run that scores the images.
         journal: the run's record.
-        folders: the folders to follow.
-        trouble: called with the folders' error, once until it ends; and when the model's folder
-            holds another model.
+        folders: folders to follow.
+        trouble: called with a message when folders can't be listed, when they can again, and when
+            the model's folder holds another model.
 
     Raises:
         OutputError: results can't be written.
@@ -193,19 +191,17 @@ def watch(
     manifest = model.folder / MANIFEST
     known = stamp_of(manifest)
     complaint = reported = ""
-    numbers: dict[str, int] = {}  # for repeated names
+    numbers: dict[str, int] = {}  # the last number given to pictures of each repeated name
     while not run.stopped():
         if (stamp := stamp_of(manifest)) not in (None, known):
             known = stamp
             _warn_of_change(model, model.folder, trouble)
-        begun = time.monotonic()
+        begun, before = time.monotonic(), complaint
         try:
-            ready = arrivals.poll(begun)
-            before, complaint = complaint, ""
+            ready, complaint = arrivals.poll(begun), ""
         except DataError as error:
-            ready = {}
-            before, complaint = complaint, str(error)
-        # A folder that vanishes while it is listed isn't an error yet.
+            ready, complaint = {}, str(error)
+        # Only an error of two polls in a row is reported: a folder may vanish while it is listed.
         if complaint == before != reported:
             trouble(complaint or "the folders can be listed again")
             reported = complaint
@@ -225,8 +221,8 @@ def _pause(until: float, stopped: Callable[[], bool]) -> None:
 
 
 def _warn_of_change(model: Model, folder: Path, trouble: Callable[[str], None]) -> None:
-    """Warn if a folder holds another model than was loaded from it."""
-    with suppress(OSError):  # replaced once more
+    """Warn if a folder no longer holds the model that was loaded from it."""
+    with suppress(OSError):  # the folder is being replaced; its next stamp is checked again
         if (current := model_id(folder)) != model.model_id:
             trouble(
                 f"the model in {folder} has changed to {current}. Images are still scored with "

@@ -1,7 +1,7 @@
-"""Patch scores -> the anomaly map in an image's own pixels, and defects on it. Imports no torch.
+"""Patch scores -> the anomaly map in an image's own pixels, and its defects. Imports no torch.
 
-A patch is seen through a receptive field many times its own size, so a small defect raises all
-patches around it. Before the map is made, this halo is damped: `without_halo`.
+A patch's receptive field is many times the patch's size, so a small defect raises the scores of all
+patches around it. `without_halo` damps this halo before the map is made.
 
 Bilinear up-sampling, Gaussian smoothing and the way back through resize and crop are all linear
 and act on rows and columns apart. Together they are one small matrix for each axis, so a map is
@@ -10,15 +10,15 @@ and act on rows and columns apart. Together they are one small matrix for each a
 Blending overlapping tiles is linear and acts on each axis apart as well: an axis cut into pieces
 has the pieces' matrices side by side, each fading out where the next one takes over.
 
-Patches that don't count (NaN) take no part: what is left is averaged over those that do, so that
-nothing bleeds in from outside a region and its rim isn't dimmed.
+Patches that don't count (NaN) take no part: each pixel is a weighted mean of the patches that
+count, so nothing bleeds in from outside a region and the region's rim isn't dimmed.
 
-How far a defect reaches follows from the map itself, whatever the threshold: `SourceMap.level`.
+A defect's extent follows from the map itself, whatever the threshold: `SourceMap.level`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -31,27 +31,27 @@ from anomaly.imaging.arrays import Array, module_of
 from anomaly.imaging.geometry import Axis, AxisView, Region, View, patch_size
 from anomaly.runtime import one_blas_thread
 
-# Farther than the blur reaches from every patch that counts, there is nothing to show.
+# A pixel whose patches that count have less weight is NaN: the blur hardly reaches it.
 LEAST_WEIGHT = 1e-4
-# A defect reaches down to this share of the way from the image's usual value to the highest value
-# within so many patches; chosen by widths and heights of ground-truth masks.
+# A defect ends where the map has come down to this share of the way from the image's usual value to
+# the peak within `_REACH` patches; fitted to the widths and heights of ground-truth masks.
 _EXTENT = 0.6
 _REACH = 2
-_HELD_PIXELS = 8_000_000
-_PIXELS_SHOWN = 2  # for each pixel of the network's input, on each axis
+_HELD_PIXELS = 8_000_000  # a larger map isn't kept, but made a strip at a time
+_PIXELS_SHOWN = 2  # pixels of a heatmap for each pixel of the network's input, on each axis
 
 
 @dataclass(frozen=True, eq=False)
 class SourceMap:
-    """The anomaly map of one image in its own pixels, made when it is asked for.
+    """The anomaly map of one image in its own pixels, computed at each call.
 
     Attributes:
-        scores: patch scores (h, w), of the whole mosaic where there are tiles; NaN doesn't count.
-        view: how the image was turned into the network's input.
+        scores: patch scores (h, w), with tiles of their whole mosaic; NaN doesn't count.
+        view: geometry from the image to the network's input.
         smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
-        halo_damping: how much a patch beside a higher one is lowered, see `without_halo`.
-        region: what of the image counts; None for all of it.
-        values: (H0, W0), the whole map, where it is held; None makes rows each time.
+        halo_damping: exponent γ that lowers a patch beside a higher one, see `without_halo`.
+        region: region of the image that counts; None for the whole image.
+        values: the whole map (H0, W0) if it is kept; None to compute it at each call.
     """
 
     scores: NDArray[np.float32]
@@ -62,11 +62,11 @@ class SourceMap:
     values: NDArray[np.float32] | None = None
 
     def __call__(self, strip: slice | None = None) -> NDArray[np.float32]:
-        """The map, or some rows of it: a large image's whole map may not fit into memory.
+        """The map, or some of its rows: a large image's whole map may not fit into memory.
 
         Returns:
-            (H0, W0) float32; NaN where a crop hid the image from the network and outside the
-            region to look at.
+            (H0, W0) or (rows, W0) float32; NaN where a crop hid the image from the network, and
+            outside the region that counts.
         """
         if self.values is not None:
             return self.values if strip is None else self.values[strip]
@@ -77,50 +77,43 @@ class SourceMap:
 
     @cached_property
     def _whole(self) -> NDArray[np.float32]:
+        # Turning a part back takes pixels from anywhere, so each strip needs the whole map.
         return self._in_part(slice(None))
 
     def _in_part(self, strip: slice) -> NDArray[np.float32]:
-        """Rows of the map in the part's coordinates, which are the image's where it has no pose."""
+        """Rows of the map in the part's coordinates, which are the image's if it has no pose."""
         values = source_map(self._shown, self.view, self.smoothing, strip)
         if self.region is not None:
             values[~self.region.inside(self.view.source, strip)] = np.nan
         return values
 
     def held(self) -> SourceMap:
-        """The same map, made once for being read several times, unless it is very large."""
+        """The same map with its values kept, to be read several times; unless it is very large."""
         height, width = self.view.source
         if self.values is not None or height * width > _HELD_PIXELS:
             return self
         return replace(self, values=self())
 
     def shrunk(self) -> SourceMap:
-        """The map of the same image shrunk to twice what the network sees of it, for a picture.
+        """The map of the image reduced to twice the size of the network's input, for a heatmap.
 
-        An image that is cut into tiles keeps its size, as a smaller one does.
+        A smaller image keeps its size, and so does an image that is cut into tiles.
         """
         view = self.view.shrunk(_PIXELS_SHOWN)
         if view is self.view:
             return self
         return replace(self, view=view, values=None)
 
-    @property
-    def patch_size(self) -> tuple[float, float]:
-        """(height, width) of a patch in original pixels."""
-        return patch_size(self.view, self.scores.shape)
-
     def level(self, threshold: float) -> SourceMap:
-        """How high the map has to be at each pixel for that pixel to belong to a defect.
+        """The map's least value at each pixel for the pixel to belong to a defect, as a map.
 
-        A sharp defect is blurred on its way to the map, so it is measured as any blurred peak is:
-        where the map has come down a given part of the way from the peak to what is usual in the
-        image. Both are the map's values at the patches' centres: the highest of 5 × 5 patches,
-        but the threshold at least, and the median, but the threshold at most.
+        The map blurs a sharp defect, so its extent is measured like that of any blurred peak:
+        where the map has come down a given part of the way from the peak to the image's usual
+        value. Both are values of the map at the patches' centres: the peak is the highest of 5 × 5
+        patches, at least the threshold; the usual value is the median, at most the threshold.
 
         Args:
-            threshold: that a defect's peak is above.
-
-        Returns:
-            The level as a map of its own.
+            threshold: least peak of a defect, in score units.
         """
         at_centres = source_map(
             self._shown, _one_pixel_a_patch(self.view, self.scores.shape), self.smoothing
@@ -147,13 +140,13 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
     A patch that is the highest among its eight neighbours keeps its score, and so does a plateau.
 
     Args:
-        scores: (…, h, w), none negative, tensors or numpy arrays; NaN doesn't count.
+        scores: (…, h, w), at least 0, a tensor or a numpy array; NaN doesn't count.
         damping: γ; 0 for none.
-        tiles: (rows, columns) of the tiles whose grids lie side by side in h and w. Patches of two
-            tiles aren't compared, for they aren't neighbours in the image.
+        tiles: number of tiles (rows, columns) whose grids make up h and w. Patches of two tiles
+            aren't compared: tiles overlap, so these patches aren't neighbours in the image.
 
     Returns:
-        Like `scores`.
+        Damped scores (…, h, w), of the kind of `scores`.
     """
     if damping == 0:
         return scores
@@ -163,7 +156,7 @@ def without_halo(scores: Array, damping: float, tiles: tuple[int, int] = (1, 1))
 
 
 def _highest_around(scores: Array, tiles: tuple[int, int], reach: int = 1) -> Array:
-    """The highest patch (…, h, w) within so many rows and columns, of the same tile."""
+    """The highest score (…, h, w) within `reach` rows and columns of each patch, in its tile."""
     *lead, height, width = scores.shape
     rows, columns = tiles
     each = scores.reshape(*lead, rows, height // rows, columns, width // columns)
@@ -196,14 +189,14 @@ def source_map(
     """The anomaly map of one image in its own pixels.
 
     Args:
-        scores: patch scores (h, w), of the whole mosaic where there are tiles; NaN doesn't count.
-        view: how the image was turned into the network's input.
+        scores: patch scores (h, w), with tiles of their whole mosaic; NaN doesn't count.
+        view: geometry from the image to the network's input.
         smoothing: standard deviation of the Gaussian in network pixels; 0 for none.
-        strip: only these rows of the original image.
+        strip: rows of the original image to compute; None for all.
 
     Returns:
-        (H0, W0) float32 in score units; NaN where a crop hid the image from the network, and where
-        no patch near by counts.
+        (H0, W0) or (rows, W0) float32 in score units; NaN where a crop hid the image from the
+        network, and where no patch near by counts.
     """
     rows, columns = (
         _source_operator(patches, pieces, smoothing)
@@ -234,11 +227,11 @@ def upsample_and_smooth(patches: int, size: int, smoothing: float) -> NDArray[np
 
 @dataclass(frozen=True, eq=False)
 class _Band:
-    """Neighbouring rows of an axis' matrix, without the zeros on both sides of what they hold.
+    """Neighbouring rows of an axis' matrix, without the columns that are 0 in all of them.
 
     Attributes:
-        rows: of the matrix, original pixels.
-        patches: columns of the matrix; all others are 0 in these rows.
+        rows: the matrix' rows, original pixels.
+        patches: the matrix' columns that aren't 0 in these rows.
         block: (rows, patches) float32; NaN outside a crop.
     """
 
@@ -247,12 +240,12 @@ class _Band:
     block: NDArray[np.float32]
 
 
-# Images of one size share a pair.
+# Images of one size share a pair of matrices.
 @lru_cache(maxsize=4)
 def _source_operator(patches: int, pieces: Axis, smoothing: float) -> tuple[_Band, ...]:
-    """The matrix (source, patches) of an axis, `patches` counted over all its pieces, in bands.
+    """The matrix (source, patches) of an axis in bands, with the patches of all its pieces.
 
-    Whole, that of a long strip in tiles would take gigabytes, nearly all of it zeros.
+    The whole matrix of a long image in tiles would take gigabytes, nearly all of them zeros.
     """
     each = patches // len(pieces)
     blocks = []
@@ -306,7 +299,7 @@ def _both_ways(
 
 
 def _shares(pieces: Axis) -> list[NDArray[np.float64]]:
-    """How much of each original pixel is each piece's; they sum to 1 and fade linearly."""
+    """Weights (source,) of each piece in its original pixels; they fade linearly and sum to 1."""
     total = np.zeros(pieces[-1].stop)
     fades = []
     for i, piece in enumerate(pieces):
@@ -341,7 +334,7 @@ def _interpolated(
 def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:
     """Gaussian smoothing along one axis, mirrored at the borders (SciPy's `reflect`).
 
-    The kernel ends at 4σ, like SciPy's.
+    The kernel ends at 4σ, the same as SciPy's.
 
     Returns:
         (size, size), rows sum to 1.
@@ -363,10 +356,8 @@ def _gaussian(size: int, sigma: float) -> NDArray[np.float64]:
 
 MARKED, FAINT = 255, 1
 _STRIP_PIXELS = 8_000_000
-_NEAR_HIGHEST = 0.9  # of the highest place of a rejected image that reaches no line
-_LEAST = 1e-12  # a map of zeros is never marked
-
-AnomalyMap = Callable[[slice], NDArray[np.float32]]
+_NEAR_HIGHEST = 0.9  # share of the peak to outline if a rejected image reaches no threshold
+_LEAST = 1e-12  # least threshold, so that a map of zeros is never marked
 
 
 @dataclass(frozen=True)
@@ -374,18 +365,18 @@ class MarkedRegion:
     """One connected part of a predicted mask, in original pixels.
 
     Attributes:
-        x: the bounding box's first column.
-        y: its first row.
-        width: of the bounding box.
-        height: of it.
-        area: how many pixels are marked.
-        peak_score: the highest value of the anomaly map in it.
-        peak_x: where that is.
-        peak_y: where that is.
-        width_uncertainty: a patch's width in original pixels: the width is about as uncertain.
-        height_uncertainty: likewise.
-        length: the longer side of the narrowest box around it, turned as it may be.
-        thickness: that box's shorter side.
+        x: first column of the bounding box.
+        y: first row of the bounding box.
+        width: width of the bounding box.
+        height: height of the bounding box.
+        area: number of marked pixels.
+        peak_score: highest value of the anomaly map in the region, in score units.
+        peak_x: column of the highest value.
+        peak_y: row of the highest value.
+        width_uncertainty: a patch's width; the width is about as uncertain.
+        height_uncertainty: a patch's height.
+        length: longer side of the narrowest rotated box around the region.
+        thickness: shorter side of that box.
     """
 
     x: int
@@ -403,21 +394,21 @@ class MarkedRegion:
 
 
 def strips(size: tuple[int, int]) -> Iterator[slice]:
-    """Rows of an image of (H0, W0) pixels, so many at once that a strip's map is small."""
+    """Strips of rows of an image (H0, W0), each small enough for its map to fit into memory."""
     rows = max(1, _STRIP_PIXELS // size[1])
     for top in range(0, size[0], rows):
         yield slice(top, min(top + rows, size[0]))
 
 
 def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8]:
-    """Mark the defects: each reaches from its peak down to `SourceMap.level`.
+    """Mask of the defects: each reaches from its peak down to `SourceMap.level`.
 
     Args:
         anomaly_map: the anomaly map; NaN isn't marked.
-        threshold: that a defect's peak is above, in score units.
+        threshold: least peak of a defect, in score units.
 
     Returns:
-        (H0, W0): 255 where marked, else 0.
+        (H0, W0) uint8: 255 where marked, else 0.
     """
     if highest(anomaly_map) <= threshold:
         return np.zeros(anomaly_map.view.source, np.uint8)
@@ -426,19 +417,19 @@ def predicted_mask(anomaly_map: SourceMap, threshold: float) -> NDArray[np.uint8
 
 
 def highest(anomaly_map: SourceMap) -> float:
-    """A map's highest value; 0 where nothing is higher."""
+    """A map's highest value, at least 0; NaN doesn't count."""
     rows = strips(anomaly_map.view.source)
     return max(float(np.fmax.reduce(anomaly_map(s), axis=None, initial=0)) for s in rows)
 
 
 def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[np.uint8]]:
-    """The predicted mask of each threshold, from one pass over the map."""
+    """The predicted masks (H0, W0) of several thresholds, from one pass over the map."""
     levels = [anomaly_map.level(threshold) for threshold in thresholds]
     masks = [np.zeros(anomaly_map.view.source, np.uint8) for _ in thresholds]
     for strip in strips(anomaly_map.view.source):
         values = anomaly_map(strip)
         for mask, level, threshold in zip(masks, levels, thresholds, strict=True):
-            if (values > level.scores.min()).any():  # else the strip's level needn't be made
+            if (values > level.scores.min()).any():  # else nothing can be above the level
                 mask[strip] = np.where(values > level(strip), 1 + (values > threshold), 0)
     for mask in masks:
         _keep_with_peaks(mask)
@@ -446,7 +437,7 @@ def _masks(anomaly_map: SourceMap, thresholds: Sequence[float]) -> list[NDArray[
 
 
 def _keep_with_peaks(mask: NDArray[np.uint8]) -> None:
-    """Turn a mask of 1, and 2 above the threshold, into 255 in the parts that hold a 2, else 0."""
+    """Set a mask's parts to 255 if they hold a 2 (above the threshold), those of 1 alone to 0."""
     left, top, width, height = cv2.boundingRect(mask)
     box = mask[top : top + height, left : left + width]
     count, labels = cv2.connectedComponents(box, connectivity=8)
@@ -458,18 +449,18 @@ def _keep_with_peaks(mask: NDArray[np.uint8]) -> None:
 def outlined_areas(
     anomaly_map: SourceMap, threshold: float, review: float | None = None, *, rejected: bool = False
 ) -> NDArray[np.uint8]:
-    """What a heatmap outlines.
+    """Areas that a heatmap outlines.
 
     Args:
         anomaly_map: the anomaly map.
-        threshold: that a marked defect's peak is above.
-        review: a lower value, that a fainter outline's is above; None for none.
-        rejected: whether the image is rejected, which hangs on all of its highest places together.
-            Where none of them is outlined, the fainter line runs around the highest.
+        threshold: least peak of a marked defect, in score units.
+        review: a lower value, least peak of an area with a fainter outline; None for none.
+        rejected: the image is rejected. Its score may combine many patches, none of which reaches
+            a threshold; then the area around the peak gets the fainter outline.
 
     Returns:
-        (H0, W0): `MARKED` as in the predicted mask, else `FAINT` where the fainter line runs
-        around, else 0.
+        (H0, W0) uint8: `MARKED` in the predicted mask, `FAINT` in areas with the fainter outline,
+        else 0.
     """
     threshold = max(threshold, _LEAST)
     peak, lowest = highest(anomaly_map), threshold if review is None else min(review, threshold)
@@ -484,11 +475,11 @@ def outlined_areas(
 
 
 def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[MarkedRegion, ...]:
-    """The 8-connected regions of a predicted mask, the one with the highest peak first.
+    """The 8-connected regions of a predicted mask, the highest peak first.
 
     Args:
         mask: (H0, W0) uint8, 0 where nothing is marked.
-        anomaly_map: the map that was marked, in score units.
+        anomaly_map: the anomaly map that the mask was made from.
     """
     rows = np.flatnonzero(mask.any(axis=1))
     if not len(rows):
@@ -496,8 +487,9 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
     top, bottom = int(rows[0]), int(rows[-1]) + 1
     count, labelled, boxes, _ = cv2.connectedComponentsWithStats(mask[top:bottom], connectivity=8)
     labels = np.asarray(labelled, np.int32)
-    peaks, places = _peaks(labels, top, anomaly_map, mask.shape, count)
-    patch_height, patch_width = (round(side, 2) for side in anomaly_map.patch_size)
+    peaks, places = _peaks(labels, top, anomaly_map, count)
+    grid = anomaly_map.scores.shape
+    patch_height, patch_width = (round(side, 2) for side in patch_size(anomaly_map.view, grid))
     regions = [
         MarkedRegion(
             x,
@@ -520,7 +512,7 @@ def marked_regions(mask: NDArray[np.uint8], anomaly_map: SourceMap) -> tuple[Mar
 
 
 def _sides(region: NDArray[np.bool_]) -> tuple[float, float]:
-    """The longer and the shorter side of the narrowest box that holds a region's pixels."""
+    """Longer and shorter side of the narrowest rotated box around a region (H, W), in pixels."""
     outlines, _ = cv2.findContours(
         region.view(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE
     )
@@ -529,27 +521,31 @@ def _sides(region: NDArray[np.bool_]) -> tuple[float, float]:
 
 
 def _peaks(
-    labels: NDArray[np.int32],
-    top: int,
-    anomaly_map: AnomalyMap,
-    size: tuple[int, ...],
-    count: int,
+    labels: NDArray[np.int32], top: int, anomaly_map: SourceMap, count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Each label's highest score, and its first row and column; label 0 is the background."""
+    """Highest map value of each region, and the first pixel that has it.
+
+    Args:
+        labels: (H, W0), the region of each pixel in some rows of the map; 0 is the background.
+        top: first of these rows.
+        anomaly_map: the whole map.
+        count: number of labels, background included.
+
+    Returns:
+        Peaks (count,) and their places (count, 2) as row and column of the whole map.
+    """
     peaks = np.full(count, -np.inf, np.float32)
     places = np.zeros((count, 2), np.int64)
-    for strip in strips((size[0], size[1])):
-        start, stop = max(strip.start, top), min(strip.stop, top + len(labels))
-        if start >= stop:
-            continue
-        row, column = np.nonzero(labels[start - top : stop - top])
-        label = labels[row + start - top, column]
-        score = anomaly_map(slice(start, stop))[row, column]
+    for strip in strips((len(labels), labels.shape[1])):
+        row, column = np.nonzero(labels[strip])
+        label = labels[strip][row, column]
+        score = anomaly_map(slice(top + strip.start, top + strip.stop))[row, column]
         higher = peaks.copy()
         np.maximum.at(higher, label, score)
+        # Only what this strip raises moves: of equal peaks the uppermost stays.
         at = np.flatnonzero((score == higher[label]) & (higher > peaks)[label])
         changed, first = np.unique(label[at], return_index=True)
-        places[changed, 0] = row[at[first]] + start
+        places[changed, 0] = row[at[first]] + top + strip.start
         places[changed, 1] = column[at[first]]
         peaks = higher
     return peaks, places

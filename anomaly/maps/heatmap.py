@@ -1,21 +1,20 @@
-"""Anomaly map + image -> a picture for a person; pictures, maps and masks as files.
+"""Anomaly map + image -> heatmap; pictures, maps and masks as files.
 
-Colours have one meaning for all images of a model: nothing below three quarters of the threshold,
-full colour from 5/4 on, brightest at twice the threshold. They are those of inferno, in which
-equal steps of the score look equal, also in grey and to the colour-blind. A line runs around each
-marked region, and a fainter one around what is for review.
+Colours have one meaning for all images of a model: none below three quarters of the threshold, full
+colour from 5/4 on, brightest at twice the threshold. The colour map is inferno, in which equal
+steps of the score look equal, also in grey and to the colour-blind. A line runs around each marked
+region, and a fainter line around each region for review.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, count
 
 import cv2
 import numpy as np
@@ -23,23 +22,22 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from anomaly.imaging.read import Decoding, Image, read_image
-from anomaly.maps.anomaly_map import FAINT, MARKED, AnomalyMap
+from anomaly.maps.anomaly_map import FAINT, MARKED, SourceMap, outlined_areas
 
 RgbImage = NDArray[np.uint8]
 
-OPACITY = 0.65
-_FAINT = 0.5
-# Levels 0 to 255 reach up to twice the threshold.
-_AT_THRESHOLD = 127.5
-_SHOWN_FROM = 0.75  # of the threshold; what is lower isn't coloured
-_STRIP_PIXELS = 8_000_000
+OPACITY = 0.65  # of the colours over the image
+_FAINT = 0.5  # strength of the line around a region for review
+_AT_THRESHOLD = 127.5  # colour level of the threshold; levels 0 to 255 reach to twice as high
+_SHOWN_FROM = 0.75  # share of the threshold; lower values aren't coloured
+_STRIP_PIXELS = 8_000_000  # drawn or compressed at once
 
 
 def display(image: Image, rows: slice = slice(None)) -> RgbImage:
-    """Some rows of the image as a screen shows them.
+    """Some rows of an image in 8 bits, for a screen.
 
     Returns:
-        (rows, W0, 3) uint8 RGB; deeper images are scaled by their declared full scale.
+        (rows, W0, 3) uint8 RGB; more bits are scaled by the image's declared full scale.
     """
     pixels = image.pixels[rows]
     if pixels.dtype != np.uint8:
@@ -48,71 +46,58 @@ def display(image: Image, rows: slice = slice(None)) -> RgbImage:
 
 
 def shrunk(image: Image, size: tuple[int, int]) -> Image:
-    """The same image at (H, W), no larger than its own."""
+    """The image reduced to (H, W), at most its own size."""
     if image.size == size:
         return image
-    # Averages over areas take eight times as long, and show a difference from two pixels on.
+    # Averaging areas takes eight times as long, and looks better only from a factor of two on.
     how = cv2.INTER_AREA if image.size[0] >= 2 * size[0] else cv2.INTER_LINEAR
     pixels = cv2.resize(image.pixels, size[::-1], interpolation=how)
     return replace(image, pixels=np.asarray(pixels))
 
 
 def heatmap(
-    image: Image, anomaly_map: AnomalyMap, threshold: float, areas: NDArray[np.uint8]
+    image: Image,
+    anomaly_map: SourceMap,
+    threshold: float,
+    review: float | None = None,
+    *,
+    rejected: bool = False,
 ) -> RgbImage:
-    """Lay an anomaly map over its image, a strip at a time: large maps needn't fit into memory.
+    """Lay an anomaly map over its image, and outline the defects.
 
     Args:
-        image: the decoded file.
-        anomaly_map: gives some rows of the map, (rows, W0).
+        image: the decoded file, H0×W0 pixels.
+        anomaly_map: its anomaly map, of the same size; shown darkened where it is NaN.
         threshold: the map's value where marking starts, above 0.
-        areas: (H0, W0), what is outlined; see `outlined_areas`.
+        review: a lower value, where a fainter outline starts; None for none.
+        rejected: the image is rejected, see `outlined_areas`.
 
     Returns:
         (H0, W0, 3) RGB.
     """
+    areas = outlined_areas(anomaly_map, threshold, review, rejected=rejected)
     height, width = image.size
     line = max(1, round(min(image.size) / 300))
     margin = 2 * line + 2
     rows = max(_STRIP_PIXELS // width, 2 * margin)
     result = np.empty((height, width, 3), np.uint8)
-    for top in range(0, height, rows):
+    for top in range(0, height, rows):  # a large image's whole map may not fit into memory
         bottom = min(top + rows, height)
-        # Lines along the cut itself fall into the margin and go with it.
+        # Outlines also run along the cut; these lie in the margin, which is cut off again.
         wide = slice(max(0, top - margin), min(height, bottom + margin))
         strip = np.array(display(image, wide))
-        _overlay(strip, anomaly_map(wide), threshold, areas[wide], line)
+        values, outlined = anomaly_map(wide), areas[wide]
+        _tint(strip, values, threshold)
+        strip[np.isnan(values)] //= 2
+        if (outlined == FAINT).any():
+            _outline(strip, outlined > 0, line, _FAINT)
+        _outline(strip, outlined == MARKED, line)
         result[top:bottom] = strip[top - wide.start : bottom - wide.start]
     return result
 
 
-def _overlay(
-    result: RgbImage,
-    anomaly_map: NDArray[np.float32],
-    threshold: float,
-    areas: NDArray[np.uint8],
-    line: int,
-) -> None:
-    """Lay a heatmap over a picture (H, W, 3), in place; see `heatmap`.
-
-    Args:
-        result: the picture.
-        anomaly_map: (H, W) in score units; NaN where the network didn't look, shown darkened.
-        threshold: the map's value where marking starts.
-        areas: (H, W), what is outlined.
-        line: width in pixels.
-    """
-    _tint(result, anomaly_map, threshold)
-    hidden = np.isnan(anomaly_map)
-    if hidden.any():
-        result[hidden] //= 2
-    if (areas == FAINT).any():
-        _outline(result, areas > 0, line, _FAINT)
-    _outline(result, areas == MARKED, line)
-
-
 def _tint(picture: RgbImage, anomaly_map: NDArray[np.float32], threshold: float) -> None:
-    """Colour a picture in place where the map is high enough to show."""
+    """Colour a picture (H, W, 3) in place where the map (H, W) is near the threshold or above."""
     box = _around(anomaly_map > _SHOWN_FROM * threshold)
     if box is None:
         return
@@ -128,10 +113,10 @@ def _outline(picture: RgbImage, area: NDArray[np.bool_], width: int, strength: f
     """Draw a white line with dark edges along the border of an area, in place.
 
     Args:
-        picture: (H, W, 3).
-        area: (H, W).
-        width: of the white line, in pixels.
-        strength: 1 covers what is under it.
+        picture: (H, W, 3) RGB.
+        area: (H, W) mask.
+        width: width of the white line, in pixels.
+        strength: opacity; 1 covers the picture.
     """
     edged = width + max(min(width, 2), width // 3)
     box = _around(area, edged + 2)
@@ -157,7 +142,7 @@ def _soft_line(border: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
 
 
 def _around(area: NDArray[np.bool_], margin: int = 0) -> tuple[slice, slice] | None:
-    """The rows and columns that hold the True parts, with a margin; None where there are none."""
+    """Rows and columns of the box around the True pixels, with a margin; None without any."""
     left, top, width, height = cv2.boundingRect(area.view(np.uint8))
     if not width:
         return None
@@ -166,11 +151,11 @@ def _around(area: NDArray[np.bool_], margin: int = 0) -> tuple[slice, slice] | N
 
 
 def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
-    """The heatmap alone, to be laid over a picture at any opacity (`OPACITY` for `heatmap`'s look).
+    """The heatmap's colours alone, to lay over a picture (with `OPACITY`, the look of `heatmap`).
 
     Args:
-        anomaly_map: (H, W) in score units; NaN where the network didn't look, half black.
-        threshold: as for `heatmap`.
+        anomaly_map: (H, W) in score units; NaN, where the network didn't look, becomes half black.
+        threshold: the map's value where marking starts, above 0.
 
     Returns:
         (H, W, 4) RGBA, not premultiplied.
@@ -183,15 +168,15 @@ def layer(anomaly_map: NDArray[np.float32], threshold: float) -> RgbImage:
 
 
 def outlines(area: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
-    """Closed lines around the True parts of (H, W), holes too: (n, 1, 2) of (x, y) each."""
+    """Closed lines around the True parts of a mask (H, W) and their holes, (n, 1, 2) as (x, y)."""
     lines, _ = cv2.findContours(area.astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_NONE)
     return [np.asarray(line, np.int32) for line in lines]
 
 
-def colour_stops(count: int = 17) -> list[tuple[int, int, int, float]]:
-    """(red, green, blue, opacity) evenly from a score of 0 up to twice the threshold."""
+def colour_stops(steps: int = 17) -> list[tuple[int, int, int, float]]:
+    """Colours (red, green, blue, opacity) in even steps from 0 to twice the threshold."""
     colours, alpha = _ramp()
-    at = np.rint(np.linspace(0, 255, count)).astype(int)
+    at = np.rint(np.linspace(0, 255, steps)).astype(int)
     return [(*map(int, colours[i]), round(float(alpha[i]), 4)) for i in at]  # type: ignore[misc]
 
 
@@ -216,7 +201,12 @@ def encode_png(picture: NDArray[np.generic]) -> bytes:
 
 
 def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
-    """The compressed rows (H, samples) of a PNG file, a strip of the picture at a time."""
+    """Compressed rows of a PNG file, a strip of the picture at a time.
+
+    Args:
+        flat: the picture's samples (H, W · channels).
+        width: W in pixels.
+    """
     stream = isal_zlib.compressobj(1)
     high_first = flat.dtype.newbyteorder(">")
     above: NDArray[np.uint8] | None = None
@@ -234,13 +224,14 @@ def _deflated(flat: NDArray[np.generic], width: int) -> Iterator[bytes]:
 
 
 def _levels(anomaly_map: NDArray[np.float32], threshold: float) -> NDArray[np.uint8]:
+    """Colour levels (H, W) from 0 to 255 of a map; NaN is 0."""
     steps = np.nan_to_num(anomaly_map) * np.float32(_AT_THRESHOLD / max(threshold, 1e-12))
     return np.asarray(np.clip(steps, 0, 255), np.uint8)
 
 
 @lru_cache(maxsize=1)
 def _ramp() -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """Each level's colour (256, 3) RGB and its opacity (256,) from 0 to 1."""
+    """Colours (256, 3) RGB of the levels, and their opacities (256,) in [0, 1]."""
     levels = np.arange(256, dtype=np.uint8)
     colours = np.asarray(cv2.applyColorMap(levels[:, None], cv2.COLORMAP_INFERNO), np.uint8)
     return colours[:, 0, ::-1], np.clip((levels / _AT_THRESHOLD - _SHOWN_FROM) * 2, 0, 1)
@@ -248,7 +239,7 @@ def _ramp() -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """What each level adds to a picture and what it leaves of it, (256, 1, 3) RGB each."""
+    """Look-up tables (256, 1, 3) RGB of the levels: colour to add, share of 255 to keep."""
     colours, alpha = _ramp()
     opacity = (alpha * OPACITY)[:, None, None]
     tint = np.rint(colours[:, None] * opacity).astype(np.uint8)
@@ -256,33 +247,33 @@ def _tables() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return np.ascontiguousarray(tint), veil
 
 
-_DEFLATE, _DIFFERENCES = 8, 2  # of TIFF, and its predictor
+_DEFLATE, _DIFFERENCES = 8, 2  # TIFF's numbers for a compression and a predictor
 
 
 def encode_float32(anomaly_map: NDArray[np.float32]) -> bytes:
     """A map (H0, W0) as a float TIFF in score units, NaN where the network didn't look.
 
-    Lossless, and made smaller in the way that libtiff, tifffile and scikit-image all read as they
-    are: the predictor for floats (3) is smaller still, but needs a further package there.
+    The compression is lossless, and libtiff, tifffile and scikit-image read it. The predictor for
+    floats (3) makes smaller files, but tifffile and scikit-image need a further package for it.
     """
     settings = (cv2.IMWRITE_TIFF_COMPRESSION, _DEFLATE, cv2.IMWRITE_TIFF_PREDICTOR, _DIFFERENCES)
     return encoded(".tiff", anomaly_map, *settings)
 
 
 SHOWN = 200  # images with a picture on the page of a run
-_PIXELS = 25_000_000  # of all of them together
-_MOST, _LEAST = 2_000_000, 96 * 96
-QUALITY = 75  # of JPEG and WebP
+_PIXELS = 25_000_000  # most pixels of these pictures together
+_MOST, _LEAST = 2_000_000, 96 * 96  # pixels of one picture
+QUALITY = 75  # of JPEG and WebP, from 0 to 100
 
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A picture brought down for a page.
+    """A small copy of a picture.
 
     Attributes:
-        photo: JPEG.
-        size: its (width, height).
-        source: those of the picture that it was made of.
+        photo: the copy as JPEG.
+        size: (width, height) of the copy.
+        source: (width, height) of the picture.
     """
 
     photo: bytes
@@ -291,11 +282,11 @@ class Thumbnail:
 
 
 def thumbnail(picture: NDArray[np.uint8], pixels: int) -> Thumbnail:
-    """A picture (H, W, 3) RGB at a whole fraction of its size, which is quick to make.
+    """A copy of a picture, reduced by a whole factor, which is quick.
 
     Args:
-        picture: what remains over at the right and at the bottom is left out.
-        pixels: it has at most so many.
+        picture: (H, W, 3) RGB; a remainder at the right and at the bottom is cut off.
+        pixels: most pixels of the copy.
     """
     height, width = picture.shape[:2]
     step = max(1, min(math.ceil(math.sqrt(height * width / pixels)), height, width))
@@ -314,14 +305,14 @@ def photograph(file: bytes, decoding: Decoding) -> bytes:
     return thumbnail(display(read_image(file, decoding)), _PHOTOGRAPH_PIXELS).photo
 
 
-def pixels_for(count: int, together: int) -> int:
-    """Most pixels of each picture, so that a page of `count` stays small.
+def pixels_for(pictures: int, together: int) -> int:
+    """Most pixels of each picture, so that a page of many stays small.
 
     Args:
-        count: pictures on the page.
-        together: pixels of all of them.
+        pictures: number of pictures on the page.
+        together: most pixels of all pictures together.
     """
-    return int(np.clip(together / max(count, 1), _LEAST, _MOST))
+    return int(np.clip(together / max(pictures, 1), _LEAST, _MOST))
 
 
 def jpeg(picture: NDArray[np.generic]) -> bytes:
@@ -335,7 +326,7 @@ def encoded(kind: str, picture: NDArray[np.generic], *settings: int) -> bytes:
     Args:
         kind: the file's extension.
         picture: (H, W), (H, W, 3) or (H, W, 4), blue first.
-        settings: OpenCV's, each number followed by its value.
+        settings: OpenCV's settings, each number followed by its value.
     """
     done, data = cv2.imencode(kind, np.ascontiguousarray(picture), settings)
     if not done:
@@ -344,25 +335,27 @@ def encoded(kind: str, picture: NDArray[np.generic], *settings: int) -> bytes:
 
 
 class Thumbnails:
-    """Those of the images that matter most, as far as a run has come: `SHOWN` at most.
+    """Small heatmaps of the images that matter most so far, at most `SHOWN`.
+
+    Images with a reason for review matter most, then those with the highest scores.
 
     Args:
-        count: images that there may be.
+        images: number of images that may come.
     """
 
-    def __init__(self, count: int = SHOWN) -> None:
-        self.pixels = pixels_for(min(count, SHOWN), _PIXELS)
+    def __init__(self, images: int = SHOWN) -> None:
+        self.pixels = pixels_for(min(images, SHOWN), _PIXELS)
         self._of: dict[str, Thumbnail] = {}
         self._ranked: list[tuple[bool, float, int, str]] = []
-        self._number = itertools.count()
+        self._number = count()
 
     def keep(self, heatmap: str, flagged: bool, score: float, small: Thumbnail) -> None:
-        """Take the small picture of a heatmap, and drop one that now matters less."""
+        """Keep a small heatmap by its file's name, and drop the one that now matters least."""
         self._of[heatmap] = small
         heapq.heappush(self._ranked, (flagged, score, -next(self._number), heatmap))
         if len(self._ranked) > SHOWN:
             self._of.pop(heapq.heappop(self._ranked)[-1], None)
 
     def get(self, heatmap: str) -> Thumbnail | None:
-        """That of a heatmap; None where it isn't here."""
+        """The small copy of a heatmap's file; None if it was dropped or never kept."""
         return self._of.get(heatmap)

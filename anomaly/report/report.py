@@ -327,7 +327,7 @@ def report_html(category: Category) -> str:
         if row.score is None
     ]
     counted = f"{evaluation.n_good} good and {evaluation.n_defect} defective test images"
-    good = [score for row, score in usable if not (row.sample.is_defect or row.outlier)]
+    good = [score for row, score in usable if not (row.sample.is_defect or row.reason)]
     trained = category.training.get("time")
     provenance = {
         "evaluated": category.date,

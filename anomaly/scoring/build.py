@@ -205,13 +205,7 @@ def loading_of(
         multiple = patch
     image = config.image
     sizing = Sizing(
-        image.resize,
-        image.crop,
-        image.area,
-        multiple,
-        aspect,
-        image.tile,
-        image.overlap,
+        image.resize, image.crop, image.area, multiple, aspect, image.tile, image.overlap
     )
     return Preprocessing(sizing, decoding_of(image), region, reference)
 

@@ -19,8 +19,7 @@ from anomaly.imaging.geometry import Region, View, counted
 from anomaly.imaging.loading import NetworkInput, turned
 from anomaly.maps.anomaly_map import upsample_and_smooth
 
-# How an image became the network's input, which tile of it this is, and how that was turned, see
-# `anomaly.imaging.loading`.
+# Layout of an image, tile (row, column) and turn (0 to 7, see `anomaly.imaging.loading.turned`).
 Piece: TypeAlias = tuple[View, tuple[int, int], int]
 
 
@@ -46,7 +45,7 @@ def network_map(
         return rows @ scores @ columns
     where = module_of(scores).where
     weights = rows @ (inside * like(np.ones(1, np.float32), scores)) @ columns
-    # Beyond the blur's reach of all of them nothing counts, and 0 / 0 has no gradient.
+    # Pixels that the blur reaches from no patch that counts have weight 0; 0 / 0 has no gradient.
     maps = rows @ where(inside, scores, 0.0) @ columns / where(weights > 0, weights, 1.0)
     shown = inside[:, _nearest(height, size[0])][:, :, _nearest(width, size[1])]
     return where(shown, maps, math.nan)
@@ -66,7 +65,7 @@ def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -
         how: `max` of the patch scores before any blur, `top_percent` for the mean of the highest
             1 % of them (at least one); `map_max` and `map_top_percent` of the blurred map's values;
             `map_top_relative` for the latter over the median of the patch scores.
-        top: how many values the highest 1 % are, where it is known; None to count them.
+        top: number of values in the highest 1 %; None to count the values first.
 
     Returns:
         (B,) float32.
@@ -81,7 +80,7 @@ def image_scores(scores: Array, maps: Array, how: str, top: int | None = None) -
         if top is not None:
             return _highest(flat, top).mean(1)
         counts = [max(1, round(n / 100)) for n in (flat > -math.inf).sum(1).tolist()]
-        if len(set(counts)) == 1:  # as a rule; together they are one step for a GPU
+        if len(set(counts)) == 1:  # the usual case, and one step for a GPU
             return _highest(flat, counts[0]).mean(1)
         best = [_highest(row, count) for row, count in zip(flat, counts, strict=True)]
         return xp.stack([b.mean() for b in best])
@@ -93,8 +92,9 @@ def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
 
     Args:
         maps: (B, H, W); NaN doesn't count.
-        areas: of each, in its pixels.
+        areas: the area for each map, in its pixels.
     """
+    # numpy finds the pixel; reading the map there keeps a tensor's gradient.
     values = as_numpy(maps.detach() if hasattr(maps, "detach") else maps)
     places = [place_of_level(*pair) for pair in zip(values, areas, strict=True)]
     levels = maps.reshape(len(maps), -1)[list(range(len(places))), places]
@@ -105,13 +105,13 @@ def levels_of_areas(maps: Array, areas: Sequence[int]) -> Array:
 def place_of_level(values: NDArray[np.float32], area: int) -> int:
     """The flat index of a pixel at the highest level at which a region of an area stands.
 
-    At a level, pixels at least as high form regions, which are 8-connected. So the level falls as
-    the area grows; of an area of 1 it is the highest value. The level is the maximum of the map's
-    area opening: peaks that are smaller don't count, however high.
+    The pixels at or above a level form 8-connected regions. The larger the area, the lower the
+    highest level with such a region; for an area of 1 it is the map's highest value. It is the
+    maximum of the map's area opening: smaller peaks don't count, however high.
 
     Args:
         values: (H, W); NaN and -inf don't count.
-        area: in pixels. The largest region that counts is large enough.
+        area: least area in pixels; at most that of the largest region that counts is required.
 
     Returns:
         0 where no pixel counts.
@@ -121,26 +121,30 @@ def place_of_level(values: NDArray[np.float32], area: int) -> int:
     if not len(levels):
         return 0
     area = min(area, _largest(counted > -np.inf))
-    # So many pixels are needed at least; a lower level's largest region is no smaller.
+    # `area` pixels lie at or above levels[area - 1] at the highest. A lower level's largest region
+    # is no smaller, so the levels can be halved.
     place = bisect_left(levels, area, area - 1, key=lambda level: _largest(counted >= level))
     return int(np.flatnonzero(counted == levels[place])[0])
 
 
 def _largest(mask: NDArray[np.bool_]) -> int:
-    """How many pixels the largest 8-connected region of a mask has."""
+    """Pixels of the largest 8-connected region of a mask."""
     _, labels = cv2.connectedComponents(mask.view(np.uint8), connectivity=8)
     return int(np.bincount(np.asarray(labels).ravel())[1:].max(initial=0))
 
 
 def area_on_map(area: float, layout: View) -> int:
-    """An area of the photograph in pixels of the network's map, 1 at least."""
+    """An area of the photograph, converted to pixels of the network's map; at least 1."""
     for pieces in layout.axes:
         area *= pieces[0].resized / pieces[0].source
     return max(1, round(area))
 
 
 def _medians(scores: Array) -> Array:
-    """The median (B,) of patch scores (B, h, w), the lower of two; NaN doesn't count, 1 of none."""
+    """Medians (B,) of patch scores (B, h, w), the lower middle value; NaN doesn't count.
+
+    It is 1 where no patch counts, so that it can be divided by.
+    """
     xp, flat = module_of(scores), scores.reshape(scores.shape[0], -1)
     counts = (~xp.isnan(flat)).sum(1)
     flat = xp.where(xp.isnan(flat), math.inf, flat)
@@ -151,6 +155,7 @@ def _medians(scores: Array) -> Array:
 
 
 def _highest(values: Array, count: int) -> Array:
+    """The highest `count` values along the last axis, in any order."""
     if isinstance(values, np.ndarray):
         rest = values.shape[-1] - count
         return np.partition(values, rest, axis=-1)[..., rest:]
@@ -158,22 +163,22 @@ def _highest(values: Array, count: int) -> Array:
 
 
 def pieces_of(batch: Sequence[NetworkInput]) -> list[Piece]:
-    """The layouts and tiles behind network inputs."""
+    """Layout, tile and turn of each network input."""
     return [(item.layout, item.tile, item.turn) for item in batch]
 
 
 def patches_inside(
     pieces: Sequence[Piece], embeddings: Array, region: Region | None
 ) -> Array | None:
-    """Which patches of images count, by their layouts and tiles.
+    """The patches that count: those inside the region, and inside the photograph of a moved part.
 
     Args:
-        pieces: where each comes from.
+        pieces: layout, tile and turn of each image.
         embeddings: (B, h, w, D), a tensor or an array; so is the result.
-        region: what of each image counts; None for all of it.
+        region: region of each image that counts; None for the whole image.
 
     Returns:
-        (B, h, w) bool; None for all.
+        (B, h, w) bool; None if all patches count.
 
     Raises:
         DataError: none of an image's patches counts.
@@ -182,6 +187,7 @@ def patches_inside(
         return None
     masks = []
     for layout, (row, column), turn in pieces:
+        # The grid before turning: an odd turn has exchanged its height and width.
         height, width = embeddings.shape[1:3] if turn % 2 == 0 else embeddings.shape[2:0:-1]
         top, left = row * height, column * width
         whole = counted(region, layout, (height, width))

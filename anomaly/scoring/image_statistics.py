@@ -1,8 +1,8 @@
-"""Statistics of whole images: whether one shows another product, is blank or is ill lit."""
+"""Statistics of whole images, which tell another product, a blank image or bad light."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,8 @@ from anomaly.imaging.loading import NetworkInput
 
 Floats = NDArray[np.float64]
 
-QUIET = 0.02  # contrast, below which a ratio to it means nothing
-# Brightness that differs less, all over an image, is one value and the rounding of resizing it.
+QUIET = 0.02  # lowest contrast that sharpness is divided by: below it there is only noise
+# Brightness that varies less over an image is one value, apart from the rounding of resizing.
 BLANK = 1e-4
 
 
@@ -27,15 +27,15 @@ class ImageStatistics:
     """Statistics of an image as a whole, kept as sums so that tiles add up.
 
     Attributes:
-        pixels: how many the network saw and counted.
-        light: sum of their brightness, in [0, 1] each.
-        light_squared: sum of its squares.
-        edges: sum of the brightness's second derivative, absolute.
-        patches: how many patches counted.
+        pixels: number of pixels that the network saw and that count.
+        light: sum of their brightness, each in [0, 1].
+        light_squared: sum of the squares of their brightness.
+        edges: sum of the absolute second derivative of the brightness.
+        patches: number of patches that count.
         embedding: (D,) sum of their embeddings, float64 or float32.
-        squared: sum of the squares of all their values.
+        squared: sum of the squares of all values of these embeddings.
         darkest: the lowest brightness of a pixel.
-        brightest: the highest.
+        brightest: the highest brightness of a pixel.
     """
 
     pixels: float
@@ -74,7 +74,7 @@ class ImageStatistics:
         return {"brightness": mean, "contrast": contrast, "sharpness": sharpness}
 
     def mean_embedding(self) -> Floats:
-        """(D,)."""
+        """Mean (D,) of the embeddings of the patches that count."""
         return np.asarray(self.embedding, np.float64) / max(self.patches, 1)
 
     def variance(self) -> float:
@@ -90,8 +90,8 @@ def statistics_of(
     """The statistics of each image or tile of a batch.
 
     Args:
-        batch: of images of one network size.
-        embeddings: (B, h, w, D), of these images.
+        batch: images or tiles of one network size.
+        embeddings: their patch embeddings (B, h, w, D).
         inside: (B, h, w) bool, the patches that count; None for all.
     """
     masks: list[NDArray[np.bool_] | None] = [None] * len(batch)
@@ -123,9 +123,9 @@ def measure(
     Args:
         pixels: (H, W, 3) in [0, 1].
         embedding: (D,) sum of the embeddings of the patches that count.
-        squared: sum of the squares of all values of theirs.
-        patches: how many those are.
-        inside: (h, w), which they are; None for all.
+        squared: sum of the squares of all values of these embeddings.
+        patches: number of patches that count.
+        inside: (h, w) bool, the patches that count; None for all.
     """
     red, green, blue = np.moveaxis(pixels, 2, 0)
     light = (red + green + blue) / np.float32(3)  # a fifth of the time that `mean` takes
@@ -149,22 +149,22 @@ def measure(
 
 
 LEAST_IMAGES = 8  # fewer don't show how much good images differ
-# The training images' range is widened by the ratio of its ends at either end, and at least by
-# these: factors, as exposure and focus work in factors.
+# Either end of the training images' range is moved outwards by the ratio of its ends, and at least
+# by these factors: exposure and focus multiply, they don't add.
 _LEAST_FACTOR = {"brightness": 1.3, "contrast": 2.0, "sharpness": 2.0}
-# An image of another product is more than so many times as far from the training images as the
-# farthest of these is from the others. Those of 8 data sets were 2.2 and more times as far, with
-# each of 3 networks, good images that weren't learned from at most 1.6 times.
+# An image of another product lies more than so many times as far from the training images as the
+# farthest of these lies from the others. Measured with 8 data sets and 3 networks: other products
+# lie at least 2.2 times as far, good images of the same product at most 1.6 times.
 FARTHER = 2.0
-# And it is more than so many standard deviations of the patches within an image away: where
-# training images are all alike, a defect or a later lot is soon twice as far. Other products were
-# 0.4 and more away, of the defects that were twice as far two broken bottles.
+# It also lies more than so many standard deviations of the patches within an image away: where all
+# training images are alike, a defect or a later lot is soon twice as far. Other products lie at
+# least 0.4 away; of the defects that lie twice as far, only two broken bottles do.
 LEAST_DISTANCE = 0.25
-# Channels that hardly move in the training images mustn't count for everything: this share of the
-# mean variance is added to that of each, and what rounding does, in spreads.
+# Channels that hardly vary over the training images would outweigh all others, so this share of the
+# mean variance is added to each channel's, and the square of so many spreads for rounding.
 _SHRINKAGE, _ROUNDING = 0.1, 1e-3
-# Training images whose mean embeddings are kept, the farthest ones: what is joined needs to know
-# how far these are.
+# Number of the farthest training images whose mean embeddings are kept: after a merge their
+# distances are computed again, since the mean has moved.
 _KEPT = 16
 _CAUSES = {
     ("brightness", "low"): "lens cap, lamp or exposure",
@@ -174,8 +174,7 @@ _CAUSES = {
     ("sharpness", "low"): "out of focus or moved",
     ("sharpness", "high"): "noise, or another product",
 }
-_DARK = 0.002  # half a level of 255
-_AT_ONCE = 64  # images whose mean embeddings are held a second time
+_DARK = 0.002  # half a level of 255, so that black images don't give a ratio of 0 / 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,12 +183,12 @@ class TrainingStatistics:
 
     Attributes:
         seen: lowest and highest brightness, contrast and sharpness of the training images.
-        mean: (D,) of the training images' mean embeddings.
-        variance: (D,) theirs.
+        mean: (D,) mean of the training images' mean embeddings.
+        variance: (D,) their variance.
         spread: standard deviation of the patches' embeddings within an image, over all values.
         farthest: (K, D) mean embeddings of the training images that are farthest from the others.
-        images: that this was learned from; fewer than `LEAST_IMAGES` don't show what is far
-            outside, but are kept to be joined with more.
+        images: number of training images; fewer than `LEAST_IMAGES` judge nothing, but can be
+            merged with more.
     """
 
     seen: dict[str, tuple[float, float]]
@@ -201,35 +200,34 @@ class TrainingStatistics:
 
     @classmethod
     def of(cls, statistics: Sequence[ImageStatistics]) -> TrainingStatistics:
-        """Learn from training images, one at least."""
+        """Range and spread of at least one training image."""
         figures = np.array([[*image.figures().values()] for image in statistics])
         values = dict(zip(_LEAST_FACTOR, figures.T.tolist(), strict=True))
-        mean = sum(rows.sum(axis=0) for rows in _mean_embeddings(statistics)) / len(statistics)
-        squares = sum(np.square(rows - mean).sum(axis=0) for rows in _mean_embeddings(statistics))
+        rows = np.stack([image.mean_embedding() for image in statistics])
+        mean = rows.sum(axis=0) / len(rows)
         model = cls(
             seen={name: (min(v), max(v)) for name, v in values.items()},
             mean=mean,
-            variance=squares / max(len(statistics) - 1, 1),
+            variance=np.square(rows - mean).sum(axis=0) / max(len(rows) - 1, 1),
+            # Images of one colour have no spread; distances are divided by it.
             spread=float(np.mean([image.variance() for image in statistics])) ** 0.5 + 1e-12,
-            farthest=mean[None],
-            images=len(statistics),
+            farthest=rows,
+            images=len(rows),
         )
-        kept = [statistics[place].mean_embedding() for place in model._farthest_of(statistics)]
-        return replace(model, farthest=np.stack(kept))
+        return model._thinned()
 
     @property
     def is_reliable(self) -> bool:
-        """Whether there were enough images to judge others."""
+        """True if there were enough training images to judge other images."""
         return self.images >= LEAST_IMAGES
 
     def merged(self, other: TrainingStatistics) -> TrainingStatistics:
-        """The statistics of the images of both together.
+        """Statistics of both sets of training images together.
 
-        Exactly, but that the farthest image is looked for among those that were the farthest of
-        either.
+        Exact, except that the farthest images are chosen among the farthest of either set.
 
         Args:
-            other: of further images.
+            other: statistics of further images, at least one.
         """
         images, others = self.images, other.images
         count = images + others
@@ -247,8 +245,12 @@ class TrainingStatistics:
             farthest=np.concatenate([self.farthest, other.farthest]),
             images=count,
         )
-        order = np.argsort(-model._from_others(model.farthest), kind="stable")
-        return replace(model, farthest=model.farthest[order[:_KEPT]])
+        return model._thinned()
+
+    def _thinned(self) -> TrainingStatistics:
+        """A copy that keeps the farthest of `farthest`, the farthest first."""
+        order = np.argsort(-self._from_others(self.farthest), kind="stable")
+        return replace(self, farthest=self.farthest[order[:_KEPT]])
 
     @cached_property
     def ranges(self) -> dict[str, tuple[float, float]]:
@@ -261,18 +263,18 @@ class TrainingStatistics:
 
     @cached_property
     def seen_distance(self) -> float:
-        """How far the farthest training image is from the others, in standard deviations."""
+        """Distance of the farthest training image from the others, in standard deviations."""
         return float(self._from_others(self.farthest).max())
 
     def deviation(self, image: ImageStatistics, *, turned: bool = False) -> str:
         """A message if an image is far outside the training set; empty otherwise.
 
-        Empty where it isn't, or where there were too few images to say.
+        It is empty, too, if there were too few training images to judge.
 
         Args:
-            image: as a whole.
-            turned: whether parts may lie other ways than in the training images; only brightness,
-                contrast and sharpness, which turning doesn't change, are compared then.
+            image: statistics of the whole image.
+            turned: parts may be turned or mirrored against the training images; then only
+                brightness, contrast and sharpness, which don't change with that, are compared.
         """
         if not self.is_reliable:
             return ""
@@ -292,9 +294,9 @@ class TrainingStatistics:
         return ""
 
     def resembles(self, other: TrainingStatistics) -> bool:
-        """True if other training images, seen by the same network, lie near these figures.
+        """True if other training images, seen by the same network, lie near these.
 
-        Few images don't show that.
+        It is True, too, if there were too few training images to judge.
         """
         return not self.is_reliable or not self._outlying_embedding(other.mean)
 
@@ -311,31 +313,29 @@ class TrainingStatistics:
         return ""
 
     def _standardised(self, apart: Floats, variance: Floats) -> Floats:
-        """The root mean square over the channels of differences (…, D) in standard deviations.
+        """Root mean square (…,) over the channels, in standard deviations.
 
         Args:
-            apart: differences.
-            variance: (…, D) of the channels.
+            apart: differences (…, D) of embeddings.
+            variance: variances (…, D) of the channels.
         """
         return _root_mean_square(apart / self.deviations(variance))
 
     def deviations(self, variance: Floats) -> Floats:
-        """Standard deviations (…, D) of variances, with a lower limit."""
+        """Standard deviations (…, D) from variances (…, D), with a lower limit."""
         least = _SHRINKAGE * variance.mean(axis=-1, keepdims=True)
         return np.asarray(np.sqrt(variance + least + np.square(_ROUNDING * self.spread)))
 
     def _from_others(self, rows: Floats) -> Floats:
-        """How far training images' mean embeddings (N, D) are from the others' without them."""
+        """Distances (N,) of training images' mean embeddings (N, D) from all other images'.
+
+        Mean and variance of the others follow from those of all by taking the one image out.
+        """
         count = self.images
         apart = (rows - self.mean) * (count / max(count - 1, 1))  # from the others' mean
         own = np.square(rows - self.mean) * (count / max(count - 1, 1))
         left = np.maximum(self.variance * (count - 1) - own, 0) / max(count - 2, 1)
         return self._standardised(apart, left)
-
-    def _farthest_of(self, statistics: Sequence[ImageStatistics]) -> list[int]:
-        """Places of the training images that are farthest from the others, the farthest first."""
-        away = np.concatenate([self._from_others(rows) for rows in _mean_embeddings(statistics)])
-        return [int(place) for place in np.argsort(-away, kind="stable")[:_KEPT]]
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """The tensors to save, by name."""
@@ -380,16 +380,18 @@ class TrainingStatistics:
 
 
 def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
-    """Places of the images that would be far outside a training set of all the others.
+    """Places of the images that would be far outside a training set of all other images.
 
-    How often good parts are taken for another product, hence. Only images at an end of a range, or
-    farther away than all others, can be; and blank ones always are.
+    Their share estimates how often good parts will be taken to be another product. Blank images
+    always count.
     """
     blank = {place for place, image in enumerate(statistics) if image.blank}
     if len(statistics) <= LEAST_IMAGES:
         return sorted(blank)
     figures = np.array([[*image.figures().values()] for image in statistics])
-    farthest = TrainingStatistics.of(statistics)._farthest_of(statistics)[0]
+    rows = np.stack([image.mean_embedding() for image in statistics])
+    farthest = np.argmax(TrainingStatistics.of(statistics)._from_others(rows))
+    # Only an image at an end of a range, or the farthest one, can be outside: few are left out.
     candidates = {*np.argmin(figures, axis=0), *np.argmax(figures, axis=0), farthest}
     outliers = {
         place
@@ -401,13 +403,6 @@ def outliers_among(statistics: Sequence[ImageStatistics]) -> list[int]:
     return sorted(outliers | blank)
 
 
-def _mean_embeddings(statistics: Sequence[ImageStatistics]) -> Iterator[Floats]:
-    """Mean embeddings (n, D) of images, several at a time."""
-    for first in range(0, len(statistics), _AT_ONCE):
-        group = statistics[first : first + _AT_ONCE]
-        yield np.stack([image.mean_embedding() for image in group])
-
-
 def _root_mean_square(difference: Floats) -> Floats:
-    """Over the last axis."""
+    """Root mean square over the last axis."""
     return np.asarray(np.sqrt(np.mean(np.square(difference), axis=-1)))

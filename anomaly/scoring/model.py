@@ -1,4 +1,4 @@
-"""Model: images -> predictions, whole or tile by tile, and how the model was made."""
+"""Trained model: images -> predictions, whole or tile by tile."""
 
 from __future__ import annotations
 
@@ -53,23 +53,22 @@ if TYPE_CHECKING:
     from anomaly.backbones.extractor import Embedder, FeatureExtractor, Normalisation
 
 
-_LEAST_SCORE = 1e-12  # where a power has a gradient
-# Tiles are large: small batches keep what is in memory small.
-_TILES_AT_ONCE = 4
+_LEAST_SCORE = 1e-12  # damping raises scores to a power, which has no gradient at 0
+_TILES_AT_ONCE = 4  # tiles are large; small batches save memory
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStages:
-    """The stages from an image to what the network makes of it.
+    """The stages from an image file to feature maps.
 
     Attributes:
-        config: all settings, the precision chosen; `config.data` isn't read.
+        config: all settings, with the precision in use; `config.data` isn't read.
         extractor: the truncated backbone on its device.
-        normalise: what the backbone expects of its input.
-        device: where the network and the scorer are.
-        region: what of each image counts; None for all of it.
-        aspect: H/W that images have to have; None for any.
-        reference: says where the part lies in each image; None where images are seen as they are.
+        normalise: normalisation of the backbone's input.
+        device: device of the network and the scorer.
+        region: region of each image that counts; None for the whole image.
+        aspect: H/W that images must have; None for any.
+        reference: reference image that parts are aligned with; None without alignment.
     """
 
     config: Config
@@ -82,7 +81,7 @@ class ImageStages:
 
     @cached_property
     def loading(self) -> Preprocessing:
-        """Preprocessing that makes network inputs of files."""
+        """Preprocessing from files to network inputs."""
         return loading_of(self.config, self.extractor, self.region, self.aspect, self.reference)
 
 
@@ -95,15 +94,14 @@ class Model(ImageStages):
     scorer, with nothing to normalise, and torch may be absent.
 
     Attributes:
-        scorer: what good patches look like.
-        thresholds: None where there were no good images to find them with.
-        training_statistics: what its training images have in common; None where that isn't known.
-        manifest: what the model folder says, or will say, of how the model was made.
-        model_id: names the model in a folder, the first 16 digits of its manifest's sha256; empty
-            for one that hasn't been saved.
-        folder: the model folder that it was loaded from; None where there is none.
-        history: earlier changes of thresholds, in lines of JSON: that folder's history.jsonl.
-        changes: of thresholds since; saving adds them to the history.
+        scorer: scorer of patch embeddings, fitted to good patches.
+        thresholds: thresholds of the image score; None if no good images were left to set them.
+        training_statistics: statistics of the training images; None if unknown.
+        manifest: origin of the model (data, versions, choices), as in the folder's manifest.
+        model_id: first 16 digits of the manifest's SHA-256; empty for an unsaved model.
+        folder: the model folder that it was loaded from; None for a model trained just now.
+        history: earlier changes of thresholds, in lines of JSON: the folder's history.jsonl.
+        changes: changes of thresholds since loading; saving appends them to the history.
     """
 
     scorer: Scorer
@@ -133,27 +131,25 @@ class Model(ImageStages):
     def rates(
         self, review_rate: float | None = None, reject_rate: float | None = None
     ) -> tuple[float, float]:
-        """Shares of good parts for review and for rejection, to find thresholds for.
+        """Target rates (review, reject) of new thresholds; the second is at most the first.
 
         Args:
-            review_rate: that may not be called good; by default that of the present thresholds,
-                else the config's.
-            reject_rate: that may be rejected; by default as well.
-
-        Returns:
-            Both; a rejected part isn't called good either, so the second is at most the first.
+            review_rate: share of good parts that may be called anything but good; by default the
+                present thresholds' target, else the config's.
+            reject_rate: share of good parts that may be rejected; the same defaults.
         """
         config, now = self.config.calibration, self.thresholds
         review = review_rate or (now and now.to_review.target) or config.review_rate
         reject = reject_rate or (now and now.to_reject.target) or config.reject_rate
         if reject <= review:
             return review, reject
-        # One of them gives way: the one that wasn't given, or the rate of rejection.
+        # A rejected part isn't called good either. The rate that wasn't given adapts; if both were
+        # given, the reject rate does.
         return (reject, reject) if reject_rate is not None else (review, review)
 
     @cached_property
     def embedder(self) -> Embedder:
-        """How network inputs become patch embeddings."""
+        """The stage from network inputs to patch embeddings."""
         if isinstance(self.extractor, ExportedNetwork):
             return cast(Any, self.extractor)
         from anomaly.backbones.extractor import Embedder
@@ -183,13 +179,12 @@ class Model(ImageStages):
         """Results of images; unusable images have one too.
 
         Args:
-            images: files, arrays, PIL images or tensors; read only a few batches ahead of what
-                is yielded.
-            keep_images: whether the predictions are to have the decoded images.
+            images: files, arrays, PIL images or tensors; read at most a few batches ahead.
+            keep_images: keep the decoded images in the predictions.
 
         Yields:
-            One result for each image, `UnusableImage` for those that can't be used; in another
-            order than the images', as `index` tells.
+            One result for each image, `UnusableImage` for those that can't be used. Images of one
+            size are batched, so the order changes; `index` is the image's place.
         """
         decoders = Decoders(self.loading, keep_image=keep_images)
         loaded = decoders.load_all(sources(images, self.loading.decoding))
@@ -198,20 +193,20 @@ class Model(ImageStages):
     def fitting(
         self, items: Iterable[NetworkInput | UnusableImage]
     ) -> Iterator[NetworkInput | UnusableImage]:
-        """Refuse images whose patches all lie outside the region.
+        """Loaded images; an image without a patch inside the region becomes an unusable one.
 
         Args:
-            items: loaded images; those refused already pass through.
+            items: loaded and unusable images.
         """
         return inspectable(items, self.embedder.grid, self.region)
 
     def predict_batches(
         self, batches: Iterable[list[NetworkInput] | UnusableImage]
     ) -> Iterator[Prediction | UnusableImage]:
-        """Score loaded images, as `anomaly.imaging.loading.by_shape` gathers them.
+        """Score batches of loaded images.
 
         Args:
-            batches: images of one network size each, gathered from what `fitting` lets pass.
+            batches: images of one network size each, from `by_shape` over `fitting`.
 
         Yields:
             One result for each image, in the batches' order.
@@ -219,7 +214,7 @@ class Model(ImageStages):
         apply_thread_limit()
         check_fork(self.device)
         tiled = self.config.image.tile is not None
-        # A large image's tiles go side by side already.
+        # The tiles of one large image are scored in parallel already.
         together = map if tiled else partial(in_parallel, device=self.device)
         for results in together(self._attempt, batches):
             yield from results
@@ -240,15 +235,15 @@ class Model(ImageStages):
         """Score loaded images of one network size, or large images in tiles.
 
         Raises:
-            DataError: the region to look at holds none of an image's patches, or the scorer
-                doesn't take its grid.
+            DataError: the region holds none of an image's patches, or the scorer doesn't take
+                the image's patch grid.
         """
         if not batch[0].view.whole:
             return [self._prediction(item, self._tiles_scored(item)) for item in batch]
         return [self._prediction(*both) for both in zip(batch, self._scored(batch), strict=True)]
 
     def _tiles_scored(self, item: NetworkInput) -> _Scored:
-        """The scores of one large image, from its tiles' in rows."""
+        """Scores of one large image, put together from its tiles."""
         batches = item.tiles(min(self.batch_size, _TILES_AT_ONCE))
         tiles = chain.from_iterable(in_parallel(self._scored, batches, self.device))
         statistics, patches, nearest, scores = zip(*tiles, strict=True)
@@ -264,16 +259,16 @@ class Model(ImageStages):
         """Scores of images or tiles of one network size.
 
         Raises:
-            DataError: the region to look at holds none of an image's patches, or the scorer
-                doesn't take its grid.
+            DataError: the region holds none of an image's patches, or the scorer doesn't take
+                the image's patch grid.
         """
         with self.embedder.inference_mode():
             embeddings, pieces = self.embedder(batch), pieces_of(batch)
             inside = patches_inside(pieces, embeddings, self.region)
             statistics = statistics_of(batch, embeddings, inside)
-            found, scores = self.score_patches(embeddings, pieces, inside)
-            nearest = [None] * len(scores) if found.nearest is None else as_numpy(found.nearest)
-            columns = statistics, as_numpy(found.scores), nearest, scores.tolist()
+            patches, scores = self.score_patches(embeddings, pieces, inside)
+            nearest = [None] * len(scores) if patches.nearest is None else as_numpy(patches.nearest)
+            columns = statistics, as_numpy(patches.scores), nearest, scores.tolist()
             return [_Scored(*row) for row in zip(*columns, strict=True)]
 
     def _prediction(self, item: NetworkInput, scored: _Scored) -> Prediction:
@@ -295,11 +290,11 @@ class Model(ImageStages):
         )
 
     def review_reason(self, view: View, statistics: ImageStatistics) -> str:
-        """The reason for which an image isn't called good whatever its score; empty without one.
+        """Reason for review of an image whatever its score; empty without one.
 
         Args:
-            view: how the network saw the image.
-            statistics: of the image as a whole.
+            view: geometry from the image to the network's input.
+            statistics: statistics of the whole image.
         """
         pose, learned = view.pose, self.training_statistics
         reasons = ["" if pose is None else pose.reason or self.uninspected(view)]
@@ -311,10 +306,10 @@ class Model(ImageStages):
         return "; ".join(filter(None, reasons))
 
     def uninspected(self, view: View) -> str:
-        """Reason for review where a moved part's `image.region` reaches beyond the photograph.
+        """Reason for review if a moved part's `image.region` reaches beyond the photograph.
 
-        Half a patch is no matter. Without `image.region` all of the frame counts, and any shift
-        leaves a rim of it outside, in training images, too: the pose alone has limits then.
+        Half a patch is allowed. Without `image.region` the whole frame counts, and any shift moves
+        a rim of it out of the photograph, in training images, too; then only the pose is limited.
         """
         if self.region is None or self.region.look is None:
             return ""
@@ -334,8 +329,8 @@ class Model(ImageStages):
         """Score patch embeddings.
 
         Args:
-            embeddings: (B, h, w, D), as `embedder` makes them.
-            pieces: where each comes from.
+            embeddings: patch embeddings (B, h, w, D) from `embedder`.
+            pieces: layout, tile and turn of each image.
             inside: (B, h, w) bool, the patches that count; None for all.
 
         Returns:
@@ -352,14 +347,14 @@ class Model(ImageStages):
         inside: Array | None = None,
         top: int | None = None,
     ) -> tuple[PatchScores, Array]:
-        """The result of `score_patches` for known patch scores.
+        """The result of `score_patches` from patch scores.
 
         Args:
-            patches: as the scorer gave them.
-            embeddings: (B, h, w, D), those that were scored.
-            pieces: where each comes from.
+            patches: patch scores (B, h, w) from the scorer.
+            embeddings: their patch embeddings (B, h, w, D).
+            pieces: layout, tile and turn of each image.
             inside: (B, h, w) bool, the patches that count; None for all.
-            top: how many values the highest 1 % are; None to count them.
+            top: number of values in the highest 1 %; None to count the values first.
         """
         xp = module_of(embeddings)
         shown, broken = patches, ~xp.isfinite(patches.scores)
@@ -379,7 +374,7 @@ class Model(ImageStages):
         inside: Array | None,
         top: int | None,
     ) -> Array:
-        """Scores (B,) of the patches that count."""
+        """Image scores (B,) by the model's rule, from the patches that count."""
         model = self.config.model
         how = "smallest_defect" if model.smallest_defect else model.image_score
         values, xp, size = patches.scores, module_of(embeddings), pieces[0][0].size
@@ -392,6 +387,7 @@ class Model(ImageStages):
             maps = network_map(sharp, size, model.smoothing, inside)
             least = smallest_area(self.config)
             return levels_of_areas(maps, [area_on_map(least, piece[0]) for piece in pieces])
+        # The map takes no notice of patches that don't count, so `values` may go in as they are.
         maps = network_map(values, size, model.smoothing, inside)
         counted = values if inside is None else xp.where(inside, values, math.nan)
         return image_scores(counted, maps, how, top)
@@ -404,16 +400,16 @@ def score(
     peaks: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Scored]:
-    """Score images.
+    """Score samples.
 
     Args:
-        model: trained.
+        model: the trained model.
         samples: the images.
-        peaks: whether the highest value of each anomaly map is wanted.
-        progress: called with (images done, all of them).
+        peaks: compute the highest value of each anomaly map, too.
+        progress: called with (images done, number of images).
 
     Returns:
-        One for each sample, in their order; those that can't be used have no score.
+        One result for each sample, in the samples' order; without a score for unusable images.
     """
     scored: dict[int, Scored] = {}
     sources = [sample.source for sample in samples]
@@ -443,10 +439,10 @@ class _Scored(NamedTuple):
     """The scores of an image, or of a tile.
 
     Attributes:
-        statistics: of it as a whole.
+        statistics: statistics of the whole image or tile.
         patches: (h, w) float32, the patch scores; NaN doesn't count.
         nearest: (h, w) int64, the bank vector nearest to each patch; None without a bank.
-        score: the image score, of tiles the highest.
+        score: the image score; the highest of the tiles' scores.
     """
 
     statistics: ImageStatistics
@@ -456,6 +452,6 @@ class _Scored(NamedTuple):
 
 
 def _mosaic(tiles: Sequence[NDArray[Any]], columns: int) -> NDArray[Any]:
-    """The grids (h, w) of tiles, row by row, as one of the whole image."""
+    """The grid of a whole image from its tiles' grids (h, w), given row by row."""
     rows = range(0, len(tiles), columns)
     return np.block([list(tiles[first : first + columns]) for first in rows])

@@ -1,4 +1,4 @@
-"""The result of a detector for one image, with the sample that it is of."""
+"""Results for one image: the prediction with its pictures, and the score with its sample."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from anomaly.imaging.read import Image, described
 from anomaly.maps.anomaly_map import (
     MarkedRegion,
     SourceMap,
+    highest,
     marked_regions,
-    outlined_areas,
     predicted_mask,
-    strips,
 )
 from anomaly.maps.heatmap import RgbImage, encode_png, heatmap
 from anomaly.scoring.image_statistics import ImageStatistics
@@ -37,23 +36,23 @@ class Prediction:
     """The result of a detector for one image.
 
     Attributes:
-        index: the image's place among those that were given.
-        path: its file; None for pixels that came from memory.
-        sha256: of the file's bytes; of the pixels where there is no file.
+        index: the image's place in the list of images, from 0.
+        path: the image file; None for pixels from memory.
+        sha256: SHA-256 of the file's bytes, or of the pixels where there is no file.
         image: the decoded image; None for a file, which `heatmap` reads again.
-        view: how the network saw it.
+        view: geometry from the image to the network's input.
         patch_scores: (h, w) float32, distances; higher is more anomalous. NaN doesn't count. With
             tiles, the mosaic of their patches.
         nearest: (h, w) int64, the nearest bank vector of each patch; None without a bank.
-        score: the image score, in the same unit; with tiles, the highest of theirs.
-        smoothing: of the anomaly map, in network pixels.
-        halo_damping: how much a patch beside a higher one is lowered on the anomaly map.
-        loading: how the image was turned into the network's input, what of it counts included.
-        statistics: of the image as a whole.
-        thresholds: the model's; None where it has none.
-        reason: why the image isn't called good whatever its score: it isn't like the training
-            images at all, it is blank, the part's pose is doubtful, or a part of the region lies
-            outside the photograph. Empty where nothing of that is so.
+        score: the image score, in the same unit; with tiles, the highest of the tiles' scores.
+        smoothing: standard deviation of the anomaly map's Gaussian, in network pixels.
+        halo_damping: exponent γ that lowers a patch beside a higher one, see `without_halo`.
+        loading: preprocessing of the image, with the region that counts.
+        statistics: statistics of the whole image.
+        thresholds: the model's thresholds; None without any.
+        reason: reason for review whatever the score: the image isn't like the training images, it
+            is blank, the part's pose is doubtful, or a part of the region lies outside the
+            photograph. Empty without a reason.
     """
 
     index: int
@@ -84,7 +83,7 @@ class Prediction:
 
     @property
     def verdict(self) -> str:
-        """`good`, `review` or `reject`, see the function `verdict`."""
+        """`good`, `review` or `reject`; empty without thresholds and without a reason."""
         return verdict(self.score, self.thresholds, self.reason)
 
     @property
@@ -94,7 +93,7 @@ class Prediction:
 
     @cached_property
     def source_map(self) -> SourceMap:
-        """A function that computes the anomaly map, all rows or some."""
+        """The anomaly map as a function of the rows wanted, computed at each call."""
         region = self.loading.region
         return SourceMap(self.patch_scores, self.view, self.smoothing, self.halo_damping, region)
 
@@ -102,7 +101,7 @@ class Prediction:
     def anomaly_map(self) -> NDArray[np.float32]:
         """(H0, W0) float32 in score units, in the image's own pixels.
 
-        NaN where a crop hid the image from the network and outside the region to look at.
+        NaN where a crop hid the image from the network, and outside the region that counts.
         """
         return self.source_map()
 
@@ -113,7 +112,12 @@ class Prediction:
         Raises:
             ModelError: the model has no thresholds.
         """
-        return predicted_mask(self._held_map, self._limits().pixel) > 0
+        if self.thresholds is None:
+            raise ModelError(
+                "the model has no thresholds, so no defects can be marked; find thresholds with "
+                "detector.calibrate(good_images)"
+            )
+        return predicted_mask(self._held_map, self.thresholds.pixel) > 0
 
     @property
     def regions(self) -> tuple[MarkedRegion, ...]:
@@ -131,21 +135,19 @@ class Prediction:
         again.
 
         Raises:
-            ImageError: it can't be read any more, or was changed.
+            ImageError: the file can't be read any more, or was changed.
         """
         limits = self.thresholds
         limit = float(np.nanmax(self.patch_scores)) if limits is None else limits.pixel
         review = None if limits is None else limits.review_pixel
-        rejected = self.verdict == "reject"
-        scores = self.source_map.held()
-        areas = outlined_areas(scores, limit, review, rejected=rejected)
-        return heatmap(self._decoded(), scores, limit, areas)
+        rejected, shown = self.verdict == "reject", self.source_map.held()
+        return heatmap(self._decoded(), shown, limit, review, rejected=rejected)
 
     def _repr_png_(self) -> bytes | None:
-        """The heatmap as PNG for notebooks, reduced if large."""
+        """The heatmap as PNG for notebooks, reduced if large; None if the file has gone."""
         try:
             picture = self.heatmap()
-        except ImageError:  # the file has gone; the text remains
+        except ImageError:  # the notebook then shows the text of `__repr__`
             return None
         height, width = picture.shape[:2]
         scale = (_NOTEBOOK_PIXELS / (height * width)) ** 0.5
@@ -156,15 +158,8 @@ class Prediction:
 
     @property
     def _held_map(self) -> SourceMap:
+        # `anomaly_map` is cached, so the mask, its regions and a user's look share one map.
         return replace(self.source_map, values=self.anomaly_map)
-
-    def _limits(self) -> Thresholds:
-        if self.thresholds is None:
-            raise ModelError(
-                "the model has no thresholds, so no defects can be marked; find thresholds with "
-                "detector.calibrate(good_images)"
-            )
-        return self.thresholds
 
     def _decoded(self) -> Image:
         if self.image is not None:
@@ -174,6 +169,7 @@ class Prediction:
         if isinstance(item, UnusableImage):
             raise ImageError(item.reason, item.status)
         assert isinstance(item, NetworkInput)
+        # The map would lie over another picture.
         if item.sha256 != self.sha256:
             raise ImageError(f"{self.path} was changed since it was scored; predict it again")
         return item.decoded
@@ -195,12 +191,12 @@ class Scored:
 
     Attributes:
         sample: the image.
-        score: the image score; None where it couldn't be scored.
-        reason: why it couldn't be scored, or isn't called good whatever its score.
-        sha256: of the file's bytes.
-        status: `ok`, or that of an `UnusableImage`.
-        peak: the highest value of the anomaly map, where that was asked for; else NaN.
-        width: of its defect in original pixels, where that is widest; None without a mask.
+        score: the image score; None if the image couldn't be scored.
+        reason: reason why there is no score, or for review whatever the score; else empty.
+        sha256: SHA-256 of the file's bytes; empty without a score.
+        status: `ok`, or the status of an `UnusableImage`.
+        peak: the highest value of the anomaly map; NaN if it wasn't computed.
+        width: the defect's greatest width in original pixels; None without a mask.
     """
 
     sample: Sample
@@ -215,24 +211,18 @@ class Scored:
     def of(
         cls, sample: Sample, result: Prediction | UnusableImage, *, peak: bool = False
     ) -> Scored:
-        """A result with the sample that it is of."""
+        """The score of a sample.
+
+        Args:
+            sample: the image.
+            result: its prediction, or the reason why it is unusable.
+            peak: compute the anomaly map's highest value, too.
+        """
         if isinstance(result, UnusableImage):
             return cls(sample, None, result.reason, status=result.status)
-        highest = _peak(result) if peak else math.nan
-        return cls(sample, result.score, result.reason, result.sha256, peak=highest)
-
-    @property
-    def outlier(self) -> bool:
-        """True if the image isn't called good whatever its score."""
-        return self.score is not None and bool(self.reason)
+        height = highest(result.source_map) if peak else math.nan
+        return cls(sample, result.score, result.reason, result.sha256, peak=height)
 
     def verdict(self, thresholds: Thresholds | None) -> str:
-        """`good`, `review` or `reject`, as `infer` says; empty without a score."""
+        """`good`, `review` or `reject`, the same as from `infer`; empty without a score."""
         return "" if self.score is None else verdict(self.score, thresholds, self.reason)
-
-
-def _peak(result: Prediction) -> float:
-    # Rows outside the region to look at are NaN all along.
-    rows = strips(result.view.source)
-    peaks = [np.fmax.reduce(result.source_map(strip), axis=None) for strip in rows]
-    return float(np.fmax.reduce(peaks))

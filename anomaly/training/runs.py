@@ -19,7 +19,7 @@ from anomaly.errors import DataError, why
 from anomaly.files.writing import TRAIN, as_json, claim, clear, from_json, short_name, write
 from anomaly.imaging.loading import NetworkInput
 from anomaly.imaging.pool import Decoders
-from anomaly.maps.anomaly_map import SourceMap, outlined_areas
+from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 from anomaly.runtime import StageProgress, peak_memory
 from anomaly.storage.folder import check_run_folder
@@ -163,7 +163,6 @@ def _draw_suspects(
         limit = suspect.score if thresholds is None else thresholds.pixel
         review = None if thresholds is None else thresholds.review_pixel
         picture = f"suspects/{rank}_{short_name(sample.path.stem)}.png"
-        areas = outlined_areas(scores, limit, review)
-        write(output / picture, encode_png(heatmap(loaded.decoded, scores, limit, areas)))
+        write(output / picture, encode_png(heatmap(loaded.decoded, scores, limit, review)))
         listed.append({"name": sample.name, "score": suspect.score, "heatmap": picture})
     return listed

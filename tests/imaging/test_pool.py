@@ -23,7 +23,7 @@ from anomaly.imaging.loading import NetworkInput, Preprocessing, UnusableImage, 
 from anomaly.imaging.pool import Decoders
 from anomaly.imaging.read import Decoding
 from anomaly.inference.outputs import Pictures, PictureWriter, Wanted
-from anomaly.maps.anomaly_map import SourceMap, outlined_areas
+from anomaly.maps.anomaly_map import SourceMap
 from anomaly.maps.heatmap import encode_png, heatmap
 
 
@@ -88,8 +88,7 @@ def test_the_same_as_here_in_order(
         wanted = Wanted({"heatmap"}, f"sub/{i}.png")
         done = decoders.finish(i, paths[i], _map(here), wanted).result()
         assert done == Pictures()
-        areas = outlined_areas(_map(here), 1.0)
-        drawn = encode_png(heatmap(here.decoded, _map(here), 1.0, areas))
+        drawn = encode_png(heatmap(here.decoded, _map(here), 1.0))
         assert (folder / "out" / "heatmaps" / "sub" / f"{i}.png").read_bytes() == drawn
         with pytest.raises(ValueError, match="another process"):
             _ = item.decoded

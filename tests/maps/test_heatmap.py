@@ -9,7 +9,6 @@ from pixel_map import pixel_map
 
 from anomaly.imaging.read import Image
 from anomaly.maps import heatmap as heatmap_module
-from anomaly.maps.anomaly_map import outlined_areas
 from anomaly.maps.heatmap import OPACITY, colour_stops, display, encode_png, heatmap, layer
 
 
@@ -17,20 +16,11 @@ def _grey(height: int, width: int) -> np.ndarray:
     return np.full((height, width, 3), 128, dtype=np.uint8)
 
 
-def overlay(
-    picture: np.ndarray, scores: np.ndarray, threshold: float, areas: np.ndarray | None = None
-) -> np.ndarray:
-    """The heatmap of a picture of 8 bits."""
-    image = Image(picture, 255.0, "rgb8", "")
-    areas = np.zeros(scores.shape, np.uint8) if areas is None else areas
-    return heatmap(image, lambda rows: scores[rows], threshold, areas)
-
-
 def _drawn(
     picture: np.ndarray, scores: np.ndarray, threshold: float, review: float | None = None
 ) -> np.ndarray:
-    areas = outlined_areas(pixel_map(scores), threshold, review)
-    return overlay(picture, scores, threshold, areas)
+    """The heatmap of a picture of 8 bits."""
+    return heatmap(Image(picture, 255.0, "rgb8", ""), pixel_map(scores), threshold, review)
 
 
 def test_well_below_the_threshold_nothing_changes() -> None:
@@ -102,7 +92,7 @@ def test_equal_scores_look_equal_whatever_else_is_in_the_image() -> None:
 def test_what_the_network_did_not_see_is_darkened() -> None:
     anomaly_map = np.zeros((20, 20), dtype=np.float32)
     anomaly_map[:5] = np.nan
-    shown = overlay(_grey(20, 20), anomaly_map, 1.0)
+    shown = _drawn(_grey(20, 20), anomaly_map, 1.0)
     assert (shown[:5] == 64).all()
     assert (shown[5:] == 128).all()
 
@@ -135,7 +125,7 @@ def test_the_layer_over_the_picture_is_the_overlay() -> None:
     rgba = layer(anomaly_map, 1.0).astype(np.float64)
     opacity = rgba[..., 3:] / 255 * OPACITY
     blended = rgba[..., :3] * opacity + picture * (1 - opacity)
-    assert np.abs(blended - overlay(picture, anomaly_map, 1.0)).max() <= 3
+    assert np.abs(blended - _drawn(picture, anomaly_map, 1.0)).max() <= 3
     anomaly_map[0, 0] = np.nan
     assert layer(anomaly_map, 1.0)[0, 0].tolist() == [0, 0, 0, 128]
 

@@ -33,7 +33,7 @@ def rescored(category: Category, rows: list[Scored]) -> Category:
 def verdict(row: Scored, review: float, reject: float) -> str:
     """The verdict that the page must show, written down once more."""
     score = row.score or 0.0
-    return "reject" if score > reject else "review" if score > review or row.outlier else "good"
+    return "reject" if score > reject else "review" if score > review or row.reason else "good"
 
 
 def expected(category: Category, review: float, reject: float) -> dict[str, Any]:
