@@ -1,4 +1,4 @@
-"""Config -> the stages of a model."""
+"""Config -> stages of a model: backbone, fitter, scorer and preprocessing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, str | None]:
-    """The truncated backbone that a config names, in fp32, and the hash of its weights' file.
+    """The truncated backbone of a config, in fp32, and the SHA-256 of its weights file.
 
     Raises:
         AnomalyError: the weights or layers can't be used as configured.
@@ -46,10 +46,10 @@ def backbone(config: Config, device: torch.device) -> tuple[FeatureExtractor, st
 
 
 def _check_size(config: Config, extractor: FeatureExtractor) -> None:
-    """Refuse image sizes that a network doesn't take.
+    """Check that the network takes images of the config's size.
 
     Raises:
-        ConfigError: it doesn't; the message says what it takes.
+        ConfigError: the network doesn't take them; the message names a size that it takes.
     """
     import torch
 
@@ -61,7 +61,8 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
     height = width = side
     if key == "area":
         sizing = loading_of(config, extractor, None, None).sizing
-        # Whatever squares it divides its maps into, one of two neighbouring multiples won't fit.
+        # Images of free aspect have sides of any multiple. A network that divides its maps into
+        # windows refuses at least one of two neighbouring multiples, so both are tried.
         height = max(1, round(side / sizing.multiple)) * sizing.multiple
         width = height if image.tile else height + sizing.multiple
     elif patch and side % patch:
@@ -70,7 +71,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
             f"image.{key} is {side}, but the network cuts images into patches of {patch} pixels; "
             f"choose {f'{low} or ' if low else ''}{low + patch}"
         )
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes only, without computing
         if takes(network, height, width, extractor.layers):
             return
         fits = [s for s in probes(network) if takes(network, s, s, extractor.layers)]
@@ -83,7 +84,7 @@ def _check_size(config: Config, extractor: FeatureExtractor) -> None:
 
 
 def fitter_of(config: Config) -> Fitter[Any]:
-    """The fitter of a config's method, with its settings."""
+    """The fitter of the config's method, with the method's settings."""
     fitter: Fitter[Any] = import_module(METHODS[config.model.kind].module).fitter(
         config.model.model_dump(), seed=config.seed
     )
@@ -91,15 +92,15 @@ def fitter_of(config: Config) -> Fitter[Any]:
 
 
 def scorer_of(config: Config, tensors: dict[str, Tensor], device: torch.device) -> Scorer:
-    """The scorer that a config's method learned and saved.
+    """The scorer of a saved model.
 
     Args:
         config: all settings.
-        tensors: as `Scorer.tensors` gave them.
-        device: where the scorer goes.
+        tensors: tensors of `Scorer.tensors`, by name.
+        device: device for the scorer.
 
     Raises:
-        ModelError: the tensors aren't those of the method.
+        ModelError: the tensors don't belong to the config's method.
     """
     method = METHODS[config.model.kind]
     scorer: Scorer = import_module(method.arrays or method.module).scorer(
@@ -113,10 +114,10 @@ def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArraySc
 
     Args:
         config: all settings.
-        tensors: as `Scorer.tensors` gave them.
+        tensors: arrays of `Scorer.tensors`, by name.
 
     Raises:
-        ModelError: the tensors aren't those of the method, or it has no such form.
+        ModelError: the tensors don't belong to the config's method, or the method needs torch.
     """
     method = METHODS[config.model.kind]
     if not method.arrays:
@@ -125,10 +126,10 @@ def array_scorer_of(config: Config, tensors: dict[str, NDArray[Any]]) -> ArraySc
     return scorer
 
 
-# What most networks shrink an image by in all: every layer's grid is then an even number of the
-# next one's, and images of many aspects share so few sizes that batches are full.
+# The total stride of most networks. Sizes that are multiples of it halve exactly from layer to
+# layer, and images of many aspects share few sizes, so batches are full.
 _LEAST_MULTIPLE = 32
-# Pictures in a model folder that say where to look, by the setting that they come from.
+# Mask pictures in a model folder, by the setting of `image` that names them.
 MASKS = {"region": "region.png", "ignore": "ignore.png"}
 
 
@@ -140,10 +141,7 @@ _TURNS = {
 
 
 def turns_of(config: Config) -> tuple[int, ...]:
-    """The turns and mirrors in which training images are also learned.
-
-    See `anomaly.imaging.loading.turned`.
-    """
+    """Turns (1 to 7, see `anomaly.imaging.loading.turned`) of further copies to learn from."""
     return _TURNS[config.model.turned_copies]
 
 
@@ -151,11 +149,11 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
     """The region of a config; None for the whole image.
 
     Args:
-        image: the settings.
-        folder: where pictures are taken from.
+        image: the settings of `image`.
+        folder: folder that paths of mask pictures are relative to.
 
     Raises:
-        ImageError: a picture can't be read.
+        ImageError: a mask picture can't be read.
     """
 
     def shape(config: ShapeConfig | None) -> Shape | None:
@@ -171,7 +169,7 @@ def region_of(image: ImageConfig, folder: Path) -> Region | None:
 
 
 def smallest_area(config: Config) -> float:
-    """The area of the smallest defect that counts, in the photograph's pixels; 0 for any."""
+    """Area of the smallest defect that counts, in the photograph's pixels; 0 for any size."""
     smallest = config.model.smallest_defect
     if smallest is None:
         return 0.0
@@ -180,7 +178,7 @@ def smallest_area(config: Config) -> float:
 
 
 def decoding_of(image: ImageConfig) -> Decoding:
-    """Limits and depth of a config for decoding files."""
+    """The config's limit of pixels and bit depth for decoding files."""
     return Decoding(image.max_pixels, image.bit_depth)
 
 
@@ -191,17 +189,17 @@ def loading_of(
     aspect: float | None,
     reference: Reference | None = None,
 ) -> Preprocessing:
-    """How a config turns files into network inputs.
+    """Preprocessing from files to network inputs.
 
     Args:
         config: all settings.
-        extractor: the network, whose strides and patches images have to fit.
-        region: what of each image counts; None for all of it.
-        aspect: H/W that images have to have; None for any.
-        reference: says where the part lies in each image; None for `image.align: none`.
+        extractor: the network, whose strides and patches image sizes must fit.
+        region: region of each image that counts; None for the whole image.
+        aspect: H/W that images must have; None for any.
+        reference: reference image that parts are aligned with; None for `image.align: none`.
     """
     multiple, patch = max(*extractor.strides, _LEAST_MULTIPLE), extractor.patch
-    if patch and multiple % patch:
+    if patch and multiple % patch:  # a transformer with patches of 14 pixels
         multiple = patch
     image = config.image
     sizing = Sizing(
@@ -211,7 +209,7 @@ def loading_of(
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """A config as plain values, without what belongs to one machine or one place."""
+    """A config as plain values, without paths of this machine."""
     values = config.model_dump(mode="json")
     del values["data"]["root"]
     if not config.chosen_by:
@@ -225,7 +223,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings of `to_dict` one by one, with dotted keys."""
+    """Dotted keys and values of the nested settings from `to_dict`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{above}{key}.")
