@@ -91,29 +91,22 @@ def _run(options: argparse.Namespace) -> int:
     folder = EvaluationFolder(options.output, overwrite=options.overwrite)
     categories: list[Category] = []
     failed = 0
-
-    try:
-        device = chosen_device(options)
-        for source in _sources(options):
-            try:
-                category = _evaluate(source, options, device)
-                if category.name in {c.name for c in categories}:  # told apart by their folders
-                    name = f"{category.name} ({category.about.folder})"
-                    evaluation = replace(category.evaluation, name=name)
-                    category = replace(category, evaluation=evaluation)
-                report = folder.add(category)
-                print(f"{category.name}: {report}")
-                # The pictures are in the report; only the figures are needed from here on.
-                categories.append(replace(category, tiles={}))
-            except WriteError:  # the others couldn't be written either
-                raise
-            except AnomalyError as error:  # the others go on
-                log.error("%s", error)
-                failed += 1
-    finally:
-        # Whatever stopped the run, what was evaluated has its figures.
-        if categories:
-            folder.finish([c.evaluation for c in categories])
+    device = chosen_device(options)
+    for source in _sources(options):
+        try:
+            category = _evaluate(source, options, device)
+            if category.name in {c.name for c in categories}:  # told apart by their folders
+                name = f"{category.name} ({category.about.folder})"
+                category = replace(category, evaluation=replace(category.evaluation, name=name))
+            report = folder.add(category)
+            print(f"{category.name}: {report}")
+            # The pictures are in the report; only the figures are needed from here on.
+            categories.append(replace(category, tiles={}))
+        except WriteError:  # the others couldn't be written either
+            raise
+        except AnomalyError as error:  # the others go on
+            log.error("%s", error)
+            failed += 1
     return _report(categories, failed, options.output)
 
 

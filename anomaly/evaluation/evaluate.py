@@ -31,21 +31,20 @@ from anomaly.scoring.prediction import Prediction, Scored
 
 log = logging.getLogger(__name__)
 
-Map = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-# Called with each scored image: prediction, sample, anomaly map, mask (None for a defect without).
-Visit = Callable[[Prediction, Sample, Map, Mask | None], None]
+# Called with each scored image's prediction and ground truth (H0, W0), None for a defect without.
+Visit = Callable[[Prediction, Mask | None], None]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a detector's scores are on a test split.
+    """Figures of a detector's scores on a test split.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         scored: every test image, in the data set's order.
         metrics: image and pixel figures; a None has its reason.
-        intervals: of the image figures, by name, each with at least 95 % confidence.
+        intervals: 95 % confidence intervals of the image figures, by name.
         by_type: each type of defect's figures against all good images.
         thresholds: the model's own; None where it has none.
         n_threshold_images: number of test images that the thresholds were chosen with.
@@ -94,7 +93,7 @@ def score_test_split(
     samples: Sequence[Sample],
     *,
     progress: Progress = lambda done, total: None,
-    visit: Visit = lambda prediction, sample, anomaly_map, mask: None,
+    visit: Visit = lambda prediction, mask: None,
 ) -> Evaluation:
     """Score a test split and compare with the ground truth, pixels at the images' own resolution.
 
@@ -135,12 +134,11 @@ def score_test_split(
                 mask = None  # an empty mask would count as a good image's
             width = None if mask is None or not sample.is_defect else width_of(mask)
             scored[result.index] = replace(Scored.of(sample, result), width=width)
-            anomaly_map = result.anomaly_map
             if mask is not None:
-                pixels.update(anomaly_map, mask)
+                pixels.update(result.anomaly_map, mask)
                 if doubt := maybe_turned(sample, result.image):
                     log.warning("%s", doubt)
-            visit(result, sample, anomaly_map, mask)
+            visit(result, mask)
         progress(len(scored), len(samples))
     rows = tuple(scored[i] for i in range(len(samples)))
     defects = [row for row in rows if row.sample.is_defect and row.score is not None]

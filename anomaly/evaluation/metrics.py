@@ -279,7 +279,7 @@ def _checked(scores: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.b
 
 @dataclass(frozen=True)
 class VerdictCounts:
-    """How many images got each verdict."""
+    """Numbers of images by verdict."""
 
     good: int = 0
     review: int = 0
@@ -356,8 +356,8 @@ class ScoreHistogram:
     """Rows of weights over bins of scores, in bounded memory.
 
     Bins are as fine as `max_bins` allows over the range seen so far: single float32 values at
-    first, then runs of 2, 4, 8 … of them. Which bins result depends only on the lowest and
-    highest score, not on the order of the calls. Takes 8 · rows · max_bins bytes at most.
+    first, then runs of 2, 4, 8 … values. The bins depend on the lowest and highest score alone,
+    not on the order of the calls. Takes 8 · rows · max_bins bytes at most.
 
     Args:
         rows: how many kinds of weight to keep.
@@ -385,9 +385,9 @@ class ScoreHistogram:
         start = low >> self._shift
         bins = (keys >> self._shift).astype(np.intp)
         bins -= start
-        here = slice(start - self._first, int(bins.max()) + 1 + start - self._first)
+        columns = slice(start - self._first, int(bins.max()) + 1 + start - self._first)
         for row, weight in weights.items():
-            self._weights[row, here] += np.bincount(bins, weights=weight)
+            self._weights[row, columns] += np.bincount(bins, weights=weight)
 
     def weighted(self) -> tuple[Floats, Floats]:
         """Lowest scores (K,) of the occupied bins, and the bins' weights (rows, K)."""

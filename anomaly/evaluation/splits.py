@@ -164,7 +164,7 @@ def training_names(manifest: Mapping[str, Any]) -> list[str]:
     """
     names = list(manifest["training_images"])
     refused: dict[str, int] = manifest["refused_images"] or {}
-    for name, index in sorted(refused.items(), key=lambda at: at[1]):
+    for name, index in sorted(refused.items(), key=lambda pair: pair[1]):
         names.insert(index, name)
     return names
 

@@ -379,13 +379,13 @@ class GoodImages:
 
     def _same_place(self, item: NetworkInput, patch: tuple[int, int], name: str) -> tuple[int, int]:
         """The place of an image's patch in the patch grid, maybe another, of a training image."""
-        other = self._image(name)
-        if isinstance(other, str):
+        good = self._image(name)
+        if isinstance(good, str):
             return patch
         # The patch of the other grid in which the middle of this one lies, in whole numbers.
         row, column = (
-            (2 * place + 1) * there // (2 * here)
-            for place, here, there in zip(patch, self._grid(item), self._grid(other), strict=True)
+            (2 * place + 1) * target // (2 * count)
+            for place, count, target in zip(patch, self._grid(item), self._grid(good), strict=True)
         )
         return row, column
 

@@ -268,7 +268,7 @@ def network_pairs(
     answers = score(exported, samples, progress=progress)
     unusable = 0
     for expected, trained, answer in zip(in_fp32, as_trained, answers, strict=True):
-        share = float("inf")  # one scores the image and the other can't, unless found otherwise
+        share = float("inf")  # stays where only one of the two can score the image
         if expected.score is not None and answer.score is not None:
             share = _difference(answer.score, expected.score, reference)
         elif expected.status == answer.status:

@@ -67,16 +67,16 @@ def bicubic_antialiased(
         (B, C, h, w).
     """
     rows, columns = (
-        _weights(wanted, known, maps) for wanted, known in zip(size, maps.shape[2:], strict=True)
+        _weights(target, source, maps) for target, source in zip(size, maps.shape[2:], strict=True)
     )
     return rows @ maps @ columns.T
 
 
-def _weights(wanted: int, known: int, like: Tensor) -> Tensor:
-    """Weights (wanted, known) of known positions at each wanted one: Keys's cubic, a = -0.5."""
-    places = torch.arange(wanted, device=like.device, dtype=like.dtype) + 0.5
-    scale = known / torch.ones_like(places).sum()  # their number may be unknown while tracing
-    own = torch.arange(known, device=like.device, dtype=like.dtype) + 0.5
+def _weights(target: int, source: int, like: Tensor) -> Tensor:
+    """Weights (target, source) of source positions at target positions: Keys's cubic, a = -0.5."""
+    places = torch.arange(target, device=like.device, dtype=like.dtype) + 0.5
+    scale = source / torch.ones_like(places).sum()  # their number may be unknown while tracing
+    own = torch.arange(source, device=like.device, dtype=like.dtype) + 0.5
     away = ((own - places[:, None] * scale) / scale.clamp(min=1)).abs()
     near = (1.5 * away - 2.5) * away * away + 1
     far = ((-0.5 * away + 2.5) * away - 4) * away + 2

@@ -54,7 +54,7 @@ def gallery_html(
     tally = _Tally(about, learned)
     # Earlier rows win among equals, so that the page depends on nothing but the rows.
     shown = heapq.nlargest(
-        SHOWN, tally.scored(rows), lambda at: (bool(at[1].reason), at[1].image_score or 0.0)
+        SHOWN, tally.scored(rows), lambda pair: (bool(pair[1].reason), pair[1].image_score or 0.0)
     )
     images = [_image(row, output, thumbnails) for _, row in sorted(shown)]
     scored = len(tally.scores) + len(tally.odd)

@@ -300,7 +300,8 @@ def promise_shown(model: About, scores: ArrayLike, *, all_good: bool) -> dict[st
     Args:
         model: facts of the model; without thresholds the table is empty.
         scores: (n,) image scores; without any the table is empty.
-        all_good: True where all images are labelled good.
+        all_good: True where people have labelled all images good; advice is left out then, as it
+            would ask to look at them.
     """
     values, thresholds = np.asarray(scores), model.thresholds
     if thresholds is None or not len(values):

@@ -15,13 +15,14 @@ from typing import Any
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from anomaly.calibration.rates import rate_of
 from anomaly.calibration.thresholds import Thresholds
 from anomaly.datasets.samples import GOOD, Sample
 from anomaly.desk.advice import Run, Weakness, of_images, review_rates
 from anomaly.errors import AnomalyError, counted
-from anomaly.evaluation.evaluate import Evaluation, Map, Mask, score_test_split
+from anomaly.evaluation.evaluate import Evaluation, Mask, score_test_split
 from anomaly.evaluation.metrics import NO_DEFECT_MASKS, NO_MASKS, Confusion
 from anomaly.files.tables import csv_rows, csv_text, text_table
 from anomaly.files.writing import as_json, claim, clear, write
@@ -118,10 +119,7 @@ class Category:
         Raises:
             OutputError: the folder has a report already, or can't be written to.
         """
-        place = EvaluationFolder(Path(folder), overwrite=overwrite)
-        report = place.add(self)
-        place.finish([self.evaluation])
-        return report
+        return EvaluationFolder(Path(folder), overwrite=overwrite).add(self)
 
     @property
     def verdicts(self) -> Confusion | None:
@@ -157,32 +155,30 @@ class EvaluationFolder:
         claim(folder, _FILES, overwrite=overwrite)
         self.folder = folder
         self._overwrite = overwrite
-        self._taken: set[str] = set()
+        self._written: dict[str, Evaluation] = {}  # by their folder's name in lower case
 
     def add(self, category: Category) -> Path:
-        """Write one category's files; returns the path of its report.
+        """Write one category's files, and those over all so far; returns the path of its report.
 
         Raises:
             OutputError: the files exist already, or can't be written.
         """
         name = folder_name(category.name)
         # Two names may become one, also on a system that ignores case.
-        while name.casefold() in self._taken:
+        while name.casefold() in self._written:
             name += "_"
         folder = self.folder / name
         claim(folder, _REPORT_FILES, overwrite=self._overwrite)
         # Earlier figures go only now that there are new ones to come.
-        if not self._taken:
+        if not self._written:
             clear(self.folder, _FILES)
         clear(folder, _REPORT_FILES)
         _write_figures(folder, [category.evaluation])
         write(folder / "report.html", report_html(category))
-        self._taken.add(name.casefold())
+        self._written[name.casefold()] = category.evaluation
+        # After each category, so that figures of the finished ones survive an interruption.
+        _write_figures(self.folder, [*self._written.values()])
         return folder / "report.html"
-
-    def finish(self, evaluations: Sequence[Evaluation]) -> None:
-        """Write the files over all categories."""
-        _write_figures(self.folder, evaluations)
 
 
 def _write_figures(folder: Path, evaluations: Sequence[Evaluation]) -> None:
@@ -214,12 +210,11 @@ def evaluated(
         DataError: there are no test images, or a label or mask contradicts an image.
     """
     started = time.perf_counter()
-    limit = None if detector.thresholds is None else detector.thresholds.pixel
     pixels = pixels_for(len(samples), _PIXELS)
     tiles: dict[int, dict[str, Any]] = {}
 
-    def draw(prediction: Prediction, sample: Sample, anomaly_map: Map, mask: Mask | None) -> None:
-        tiles[prediction.index] = tile(prediction, anomaly_map, mask, limit, pixels)
+    def draw(prediction: Prediction, mask: Mask | None) -> None:
+        tiles[prediction.index] = tile(prediction, mask, pixels)
 
     evaluation = score_test_split(detector, samples, progress=progress, visit=draw)
     seconds = time.perf_counter() - started
@@ -253,20 +248,12 @@ def training_of(folder: Path, model_id: str) -> dict[str, Any]:
     return {}
 
 
-def tile(
-    prediction: Prediction,
-    anomaly_map: Map,
-    mask: Mask | None,
-    threshold: float | None,
-    pixels: int,
-) -> dict[str, Any]:
+def tile(prediction: Prediction, mask: Mask | None, pixels: int) -> dict[str, Any]:
     """The pictures of one image, as the page's scripts take them.
 
     Args:
-        prediction: with the decoded image.
-        anomaly_map: (H0, W0).
+        prediction: prediction with the decoded image.
         mask: ground-truth mask (H0, W0); None for an image without.
-        threshold: anomaly map value where marking starts; None for the map's highest.
         pixels: most pixels of the picture.
 
     Returns:
@@ -276,8 +263,9 @@ def tile(
         sees a part of the image only.
     """
     assert prediction.image is not None
-    if threshold is None:
-        threshold = float(np.nanmax(anomaly_map))
+    anomaly_map, limits = prediction.anomaly_map, prediction.thresholds
+    # Without thresholds only the highest value is marked.
+    threshold = float(np.nanmax(anomaly_map)) if limits is None else limits.pixel
     small = thumbnail(display(prediction.image), pixels)
     marked = predicted_mask(replace(prediction.source_map, values=anomaly_map), threshold) > 0
     return {
@@ -289,7 +277,7 @@ def tile(
     }
 
 
-def _heat(anomaly_map: Map, threshold: float) -> bytes:
+def _heat(anomaly_map: NDArray[np.float32], threshold: float) -> bytes:
     """The heatmap's colours as a small WebP picture, which is enough: the map is smooth."""
     height, width = anomaly_map.shape
     scale = min(1.0, _HEAT_SIDE / max(height, width))

@@ -70,7 +70,7 @@ def test_an_image_that_cannot_be_read_or_whose_mask_cannot_is_left_out_and_liste
     evaluation = score_test_split(
         load_model(run_folder, torch.device("cpu")),
         open_dataset("mvtec", disc, None).test,
-        visit=lambda prediction, sample, anomaly_map, mask: seen.append(sample.name),
+        visit=lambda prediction, mask: seen.append(prediction.name),
     )
     no_image, no_mask = (row for row in evaluation.scored if row.score is None)
     assert (no_image.sample.name, no_mask.sample.name) == ("test/good/001.png", "test/spot/001.png")

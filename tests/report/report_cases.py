@@ -40,10 +40,13 @@ def tile(
 ) -> dict[str, Any]:
     """The small picture of one of `count` images."""
     image = Image(pixels, 255.0, "rgb8", "")
-    prediction = SimpleNamespace(image=image, source_map=pixel_map(anomaly_map))
-    found = anomaly_map.astype(np.float32)
-    pixels = pixels_for(count, report._PIXELS)
-    return report.tile(prediction, found, mask, LIMIT, pixels)  # type: ignore[arg-type]
+    prediction = SimpleNamespace(
+        image=image,
+        source_map=pixel_map(anomaly_map),
+        anomaly_map=anomaly_map.astype(np.float32),
+        thresholds=SimpleNamespace(pixel=LIMIT),
+    )
+    return report.tile(prediction, mask, pixels_for(count, report._PIXELS))  # type: ignore[arg-type]
 
 
 @cache
