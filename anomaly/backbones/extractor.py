@@ -338,12 +338,22 @@ def folded(network: nn.Module, pairs: Sequence[Pair], dtype: torch.dtype) -> nn.
         pairs: paths of a convolution and the batch norm behind it, from
             `anomaly.backbones.layers.DryRun`.
         dtype: the type of weights and activations.
+
+    Raises:
+        LayerError: a pair isn't a convolution and a batch norm of as many channels.
     """
     network = copy.deepcopy(network)
     for conv, norm in pairs:
         convolution, batch_norm = network.get_submodule(conv), network.get_submodule(norm)
-        assert isinstance(convolution, nn.Conv2d)
-        assert isinstance(batch_norm, nn.BatchNorm2d)
+        if not (
+            isinstance(convolution, nn.Conv2d)
+            and isinstance(batch_norm, nn.BatchNorm2d)
+            and convolution.out_channels == batch_norm.num_features
+        ):
+            raise LayerError(
+                f"{conv} and {norm} aren't a convolution and its batch norm, as the model's "
+                "manifest says; copy the whole model folder again"
+            )
         joined = fuse_conv_bn_eval(convolution, batch_norm)
         activation = dict(batch_norm.named_children())  # empty, but for timm's BatchNormAct2d
         if activation:  # in a sequence behind its convolution, where `fused` finds it
