@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -234,6 +234,21 @@ def _part_routes(app: FastAPI, service: InspectionService) -> None:
     @app.get("/v1/news", summary="A number that changes with each new part and judgement")
     async def news() -> dict[str, int]:
         return {"news": service.news}
+
+    @app.get("/v1/events", summary="That number as server-sent events, each time it changes")
+    async def events() -> StreamingResponse:
+        # nginx otherwise holds events back until it has 4 kB of them.
+        at_once = {"X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(service), media_type="text/event-stream", headers=at_once)
+
+
+async def _events(service: InspectionService) -> AsyncIterator[str]:
+    shown = 0
+    while not service.stopping:
+        if service.news != shown:
+            shown = service.news
+            yield f"data: {shown}\n\n"
+        await asyncio.sleep(0.5)
 
 
 def _picture(number: int, picture: bytes | None) -> Response:
