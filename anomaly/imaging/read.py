@@ -130,12 +130,11 @@ def identify(head: bytes) -> Format:
 
 
 def suffix_of(file: bytes) -> str:
-    """The usual suffix of a picture's file, by its content, without the dot.
-
-    Raises:
-        ImageError: the content is no supported picture's.
-    """
-    return identify(file[:HEAD_BYTES]).name.lower()
+    """The usual suffix of a picture, by its content, without the dot; `damaged` for others."""
+    try:
+        return identify(file[:HEAD_BYTES]).name.lower()
+    except ImageError:
+        return "damaged"
 
 
 @dataclass(frozen=True)
