@@ -180,6 +180,6 @@ def test_settings_that_suit() -> None:
         (_report("9×700"), usual | {"image.tile": 64}, "strips"),
         (deep, usual | {"image.bit_depth": 12}, "12 bits"),
     ):
-        given = advice(report)
+        given = list(advice(report))
         assert {one.key: one.value for one in given} == settings
         assert any(word in one.reason for one in given)
