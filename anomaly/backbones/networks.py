@@ -453,6 +453,14 @@ def read_weights(name: str, weights: str, seed: int) -> tuple[State, str | None]
     return backbone.renamed(state, build(name)), sha256
 
 
+def full_network(name: str, weights: str) -> nn.Module:
+    """A network with all of its weights, nothing cut away; `random` ones are of seed 0."""
+    network = build(name)
+    state, _ = read_weights(name, weights, seed=0)
+    load_state(network, state, network, f"the weights file for {name}")
+    return network
+
+
 def load_state(
     network: nn.Module, state: Mapping[str, Tensor], full: nn.Module, where: str
 ) -> None:
