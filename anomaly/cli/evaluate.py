@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
     for source in _sources(options):
         try:
             category = _evaluate(source, options, device)
-            if category.name in {c.name for c in categories}:  # told apart by their folders
+            if category.name in {c.name for c in categories}:  # two models of one name
                 name = f"{category.name} ({category.about.folder})"
                 category = replace(category, evaluation=replace(category.evaluation, name=name))
             report = folder.add(category)

@@ -481,8 +481,8 @@ def tune(
     """Try settings that matter, and choose those that catch more of the known defects.
 
     Each candidate is trained on the training images, with thresholds as `fit` finds them. The
-    present settings stay unless others catch more beyond chance; among candidates that can't be
-    told apart, the cheapest is chosen. The chosen config names the images that chose it.
+    present settings stay unless others catch more beyond chance; of those within a standard error
+    of the best, the cheapest is chosen. Its config names the images that chose it.
 
     Args:
         config: the present settings.

@@ -154,7 +154,7 @@ def _image(row: Row, output: Path, thumbnails: Thumbnails) -> dict[str, Any]:
         "sha256": row.image_sha256,
         "odd": row.reason,
         **pictured(small),
-        # Names of files may be bytes that aren't UTF-8; a link carries them all the same.
+        # A file's name may hold bytes that aren't UTF-8; a quoted link keeps them.
         "link": row.heatmap and quote(row.heatmap, errors="surrogateescape"),
         "partly": False,
     }

@@ -37,7 +37,7 @@ BACKBONE, SCORER, STATISTICS, REFERENCE = (
 )
 AGAIN = "copy the model folder again, or train again"
 
-# The files that vouch for themselves: the name of their format, and the remedy for another one.
+# Files that hold their own hash: the name of their format, and the remedy for another.
 _FORMATS = {
     MANIFEST: ("anomaly-model/4", "train it again"),
     EXPORT: ("anomaly-export/3", "export the model again"),
@@ -254,7 +254,7 @@ def check_files(folder: Path, expected: Mapping[str, Mapping[str, Any]]) -> None
     Raises:
         ModelError: a file is missing, was changed or doesn't belong.
     """
-    # Sealed files vouch for themselves, and the history grows; Windows leaves the last two.
+    # Two hold their own hash, the history grows, and file managers add the last two.
     unchecked = {MANIFEST, EXPORT, HISTORY, "Thumbs.db", "desktop.ini"}
     present = {f.name for f in folder.iterdir() if not f.name.startswith(".")} - unchecked
     if missing := sorted(set(expected) - present):
@@ -337,5 +337,5 @@ def appearing(folder: Path) -> Iterator[Path]:
         try:
             if old.exists():
                 shutil.rmtree(old)
-        except OSError as error:  # the model is written all the same
+        except OSError as error:  # the model's own files are complete
             log.warning("%s, which was replaced, can't be deleted: %s", old, why(error))
