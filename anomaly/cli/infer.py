@@ -28,8 +28,7 @@ from anomaly.inference.pipeline import LINES, Finished, Inputs, Journal, Run, Ru
 from anomaly.inference.rows import Row, Tally, learned_by
 from anomaly.inference.watch import WatchJournal, watch
 from anomaly.maps.heatmap import SHOWN, Thumbnails
-from anomaly.report.gallery import gallery_html
-from anomaly.report.page import About
+from anomaly.report.page import About, gallery_html
 from anomaly.report.report import passed_in_evaluation
 from anomaly.runtime import cores
 from anomaly.scoring.model import Model

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anomaly.calibration.rates import Rate, binomial, images_needed, percent, supported_rate
 from anomaly.calibration.thresholds import thresholds_from
-from anomaly.desk.judging import LEAST_DEFECTS
 from anomaly.errors import counted, some
 from anomaly.files.tables import text_table
 from anomaly.scoring.image_statistics import LEAST_IMAGES
@@ -27,6 +26,7 @@ _RATES = (0.02, 0.05, 0.1, 0.2)  # of good parts for review
 _LEAST_ALIKE = 3  # images that stand out: fewer may do so by chance
 _FAR = 1.1  # times the reject threshold, above which an image is far from all others
 _FINER_BY = 1.2  # times the pixels a side, below which little is gained
+LEAST_DEFECTS = 6  # parts with a defect; with fewer `tune` finds no difference beyond chance
 LEAST_PARTS = 20  # fewer say nothing of a rate
 DEFECT_SHARE = 0.01  # of the parts on a line, where nobody says otherwise
 # Chance that a comparison finds a difference where there is none. Repeated with each of 2,000

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from anomaly.desk.judging import LEAST_DEFECTS, Scores, judge, worth
+from anomaly.desk.advice import LEAST_DEFECTS
+from anomaly.desk.tune import Scores, judge, worth
 
 RATE = 0.05
 

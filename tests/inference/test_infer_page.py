@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Command
 
-from anomaly.report import gallery
+from anomaly.report import page
 
 
 def data_of(folder: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_the_page_is_over_all_rows(
     (inputs / "broken.png").write_bytes(b"no picture")
     for file in sorted((product / "train" / "good").iterdir())[:2]:
         shutil.copy(file, inputs / f"known_{file.name}")
-    monkeypatch.setattr(gallery, "read_image", None)  # no heatmap is read again
+    monkeypatch.setattr(page, "read_image", None)  # no heatmap is read again
     arguments = ["--model", run_folder, "--input", inputs, "--output", output]
     code, out, err = command("infer", arguments)
     assert (code, "results.html" in out) == (3, True)

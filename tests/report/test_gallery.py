@@ -12,8 +12,7 @@ from report_cases import HOSTILE, limits
 
 from anomaly.inference.rows import Row
 from anomaly.maps.heatmap import SHOWN, Thumbnails
-from anomaly.report.gallery import gallery_html
-from anomaly.report.page import About
+from anomaly.report.page import About, gallery_html
 
 REVIEW, REJECT = 8.5, 10.0
 EMPTY: dict[Any, Any] = {str: "", float: 0.0, int: 0}
